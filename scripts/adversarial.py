@@ -2,9 +2,9 @@
 
     python scripts/adversarial.py runs/digits-tied --workers 2
 
-The models of `ARMS` lie in runs/digits-tied/adversarial then; what is there is not trained again. A
-step takes one gradient for the attack and one for the weights (FGSM from a random start, arXiv
-2001.03994), so that 1,000 steps compute what 2,000 steps of `digits-tied` do.
+The models of `ARMS` are saved in runs/digits-tied/adversarial; existing ones are not trained again.
+A step computes one gradient for the attack and one for the weights (FGSM from a random start, arXiv
+2001.03994), so 1,000 steps cost as much as 2,000 steps of `digits-tied`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from layershuffle.models import logits_of
 
 ARMS = {"baseline-adversarial": ls.Sequential(), "layershuffle-adversarial": ls.Shuffled()}
 RADIUS = 10 / 255
-"""That of the attacks on the page, which `chosen_radius` takes from validation pairs."""
+"""The radius of the attacks on the page, which `chosen_radius` finds on validation pairs."""
 REACH = 1.25
-"""Length of the attack's step over the radius, as in the source; what is too far is cut off."""
+"""Length of the attack's step over the radius, as in the paper; the result is clipped to it."""
 GROWING = 0.5
-"""The share of the steps in which the radius grows from 0. With the whole one from the first step
-LayerShuffle unlearnt the task and stayed at chance (validation pairs, one seed)."""
+"""The share of the steps in which the radius grows from 0. With the full radius from the beginning,
+LayerShuffle fell to chance and stayed there (validation pairs, one seed)."""
 
 
 def fast_attack(
@@ -58,7 +58,7 @@ def fast_attack(
 
 
 def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Module:
-    """The bundled model, refined on attacked images alone; attack and step have one order."""
+    """The bundled model, refined only on attacked images; attack and step use the same order."""
     model = ls.load("bundled:digits", seed=run.seed)
     images, labels = split_images("train", pairs)
     weights = list(model.parameters())
@@ -78,10 +78,10 @@ def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Mo
 
 
 def train_and_save(run: Training, directory: Path) -> str:
-    """Train and save a model, and say how it does on validation pairs, in percent.
+    """Train and save a model. Returns a line with its top-1 on validation pairs, in percent.
 
-    Such training may fail all at once: the model then stands an attack of one step, and none of
-    twenty, which the second number would show.
+    Such training may suddenly overfit to the attack of one step (catastrophic overfitting), which
+    the second number, of an attack of twenty steps, would show.
     """
     torch.set_num_threads(1)
     model = train(run)

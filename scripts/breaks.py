@@ -1,10 +1,10 @@
-"""Measure where shuffling breaks down, what position parts do, and how little data is enough.
+"""Measure where shuffling breaks down, what position parts change, and how much data is needed.
 
     python scripts/breaks.py runs/breaks --workers 2
     python scripts/breaks_page.py
 
-`STAGES` is all that is trained. Every finished run is a row of `CSV` at once, and what has a row is
-not trained again; the directory holds the weights of models that others begin with.
+`STAGES` lists all runs. A finished run is added to `CSV` immediately, and runs that have a row are
+not trained again; the directory holds the weights of models from which others start.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def attention(depth: int) -> nn.Module:
 
 
 def mixer(depth: int) -> nn.Module:
-    """MLP-Mixer: a multilayer perceptron over tokens in the place of attention."""
+    """MLP-Mixer: a multilayer perceptron over tokens instead of attention."""
     sizes = {"img_size": CANVAS, "patch_size": PATCH, "embed_dim": WIDTH, "num_blocks": depth}
     model: nn.Module = MlpMixer(num_classes=len(CLASSES), in_chans=1, **sizes)
     return model
 
 
 def convnext(depth: int) -> nn.Module:
-    """Isotropic ConvNeXt: blocks of one width, and as in its paper without scales per channel."""
+    """Isotropic ConvNeXt: blocks of one width, without scales per channel, as in its paper."""
     blocks = [ConvNeXtBlock(WIDTH, ls_init_value=None) for _ in range(depth)]
     parts = {
         "stem": nn.Conv2d(1, WIDTH, PATCH, stride=PATCH),
@@ -92,7 +92,7 @@ def convnext(depth: int) -> nn.Module:
 
 
 def convmixer(depth: int) -> nn.Module:
-    """ConvMixer: only the convolution over space has a skip connection, the other one has none."""
+    """ConvMixer: only the depthwise convolution has a skip connection."""
     model: nn.Module = ConvMixer(
         WIDTH, depth, kernel_size=5, patch_size=PATCH, in_chans=1, num_classes=len(CLASSES)
     )
@@ -108,12 +108,12 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def scale_skips(model: nn.Module, scale: float) -> None:
-    """From now on every block computes `scale` * x + f(x), where it computed x + f(x)."""
+    """Change every block from x + f(x) to `scale` * x + f(x)."""
     for block in ls.blocks_of(model):
         block.register_forward_hook(lambda _, inputs, out: out - (1 - scale) * inputs[0])
 
 
-# --- what is trained --------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +129,18 @@ class Run(Training):
     encoding: ls.EncodingForm | None = None
     prediction: ls.PredictionForm | None = None
     detached: bool = False
-    """The position is predicted from states that its loss does not reach."""
+    """The gradient of the position loss does not reach the states."""
     table: str = "trained"
-    """"frozen" as it was drawn, or "noise", drawn anew at every step."""
+    """"trained", "frozen" as drawn, or "noise", drawn again in every step."""
     digits: int | None = None
-    """Handwritten digits per class, all of them if `None`."""
+    """Handwritten digits per class, all if `None`."""
     pairs: int = PAIRS
 
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
 ARMS = ("baseline", "layershuffle")
 TIED, TIED_BLOCKS = "layershuffle-tied-3", 3
-"""LayerShuffle of a model whose places share the weights of so many blocks."""
+"""LayerShuffle of a model whose places share the weights of `TIED_BLOCKS` blocks."""
 SKIPS = (0.0, 0.25, 0.5)
 STRONGER_SKIPS = (0.75, 0.9)
 ALL_DATA: dict[str, dict[str, Any]] = {f"{PAIRS} pairs": {}}
@@ -181,21 +181,21 @@ POSITION: dict[str, dict[str, Any]] = {
 
 
 def bases(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
-    """What is trained in order from random weights as `bundled:digits` was, and then refined."""
+    """Models trained in order from random weights, as `bundled:digits` was, to be refined."""
     for case, (kind, depth) in cases.items():
         base = Run(question="breaks", case=case, arm="base", seed=seed, start="scratch")
         yield replace(base, steps=BASE_STEPS, rate=BASE_RATE, kind=kind, depth=depth)
 
 
 def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
-    """Each base, refined by both arms."""
+    """Both refinements of each base."""
     for base in bases(cases, seed):
         for arm in ARMS:
             yield replace(base, arm=arm, start=base.case, steps=Run.steps, rate=Run.rate)
 
 
 def slower_runs(seed: int) -> Iterator[Run]:
-    """MLP-Mixer again, at the rate of its base: is it the rate that shuffling breaks down at?"""
+    """MLP-Mixer at the learning rate of its base, to exclude that the rate causes the breakdown."""
     for run in refinements({"MLP-Mixer": FIRST_BASES["MLP-Mixer"]}, seed):
         yield replace(run, case="MLP-Mixer, 1e-3", rate=BASE_RATE)
 
@@ -247,14 +247,14 @@ STAGES: tuple[tuple[Run, ...], ...] = (
         *position_runs(2),
     ),
 )
-"""A stage begins when the one before has ended: refinements need their bases."""
+"""A stage begins after the previous one has ended, because refinements need their bases."""
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
 def train_pairs(run: Run) -> tuple[Tensor, Tensor]:
-    """Canvases and labels; few pairs are the first of more."""
+    """Canvases and labels. Smaller sets are the beginnings of larger ones."""
     draws = draw_pairs("train", run.pairs)
     if run.digits is not None:
         draws = replace(draws, digits=fewer_digits(draws.digits, run.digits))
@@ -262,9 +262,9 @@ def train_pairs(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def fewer_digits(drawn: Tensor, count: int) -> Tensor:
-    """`drawn` with only `count` digits of each class, which are among more; shape as before.
+    """`drawn` with only `count` digits of each class, in the same shape.
 
-    Another digit of the same class takes the place of each that is left out.
+    Every other digit is replaced by one of the same class. Larger `count`s include smaller ones.
     """
     _, values = digit_images()
     substitute, instances = torch.arange(len(values)), digit_instances()["train"]
@@ -277,12 +277,12 @@ def fewer_digits(drawn: Tensor, count: int) -> Tensor:
 
 
 def weights_of(base: Run, directory: Path) -> Path:
-    """Where the weights of a base lie."""
+    """The path of the weights of a base."""
     return directory / f"{base.case} {base.seed}.safetensors"
 
 
 def begin(run: Run, directory: Path) -> nn.Module:
-    """The model that the run starts from, on which nothing was trained that it does not name."""
+    """The untrained model of the run, with the weights that `start` names."""
     torch.manual_seed(run.seed)
     if run.start == "bundled":
         model = ls.load("bundled:digits", seed=run.seed)
@@ -298,13 +298,13 @@ def begin(run: Run, directory: Path) -> nn.Module:
 
 
 def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | None]:
-    """The trained model, and the same with its position parts; a loop as a user would write it."""
+    """Train in a loop as users write it. Returns the model, and the model with position parts."""
     model = begin(run, directory)
     canvases, labels = train_pairs(run)
     parts = add_parts(model, run)
     called = model if parts is None else parts
     weights = [weight for weight in called.parameters() if weight.requires_grad]
-    # The host's alone are clipped: else gradients of position parts would shorten its steps.
+    # Only the host's are clipped, or gradients of position parts would shorten its steps.
     step_down = stepper(weights, run, clipped=list(model.parameters()))
     policy = ls.Shuffled() if run.arm in {"layershuffle", TIED} else ls.Sequential()
     noise = torch.Generator().manual_seed(run.seed)
@@ -324,7 +324,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
 
 
 def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
-    """The position parts of the run around its model, if it has any."""
+    """The model with the position parts of the run, `None` without any."""
     if not (run.encoding or run.prediction):
         return None
     parts = ls.add_position(model, encoding=run.encoding, prediction=run.prediction, seed=run.seed)
@@ -342,8 +342,8 @@ def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
 class Row:
     """Top-1 in percent of a trained model on the test pairs. `any_order`: one value per order.
 
-    `independent`: as how many images they count, the fewest of all orders (`layershuffle.stats`).
-    `guessed`: positions that the prediction guesses right, in percent; empty without one.
+    `independent`: effective number of images, the least over the orders (`layershuffle.stats`).
+    `guessed`: accuracy of the position prediction in percent; empty without prediction.
     """
 
     question: str
@@ -357,7 +357,7 @@ class Row:
 
 
 def measure(run: Run, directory: Path) -> Row:
-    """Train, keep what others begin with, and score."""
+    """Train and score; save the weights of bases. Returns the scores."""
     torch.set_num_threads(1)
     model, parts = train(run, directory)
     if run.arm == "base":
@@ -382,7 +382,7 @@ def measure(run: Run, directory: Path) -> Row:
 
 
 def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
-    """How many positions are guessed right, in percent: mean over the orders."""
+    """Accuracy of the predicted positions in percent, the mean over the orders."""
     parts.eval()
     values = []
     for draw in range(ORDERS):
@@ -396,15 +396,16 @@ def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
 def missing(
     stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
-    """What to train in each stage: what is not finished, and bases that such runs still need."""
+    """The runs left in each stage: unfinished ones, and bases whose weights those lack."""
     needed = {(run.start, run.seed) for run in chain(*stages) if key_of(run, KEY) not in finished}
 
-    def lost(run: Run) -> bool:
+    def is_lost_base(run: Run) -> bool:
         is_needed = run.arm == "base" and (run.case, run.seed) in needed
         return is_needed and not weights_of(run, directory).exists()
 
     return [
-        [run for run in stage if key_of(run, KEY) not in finished or lost(run)] for stage in stages
+        [run for run in stage if key_of(run, KEY) not in finished or is_lost_base(run)]
+        for stage in stages
     ]
 
 

@@ -1,4 +1,4 @@
-"""Write what scripts/breaks.py has measured into docs/open-questions.md.
+"""Write the results of scripts/breaks.py into docs/open-questions.md.
 
 python scripts/breaks_page.py
 """
@@ -22,9 +22,11 @@ from layershuffle.text import markdown_table
 REFERENCE, NO_PARTS = ("data", "20000 pairs"), "none (prediction, detached)"
 CHANCE = 1.0
 PAIRS = 3
-"""With so many pairs of models the interval over their seeds decides, with fewer every pair."""
+"""From this many pairs of models the interval over seeds decides; below, all pairs must agree."""
 NOTHING_LEARNT = "nothing learnt"
-NOT_MEASURED = "Not measured yet: `python scripts/breaks.py runs/breaks` goes on where it stopped."
+NOT_MEASURED = (
+    "Not measured yet: `python scripts/breaks.py runs/breaks` continues where it stopped."
+)
 CONDITIONS = {
     REFERENCE: "attention, 12 blocks, whole skip connections",
     ("breaks", "depth 2"): "2 blocks",
@@ -50,7 +52,7 @@ DATA = {
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean in percent with its 95 % interval over orders and images of a model."""
+    """A mean in percent with its 95 % interval, over the orders or images of a model."""
 
     mean: float
     low: float
@@ -59,7 +61,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Top-1 in percent of a model: in order, and a value per drawn order."""
+    """Top-1 of a model in percent, in order and in each drawn order. Fields as in `breaks.Row`."""
 
     in_order: float
     any_order: Sequence[float]
@@ -86,7 +88,7 @@ def read_models() -> Models:
 
 
 def interval(values: Sequence[float], independent: float) -> Interval:
-    """Of the mean of `values`: over the orders or over the images, whichever end is farther out."""
+    """The interval of the mean of `values`: at each end the wider of orders and images."""
     centre = mean(values)
     low, high = wilson_interval(centre, independent)
     if len(values) > 1:
@@ -96,9 +98,10 @@ def interval(values: Sequence[float], independent: float) -> Interval:
 
 
 def broken_in_pair(ordinary: Scores, shuffled: Scores) -> str:
-    """Of one pair of models: any order against half of the ordinary model, over orders and images.
+    """Compare any order with half of the ordinary model's top-1 in one pair of models.
 
-    Says nothing of other pairs, and is decided more often than an interval over seeds.
+    The intervals are over orders and images, so they say nothing about other seeds, and decide more
+    often than an interval over seeds.
     """
     usual = interval([ordinary.in_order], ordinary.independent)
     free = interval(shuffled.any_order, shuffled.independent)
@@ -110,15 +113,15 @@ def broken_in_pair(ordinary: Scores, shuffled: Scores) -> str:
 
 
 def above_half(ordinary: Group, shuffled: Group) -> Difference:
-    """LayerShuffle in any order less half of ordinary training in order, in pairs over seeds."""
+    """LayerShuffle in any order minus half of ordinary training in order, paired by seed."""
     halves = {seed: in_order(scores) / 2 for seed, scores in ordinary.items()}
     return compare({seed: any_order(scores) for seed, scores in shuffled.items()}, halves)
 
 
 def broken(ordinary: Group, shuffled: Group) -> str:
-    """The criterion: the 95 % interval of `above_half` excludes zero, of three pairs or more.
+    """The verdict: whether the 95 % interval of `above_half` over three or more pairs excludes 0.
 
-    Of fewer pairs `broken_in_pair` has to say the same of each, and the verdict says so.
+    With fewer pairs, `broken_in_pair` must agree on all of them, and the verdict says so.
     """
     seeds = sorted(ordinary.keys() & shuffled.keys())
     of_pairs = [broken_in_pair(ordinary[seed], shuffled[seed]) for seed in seeds]
@@ -130,7 +133,7 @@ def broken(ordinary: Group, shuffled: Group) -> str:
 
 
 def agreed(of_pairs: Sequence[str]) -> str:
-    """What every pair of models says; else nothing is told apart."""
+    """The verdict that all pairs of models share, else "not told apart"."""
     first = of_pairs[0]
     if len(set(of_pairs)) > 1 or first == "not told apart":
         return "not told apart"
@@ -138,7 +141,7 @@ def agreed(of_pairs: Sequence[str]) -> str:
 
 
 def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str) -> str:
-    """Ordinary training and LayerShuffle in each case that was measured."""
+    """The table of ordinary training and LayerShuffle in each measured case."""
     head = [name, "seeds", "ordinary training: in order", "any order"]
     head += ["LayerShuffle: in order", "any order", "gap", "share", "above half", "shuffling"]
     rows = []
@@ -151,7 +154,7 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
         gap = round(cells[2] - cells[3], 1) + 0.0  # never "-0.0"
         numbers = [f"{cell:.1f}" for cell in (*cells, gap)]
         judged = broken(ordinary, shuffled)
-        # Of chance there is no share.
+        # A share of chance would mean nothing.
         is_learnt = judged != NOTHING_LEARNT
         share = f"{100 * cells[3] / cells[0]:.0f} %" if is_learnt else ""
         above = words_of(above_half(ordinary, shuffled)) if len(seeds) >= PAIRS else ""
@@ -160,7 +163,7 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
 
 
 def means_of(groups: Sequence[Group], seeds: Sequence[int]) -> list[float]:
-    """Top-1 of every group over `seeds`, in order and in any order."""
+    """Mean top-1 of every group over `seeds`, in order and in any order."""
     return [
         mean([of(group[seed]) for seed in seeds])
         for group in groups
@@ -179,7 +182,7 @@ def any_order(scores: Scores) -> float:
 
 
 def difference(sample: Group, reference: Group, of: Callable[[Scores], float]) -> Difference:
-    """Top-1 of `sample` less `reference`, in points and in pairs over the seeds of both."""
+    """Top-1 of `sample` minus `reference` in points, paired by the seeds that both have."""
     seeds = sample.keys() & reference.keys()
     return compare(
         {seed: of(sample[seed]) for seed in seeds}, {seed: of(reference[seed]) for seed in seeds}
@@ -187,16 +190,16 @@ def difference(sample: Group, reference: Group, of: Callable[[Scores], float]) -
 
 
 def moved_in_pair(sample: Scores, reference: Scores) -> str:
-    """Of one pair of models: any order, by the 95 % interval in pairs over the drawn orders."""
+    """Compare any order in one pair of models, by the 95 % interval paired by drawn order."""
     gaps = [a - b for a, b in zip(sample.any_order, reference.any_order, strict=True)]
     low, high = t_interval(gaps)
     return verdict(Difference(points=mean(gaps), low=low, high=high, seeds=0))
 
 
 def moved(sample: Group, reference: Group) -> tuple[str, str]:
-    """The difference in any order and the criterion: its interval over seeds excludes zero.
+    """The difference in any order, and whether its interval over seeds excludes zero.
 
-    Of fewer than three pairs `moved_in_pair` has to say the same of each, and the verdict says so.
+    With fewer than three pairs, `moved_in_pair` must agree on all, and the verdict says so.
     """
     gap, seeds = difference(sample, reference, any_order), sorted(sample.keys() & reference.keys())
     if len(seeds) >= PAIRS:
@@ -205,7 +208,7 @@ def moved(sample: Group, reference: Group) -> tuple[str, str]:
 
 
 def tied_table(models: Models) -> str:
-    """Three tied blocks beside LayerShuffle with twelve different ones, on the same data."""
+    """The table of LayerShuffle with three tied and with twelve different blocks, by data."""
     head = ["training data", "seeds", "LayerShuffle: in order", "any order"]
     head += ["three tied blocks: in order", "any order", "tied in order", "tied in any order"]
     rows = []
@@ -222,7 +225,7 @@ def tied_table(models: Models) -> str:
 
 
 def position_table(models: Models) -> str:
-    """What position parts do to LayerShuffle."""
+    """The table of LayerShuffle with different position parts."""
     reference = models.get(("position", NO_PARTS, "layershuffle"), {})
     head = ["position parts", "seeds", "in order", "in any order", "difference to none"]
     head += ["in any order", "positions guessed"]
@@ -240,7 +243,7 @@ def position_table(models: Models) -> str:
 
 
 def soup_table() -> str:
-    """Orders of a soup against as many orders of one model, and against one order."""
+    """The table of a soup's orders against as many orders of one model, and against one order."""
     values: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for row in rows_of("averaged.csv"):
         if "+" not in row["members"]:
@@ -258,7 +261,7 @@ def soup_table() -> str:
 
 
 def chance_words(page: str) -> str:
-    """How many comparisons the tables of `page` make, and as how many its images count."""
+    """The paragraph about the number of comparisons in `page` and of independent images."""
     tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
     verdicts = re.findall(r"\*\*[a-z ]+\*\*", tables)
     count = sum(name != f"**{NOTHING_LEARNT}**" for name in verdicts)

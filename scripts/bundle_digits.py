@@ -24,7 +24,7 @@ KEPT = ("method", "policy", "selected", "settings", "provenance")
 
 def main(run: str, name: str) -> None:
     """Score the model of the run on all 5,000 test pairs and save it with its record."""
-    torch.set_num_threads(1)  # the sums behind the scores depend on it in the last digit
+    torch.set_num_threads(1)  # it changes the last digit of the scores
     evaluation = evaluate_spec(f"dir:{run}", "digit-pairs", settings=EvalSettings(num_orders=20))
     scores = {}
     for mode in ("sequential", "arbitrary"):

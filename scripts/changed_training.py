@@ -1,9 +1,9 @@
-"""Train LayerShuffle with one change each, at equal block runs: ideas that no method has.
+"""Train LayerShuffle with one change at a time, at equal numbers of block runs.
 
     python scripts/changed_training.py --workers 2
     python scripts/recipes_page.py
 
-Every finished run is a row of `CSV` at once, and what has a row is not trained again.
+A finished run is added to `CSV` immediately, and runs that have a row are not trained again.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ RANKS = {
 TIED_ROUNDS = "one tied block, rounds of 1 to 4 blocks"
 NAMES = (*CHANGES, *RANKS, TIED_ROUNDS)
 REFERENCES = {DISTILLED: BOTH} | {name: TIED for name in (*RANKS, TIED_ROUNDS) if name != TIED}
-"""What a training is compared with, where that is not plain LayerShuffle."""
+"""The reference of each training that is not compared with plain LayerShuffle."""
 LONGER = (PLAIN, ROUNDS, RAMP, LAST_THIRD, RADIUS, EXIT, *RANKS, TIED_ROUNDS)
-"""Trained for more steps as well: what is not worse in any order after few, and tied blocks."""
+"""Also trained for more steps: those not worse in any order after few steps, and tied blocks."""
 BUDGETS = {500: NAMES, 2_000: LONGER}
-"""Which names are trained, by the steps of twelve blocks that a training costs."""
+"""The trainings by budget, in steps of twelve blocks."""
 PRODUCT = (".down.weight", ".up.weight")
-# These run 10 and 12.5 % fewer blocks per step, so they take more steps and see more images.
+# These run 10 and 12.5 % fewer blocks per step, so they take more steps with more images.
 SHARES_RUN = {RAMP: 1 - DROP / 2, LAST_THIRD: 1 - 0.375 / 3}
 SEQUENTIAL = ls.ExecutionOrder.sequential(DEPTH)
 
@@ -76,7 +76,7 @@ class Run(Training):
 
 
 def training(name: str, *, seed: int, budget: int = 500) -> Run:
-    """The training of a change."""
+    """The training of the change `name`."""
     steps = round(budget / SHARES_RUN.get(name, 1))
     return Run(
         arm=name, seed=seed, start="bundled", budget=budget, steps=steps, warmup=budget // 10
@@ -98,13 +98,13 @@ def order_of(run: Run, step: int) -> ls.ExecutionOrder:
 
 
 def nearby(radius: float, *, seed: int, step: int) -> ls.ExecutionOrder:
-    """An order in which two blocks that are `radius` or more apart keep their sequence."""
+    """A random order in which two blocks `radius` or more apart keep their sequence."""
     keys = torch.arange(DEPTH) + radius * torch.rand(DEPTH, generator=generator_of(seed, step))
     return ls.ExecutionOrder(keys.argsort(stable=True).tolist(), DEPTH)
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """The generator of what a step draws beside its order."""
+    """The generator for the other random choices of a step than its order."""
     return torch.Generator().manual_seed(1_000_000 * seed + step)
 
 
@@ -123,9 +123,9 @@ def loss_of(model: nn.Module, images: Tensor, labels: Tensor, *, run: Run, step:
 def in_both_orders(
     model: nn.Module, images: Tensor, labels: Tensor, order: ls.ExecutionOrder, *, weight: float
 ) -> Tensor:
-    """Half of the images run in both orders; the drawn one learns from the sequential one too.
+    """The loss of half of the images in both orders.
 
-    `weight`: of the divergence from the probabilities in sequential order.
+    `weight`: weight of the divergence of the drawn order's probabilities from the sequential ones.
     """
     half = len(images) // 2
     with ls.running(model, [SEQUENTIAL] * half + [order] * half):
@@ -143,7 +143,7 @@ def with_exit(
     *,
     generator: torch.Generator,
 ) -> Tensor:
-    """The state after one of the first eleven blocks is classified as well."""
+    """The loss with an exit after a random one of the first eleven blocks."""
     steps = 1 + int(torch.randint(DEPTH - 1, (), generator=generator))
     with ls.running(model, [order] * len(images), exit_after=steps):
         logits, early = model(images).chunk(2)
@@ -151,15 +151,15 @@ def with_exit(
 
 
 def averaged(mean: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:
-    """A mean over about a ninth of the steps so far, and over 55 at the end."""
+    """An average over about the last ninth of the steps so far, at most 55."""
     decay = min(LONGEST_DECAY, (1 + int(count)) / (10 + int(count)))
     return torch.lerp(weight, mean, decay)
 
 
 class Adapted(nn.Module):
-    """A linear layer and a product of two matrices of a rank (LoRA, arXiv 2106.09685).
+    """A linear layer plus a product of two matrices of a given rank (LoRA, arXiv 2106.09685).
 
-    The product is zero at first, and divided by the rank: else its steps would grow with it.
+    The product starts at zero. It is divided by the rank, or its updates would grow with the rank.
     """
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
@@ -175,7 +175,7 @@ class Adapted(nn.Module):
 
 
 def tied(model: nn.Module, *, rank: int) -> nn.Module:
-    """`model` with one block's weights in every place, and products of each place's own."""
+    """`model` itself, with one block's weights in all places, and a product of `rank` per place."""
     tie(model, middle_blocks(1, DEPTH))
     for block in ls.blocks_of(model) if rank else ():
         layers = [(name, x) for name, x in block.named_modules() if isinstance(x, nn.Linear)]
@@ -185,13 +185,13 @@ def tied(model: nn.Module, *, rank: int) -> nn.Module:
 
 
 def train(run: Run, *, pairs: int = PAIRS) -> nn.Module:
-    """`bundled:digits`, refined."""
+    """`bundled:digits`, refined by the run."""
     torch.manual_seed(run.seed)
     model = ls.load("bundled:digits", seed=run.seed)
     if run.arm in (*RANKS, TIED_ROUNDS):
         model = tied(model, rank=RANKS.get(run.arm, 0))
     data = DigitPairs("train", pairs)
-    # Products apart: else their gradients would shorten the steps of the tied weights.
+    # Without the products, whose gradients would shorten the steps of the tied weights.
     clipped = [w for name, w in model.named_parameters() if not name.endswith(PRODUCT)]
     step_down = stepper(list(model.parameters()), run, clipped=clipped)
     average = AveragedModel(model, avg_fn=averaged) if run.arm == AVERAGED else None
@@ -219,7 +219,7 @@ class Row:
 
 
 def measure(run: Run) -> Row:
-    """Train and score."""
+    """Train and score. Returns the scores."""
     torch.set_num_threads(1)
     model = train(run).eval()
     test = DigitPairs("test", TESTED)

@@ -1,7 +1,7 @@
-"""`digit-scenes`: one to five handwritten digits of several sizes among clutter on 32x32 pixels.
+"""`digit-scenes`: one to five handwritten digits of several sizes and clutter on 32x32 pixels.
 
 scikit-learn's digits are split by instance before scenes are made, by the split of
-`layershuffle.data.digits`, so no handwriting of the test scenes was seen in training, nor by
+`layershuffle.data.digits`, so no digit of the test scenes occurs in training, nor in that of
 `bundled:digits`. A scene is a pure function of its seed, split and index.
 """
 
@@ -23,7 +23,7 @@ SIZES = (8, 10, 12, 16)
 BACKGROUND, CLASSES = 0, 11
 """Class 0 of a mask is the background, and 1 to 10 are the digits 0 to 9."""
 MASK_INK = 5
-"""From so much ink of `LEVELS` a pixel belongs to its digit: about half of a stroke's edge."""
+"""The least ink (of `LEVELS`) of a pixel in a mask, which includes about half of an edge."""
 _TRIES, _STROKES, _STROKE = 12, 8, 4
 
 
@@ -33,8 +33,8 @@ class Scenes:
 
     `ink` uint8 [n, 1, 32, 32] in 0..16; `mask` uint8 [n, 32, 32], class of each pixel; `boxes`
     float32 [n, 5, 4], left, top, right, bottom in pixels, right and bottom exclusive; `values`
-    int64 [n, 5], the digit in each box, -1 where a scene has fewer; `digits` int64 [n, 5], which
-    of scikit-learn's digits they are, -1 likewise.
+    int64 [n, 5], the digit in each box, -1 where a scene has fewer; `digits` int64 [n, 5], their
+    indices in scikit-learn's digits, -1 likewise.
     """
 
     ink: Tensor
@@ -65,7 +65,7 @@ def _scene(split: str, index: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
     ink = _clutter(below)
     free = torch.ones(SIDE, SIDE, dtype=torch.bool)
     placed = 0
-    # The number is drawn first: rejecting places makes some scenes emptier, none fuller.
+    # The number is drawn first. Some scenes have fewer digits, because no place was free.
     for _ in range(1 + below(MOST)):
         digit = int(instances[below(len(instances))])
         for _ in range(_TRIES):
@@ -76,7 +76,7 @@ def _scene(split: str, index: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
                 continue
             drawn = _resized(images[digit], size)
             own = drawn >= MASK_INK
-            # Squares are apart, so that no digit hides a part of another one's extent.
+            # Squares do not overlap, so no digit covers another one.
             free[square] = False
             ink[square] = torch.maximum(ink[square], drawn)
             mask[square] = own.to(torch.uint8) * (1 + int(labels[digit]))
@@ -91,13 +91,13 @@ def _scene(split: str, index: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _resized(ink: Tensor, size: int) -> Tensor:
-    """A digit uint8 [8, 8] on [size, size], by bilinear interpolation."""
+    """A digit uint8 [8, 8], resized to [size, size] by bilinear interpolation."""
     sized = F.interpolate(ink[None, None].float(), size=(size, size), mode="bilinear")
     return sized[0, 0].round().to(torch.uint8)
 
 
 def _clutter(below: Callable[[int], int]) -> Tensor:
-    """Short strokes, as dark as those of digits or paler, on an empty canvas uint8 [32, 32]."""
+    """A canvas uint8 [32, 32] with short strokes, as dark as those of digits or lighter."""
     ink = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
     for _ in range(_STROKES):
         top, left = below(SIDE - _STROKE), below(SIDE - _STROKE)

@@ -1,4 +1,4 @@
-"""What the build of the documentation does beyond mkdocs (`hooks` in mkdocs.yml)."""
+"""Hooks of the documentation build (`hooks` in mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CSS_REQUEST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
-# Sections of the navigation, and what they list: no new page has to enter itself there.
+# Sections of the navigation and the directories whose pages they list.
 _DIRECTORIES = {"Commands": "commands", "Decisions": "decisions"}
-# Attributes whose address a browser fetches by itself, of any element.
+# Attributes of any element whose addresses a browser fetches.
 _FETCHED = ("src", "srcset", "poster", "data")
-# A <link> is fetched, except where it only says what the page is or which page is next.
+# A <link> is fetched, except with these values of `rel`.
 _LINKS_UNFETCHED = {"canonical", "alternate", "author", "license", "next", "prev"}
 
 
@@ -33,28 +33,28 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page without links that work in the repository and not on the site."""
+    """The page without links that only work in the repository."""
     del files
     docs = Path(config.docs_dir)
     return inside(markdown, page=docs / page.file.src_uri, docs=docs)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that would ask another origin for anything."""
+    """Raises `PluginError` for a site that would send requests to other origins."""
     site = Path(config.site_dir)
-    asked = {}
+    foreign = {}
     for path in sorted(site.rglob("*")):
         if path.suffix in (".html", ".css"):
             text = path.read_text(encoding="utf-8")
             requests = foreign_requests(text, css=path.suffix == ".css")
             if requests:
-                asked[path.relative_to(site).as_posix()] = requests
-    if asked:
-        raise PluginError(f"The site would send requests to other origins: {asked}")
+                foreign[path.relative_to(site).as_posix()] = requests
+    if foreign:
+        raise PluginError(f"The site would send requests to other origins: {foreign}")
 
 
 def inside(markdown: str, *, page: Path, docs: Path) -> str:
-    """`markdown` of `page` with the path of the file in place of every link out of `docs`."""
+    """`markdown` of `page` with every link out of `docs` replaced by the path of its file."""
 
     def plain(match: re.Match[str]) -> str:
         text, address = match.groups()
@@ -68,9 +68,9 @@ def inside(markdown: str, *, page: Path, docs: Path) -> str:
 
 
 def foreign_requests(text: str, *, css: bool = False) -> list[str]:
-    """Addresses of other origins that a browser asks for when it shows this page, or style sheet.
+    """Addresses of other origins that a browser fetches for this page or style sheet.
 
-    Links that a reader may follow are none of them.
+    Links for readers are not included.
     """
     if css:
         return _CSS_REQUEST.findall(text)
@@ -80,7 +80,7 @@ def foreign_requests(text: str, *, css: bool = False) -> list[str]:
 
 
 class _Requests(HTMLParser):
-    """Collects what the elements of a page fetch."""
+    """Collects the addresses that the elements of a page fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ class _Requests(HTMLParser):
         fetched = [values[name] for name in _FETCHED if name in values]
         if tag == "link" and values.get("rel", "").lower() not in _LINKS_UNFETCHED:
             fetched.append(values.get("href", ""))
-        # A set of sources holds several addresses, each followed by a width.
+        # A srcset holds several addresses, each followed by a width.
         for address in " ".join(fetched).replace(",", " ").split():
             if address.lower().startswith(("http://", "https://", "//")):
                 self.addresses.append(address)
         self.addresses += _CSS_REQUEST.findall(values.get("style", ""))
-        # The theme loads a drawing library from another host for such an element.
+        # For such an element the theme loads a drawing library from another host.
         if "mermaid" in values.get("class", "").split():
             self.addresses.append("mermaid")
 

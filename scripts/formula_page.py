@@ -1,4 +1,4 @@
-"""Write what the studies formula-cpu and formula-sizes have measured into docs/science.md.
+"""Write the results of the studies formula-cpu and formula-sizes into docs/science.md.
 
 python scripts/formula_page.py
 """
@@ -34,7 +34,7 @@ RESULTS = ROOT / "docs" / "results" / "formula-cpu" / "results.csv"
 SIZES_RESULTS = ROOT / "docs" / "results" / "formula-sizes" / "results.csv"
 FIGURE = ROOT / "docs" / "science-widths.png"
 IMAGES = 2_000
-"""Test images of the recipe."""
+"""The number of test images in the recipe."""
 ARMS = (
     Arm(name="baseline", label="ordinary training", different=12),
     Arm(name="layershuffle", label="LayerShuffle", different=12),
@@ -62,13 +62,13 @@ REFERENCES = {
     "layershuffle-tied-3-mixed": "layershuffle-mixed",
     "layershuffle-tied-3-mixed-exit": "layershuffle-mixed-exit",
 }
-"""What an arm is compared with, where that is not LayerShuffle: one change at a time."""
+"""The reference of each arm that is not compared with LayerShuffle, one change apart."""
 SHOWN = ("in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, once")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Data and model: where their scores are, and how the names of their arms end."""
+    """Size of data and model, the file of their scores, and the suffix `end` of their arms."""
 
     classes: int
     width: int
@@ -97,28 +97,28 @@ SIZE_PAIRS = (
     *((str(size), size, size) for size in SIZES),
     ("300 classes, equal weights in all: width 128 against 64", MIDDLE, NARROW),
 )
-"""The sizes of three tied blocks and of twelve different ones that are compared.
+"""The compared sizes: label, of three tied blocks, of twelve different ones.
 
 A block of width w has 8 w^2 weights in its matrices: three of width 2w hold as many as twelve of w.
 """
 
 
 def values_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> list[float]:
-    """Top-1 of the one model of an arm, of every drawn order."""
+    """Top-1 of the only model of an arm in every drawn order."""
     (values,) = scores[arm, *column].values()
     return values
 
 
 def interval_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> Interval:
-    """Of the one model of an arm: over orders or images, whichever end is farther out."""
+    """The interval of the only model of an arm, as of `breaks_page.interval`."""
     return interval(values_of(scores, arm, column), IMAGES)
 
 
 def difference(sample: Sequence[float], reference: Sequence[float]) -> Difference:
-    """Points between two models, with a 95 % interval that says nothing about other seeds.
+    """The difference of two models in points, with a 95 % interval that ignores the seeds.
 
-    Of several orders, which are the same for both: in pairs over them, on the same images. Of one
-    order: over images, as if each model had its own.
+    With several orders, which are the same for both, it is paired by order. With one order it is
+    over images, as if each model had its own.
     """
     if len(sample) > 1:
         return compare(dict(enumerate(sample)), dict(enumerate(reference)))
@@ -137,7 +137,7 @@ def between(a: Interval, b: Interval) -> Difference:
 
 
 def accuracy_table(scores: Scores) -> str:
-    """Top-1 in percent of every model, and whether it is told apart from another one."""
+    """The table of every model's top-1 in percent, and its difference to its reference."""
     labels = {arm.name: arm.label for arm in ARMS}
     head = ["arm", "different blocks", *SHOWN]
     head += ["less the model of", "in order", "in any order"]
@@ -157,7 +157,7 @@ def accuracy_table(scores: Scores) -> str:
 
 
 def size_tables() -> tuple[str, str]:
-    """The same arms for each number of classes and width; three tied blocks beside twelve."""
+    """Two tables: the arms at each size, and three tied blocks against twelve different ones."""
     labels = {arm.name: arm.label for arm in ARMS}
     scores = {size: read_scores(size.results) for size in SIZES}
     rows, verdicts = [], []
@@ -183,7 +183,7 @@ def size_tables() -> tuple[str, str]:
 
 
 def draw() -> Figure:
-    """Accuracy of 300 classes against the weights of a device, which holds one of twelve blocks."""
+    """Plot accuracy of 300 classes over the weights of a device with one of twelve blocks."""
     figure = new_figure(8.2, 4.6)
     panels = {"any order": "any order", "6 alive, twice": "6 of 12 alive, twice"}
     handles = {}

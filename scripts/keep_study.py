@@ -1,10 +1,10 @@
-"""Keep what documentation shows of a study: results, report and figures, no weights, no logs.
+"""Copy the results, report and figures of a study for the documentation, without weights and logs.
 
     python scripts/keep_study.py runs/digits-paper docs/results/digits-paper
 
-A study that has grown may be run without its finished tasks: what the directory lacks stays as it
-is kept, where the recipe plans the same task. A kept study given twice is written again as this
-version writes it. `layershuffle report` reads the copy and makes its report.html
+Tasks that the directory lacks and the recipe still plans are taken from the existing copy, so a
+study that has grown may be run without its finished tasks. With the copy as both arguments, it is
+written again as this version does. `layershuffle report` reads the copy and makes its report.html
 (`layershuffle.study.store`).
 """
 
@@ -26,14 +26,14 @@ from layershuffle.study.report import KEPT_DPI, write_report
 from layershuffle.study.store import completed, read_study, write_kept
 
 COLOURS = 24
-"""A figure with so many is a quarter as large, and the lines of its arms keep their colours."""
+"""This many make a figure a quarter as large and still preserve the colours of its lines."""
 FIELDS = ("schema", "code_version", "recipe")
 
 
 def small(figure: bytes) -> bytes:
-    """The PNG with a palette of `COLOURS`."""
+    """`figure` (a PNG) with a palette of `COLOURS` colours."""
     picture = Image.open(io.BytesIO(figure)).convert("RGB")
-    # The median cut, Pillow's own choice, merges rare colours: those of thin lines.
+    # The median cut, Pillow's default, merges rare colours, such as those of thin lines.
     with_palette = picture.quantize(
         COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE
     )
@@ -43,7 +43,7 @@ def small(figure: bytes) -> bytes:
 
 
 def keep(directory: Path, out: Path) -> int:
-    """Keep the study in `directory` in `out`, with what only `out` has; how many files."""
+    """Copy the study to `out`, with the tasks that only `out` has. Returns the number of files."""
     fresh = study = read_study(directory)
     pictures: dict[str, bytes] = {}
     if (out / KEPT_FILE).exists():
@@ -51,8 +51,8 @@ def keep(directory: Path, out: Path) -> int:
         pictures = {path.name: path.read_bytes() for path in (out / "figures").glob("*.png")}
     plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     figures: dict[str, bytes] = {}
-    asked = set[tuple[str, str]]()
-    # A kept study has the figures of its analyses alone, without the tables that they show.
+    shown = set[tuple[str, str]]()
+    # A kept study has the figures of its analyses without their tables.
     analyses = () if fresh.kept else fresh.analyses
     computed = {outcome.task.name for outcome in analyses if outcome.result is not None}
     for outcome in study.main_analyses:
@@ -60,12 +60,12 @@ def keep(directory: Path, out: Path) -> int:
         if outcome.result is not None and task.name not in computed:
             names = (name for name in pictures if name.startswith(f"{task.name}-"))
             figures.update({name: pictures[name] for name in names})
-        elif outcome.result is not None and question not in asked:  # one model of an arm shows it
-            asked.add(question)
+        elif outcome.result is not None and question not in shown:  # by another model of the arm
+            shown.add(question)
             tables = read_analysis(task.directory(directory) / "files").tables
             drawn = find_analysis(task.options.name).load().figures(tables)
             for name, figure in drawn.items():
-                if "-blocks" not in name:  # a page for every block is for who runs the study
+                if "-blocks" not in name:  # except figures with a page per block
                     content = small(figure_bytes(figure, "png", dpi=KEPT_DPI))
                     figures[f"{task.name}-{name}.png"] = content
     if out.exists():

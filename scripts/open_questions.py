@@ -1,4 +1,4 @@
-"""Measure what docs/open-questions.md says, and write its tables.
+"""Measure the results of docs/open-questions.md, and write its tables.
 
     python scripts/open_questions.py runs/digits-tied   # measure on the models of that study
     python scripts/open_questions.py                    # only write the tables again
@@ -59,19 +59,19 @@ PROBED = {
 }
 ENDS = ("input", "output")
 PROBED_BY_POSITION = ("baseline", "layershuffle", "layershuffle-depth")
-"""Arms whose positions are told apart in a table of their own."""
+"""Arms with a table of the probe's accuracy at each position."""
 LABELS = {arm.name: arm.label for arm in ARMS}
-# What a `truncated` model costs is what a smaller one costs.
+# `truncated` is left out, because it costs as much as a smaller model.
 COSTED = (
     *((name, None) for name in METHODS if name not in {"truncated", "layershuffle-tied"}),
     *(("layershuffle-tied", distinct) for distinct in (6, 3, 1)),
 )
-"""Methods, and of how many different blocks a tied model is made."""
+"""Methods, and the number of different blocks of a tied model."""
 TIMED = {
     "layershuffle-tied --distinct 3": "layershuffle-tied, distinct 3",
     "layershuffle-mixed": "layershuffle-mixed, orders per batch 4",
 }
-"""What `benchmarks/methods.py` calls a method, where it has options."""
+"""The names of methods with options in `benchmarks/methods.py`."""
 TIMES = {"step": "a step", "answer": "an answer"}
 CASES = ("width 64, batch 64", "width 192, batch 32")
 
@@ -80,7 +80,7 @@ CASES = ("width 64, batch 64", "width 192, batch 32")
 class MissingRow:
     """Top-1 in percent with `missing` blocks left out, in a row or spread out.
 
-    The mean over the sets of blocks and the drawn orders.
+    It is the mean over the sets of blocks and the drawn orders.
     """
 
     arm: str
@@ -95,7 +95,7 @@ class MissingRow:
 class AveragedRow:
     """Top-1 in percent of the mean of the logits of `forwards` forwards.
 
-    `members`: the seeds of the models, as "0+1+2"; a single model runs in `forwards` orders, and so
+    `members`: the seeds of the models, as "0+1+2". A single model runs in `forwards` orders, as
     does the soup "0*1*2", whose weights are the means of three models.
     """
 
@@ -107,9 +107,9 @@ class AveragedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRow:
-    """How often a linear probe on what enters a block is right, in percent, at one position.
+    """Accuracy in percent of a linear probe on the input of blocks, at one position.
 
-    The mean over all blocks and the test images of `layershuffle analyze position`.
+    It is the mean over all blocks and the test images of `layershuffle analyze position`.
     """
 
     arm: str
@@ -120,7 +120,7 @@ class ProbedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CostRow:
-    """What a method costs. `forward` and `step`: million floating-point operations per image."""
+    """The cost of a method. `forward` and `step`: million floating-point operations per image."""
 
     method: str
     parameters: int
@@ -132,7 +132,7 @@ class CostRow:
 def sets_of(missing: int, layout: str) -> list[tuple[int, ...]]:
     """Sets of `missing` blocks "in a row" or "spread out"; each block is in one set of a layout.
 
-    So a layout that leaves out blocks which matter more, like the first, has no disadvantage.
+    So both layouts leave out important blocks, such as the first, equally often.
     """
     count = DEPTH // missing
     if layout == "in a row":
@@ -141,7 +141,7 @@ def sets_of(missing: int, layout: str) -> list[tuple[int, ...]]:
 
 
 def orders_without(missing: Sequence[int], *, arbitrary: bool) -> list[ls.ExecutionOrder]:
-    """The other blocks in order, or in `DRAWS` random orders, the same ones for every set."""
+    """Orders of the other blocks: sequential, or `DRAWS` random ones, the same for every set."""
     if not arbitrary:
         orders = [tuple(range(DEPTH))]
     else:
@@ -153,9 +153,9 @@ def orders_without(missing: Sequence[int], *, arbitrary: bool) -> list[ls.Execut
 
 
 def measure_missing(study: Path, batches: DeviceBatches) -> Iterator[MissingRow]:
-    """Consecutive blocks missing against as many spread out."""
+    """Score the models without consecutive blocks and without as many spread out."""
     for arm in MISSING_ARMS:
-        # The ordinary model has 5 % left in a random order: there is nothing to lose.
+        # The ordinary model has only 5 % in a random order, so it has nothing to lose.
         cases = [
             (layout, missing, arbitrary, order)
             for arbitrary in ((False,) if arm == "baseline" else (False, True))
@@ -184,7 +184,7 @@ def measure_missing(study: Path, batches: DeviceBatches) -> Iterator[MissingRow]
 
 
 def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRow]:
-    """Several orders of one model, and several models, at as many forwards per answer."""
+    """Score orders of one model, and several models, by the number of forwards per answer."""
     models = {seed: model_of(study, AVERAGED_ARM, seed) for seed in SEEDS}
     alone = {str(seed): model for seed, model in models.items()}
     alone["*".join(alone)] = uniform_soup(list(models.values()))
@@ -203,7 +203,7 @@ def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRo
 
 
 def measure_positions(study: Path) -> Iterator[ProbedRow]:
-    """The probe on the input of blocks, asked at every position of every model."""
+    """Score the probe on the input of blocks, at every position of every model."""
     for arm in PROBED_BY_POSITION:
         for seed in SEEDS:
             with TemporaryDirectory() as directory:
@@ -217,7 +217,7 @@ def measure_positions(study: Path) -> Iterator[ProbedRow]:
 
 
 def measure_costs() -> Iterator[CostRow]:
-    """Parameters, bytes and operations; a step is the mean over 100 orders of the policy."""
+    """Count parameters, bytes and operations; a step is the mean over 100 orders of the policy."""
     image = torch.zeros(1, 1, *CANVAS)
     for name, distinct in COSTED:
         method, host = METHODS[name], ls.load("bundled:digits")
@@ -253,16 +253,16 @@ def operations(
     backward: bool,
     exits: bool = False,
 ) -> int:
-    """Floating-point operations of matrix products for one image, as torch counts them.
+    """Floating-point operations of matrix products for `image`, as torch counts them.
 
-    `backward`: of a training step, which asks for positions where the model predicts them. With
-    `exits` the head runs twice; after which block does not matter here.
+    `backward`: count a training step, with the position prediction of the model. With `exits` the
+    head runs twice; the block of the exit does not matter.
     """
     running = ls.running(model, [order], exit_after=1) if exits else ls.running(model, order)
-    is_asked = backward and model.prediction is not None
-    # The fused attention of a CPU has no entry in torch's table of counts: it would count as 0.
+    predicts = backward and model.prediction is not None
+    # Fused attention on a CPU is missing in torch's table of counts and would count as 0.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        guessing = model.guessing() if is_asked else nullcontext()
+        guessing = model.guessing() if predicts else nullcontext()
         with torch.set_grad_enabled(backward), running, guessing as guesses:
             loss = logits_of(model(image)).sum()
             if guesses is not None:
@@ -273,7 +273,7 @@ def operations(
 
 
 def spec_of(study: Path, arm: str, seed: int) -> str:
-    """What names a trained model of the study."""
+    """The spec of a trained model of the study."""
     return f"dir:{study / 'runs' / f'{arm}-seed{seed}' / 'fit'}"
 
 
@@ -283,7 +283,7 @@ def model_of(study: Path, arm: str, seed: int) -> nn.Module:
 
 
 def measure(study: Path) -> None:
-    """Measure all questions; but for the probes on the first `IMAGES` test pairs of a shuffle."""
+    """Measure all questions; all but the probes are measured on `IMAGES` random test pairs."""
     torch.set_num_threads(1)
     options = DataOptions(train=False, max_test=IMAGES)
     data = open_data("digit-pairs", image_view(model_of(study, "baseline", 0)), options=options)
@@ -325,7 +325,7 @@ def missing_difference(
 
 
 def missing_table() -> str:
-    """For each arm, order and number of blocks what leaving out neighbours costs."""
+    """The table of what leaving out neighbours costs, by arm, order and number of blocks."""
     scores = rows_of("missing.csv")
     head = ["arm", "the others run", "missing", "in a row", "spread out", "difference"]
     rows = []
@@ -339,17 +339,17 @@ def missing_table() -> str:
 
 
 def averaged_verdict(models: Sequence[float], orders: Sequence[float]) -> str:
-    """The criterion: every draw of several models beats every draw of one model, or the reverse."""
+    """The verdict: whether all draws of several models beat all of one model, or the reverse."""
     if min(models) > max(orders):
         return "several models"
     return "several orders" if max(models) < min(orders) else "not told apart"
 
 
 def averaged_table() -> str:
-    """Orders of one model, models and soups, by the number of forwards per answer."""
+    """The table of orders of a model, models and soups, by the number of forwards per answer."""
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows_of("averaged.csv"):
-        kind = row["members"][1:2]  # "" for one model, else what joins the seeds
+        kind = row["members"][1:2]  # "" for one model, else the separator of seeds
         values[kind, int(row["forwards"])].append(float(row["top1"]))
     head = ["forwards per answer", "one model, as many orders", "as many models", "better"]
     rows = []
@@ -365,8 +365,7 @@ def averaged_table() -> str:
 
 
 def cost_table() -> str:
-    """Parameters, saved bytes, operations, and the median times of a step and of an answer in pairs
-    with ordinary training (benchmarks)."""
+    """The table of parameters, saved bytes, operations, and benchmarked times."""
     medians = medians_of("methods")
     head = ["method", "parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
     timed = [(what, case) for what in TIMES for case in CASES]
@@ -386,7 +385,7 @@ def cost_table() -> str:
 
 
 def position_table() -> str:
-    """How often a linear probe names a block's position, from the study of the paper."""
+    """The table of a linear probe's accuracy on positions, from the study digits-paper."""
     rows = []
     with (ROOT / "docs" / "results" / "digits-paper" / "analysis.csv").open(encoding="utf-8") as f:
         values = {(row["task"], row["name"]): row["value"] for row in csv.DictReader(f)}
@@ -398,7 +397,7 @@ def position_table() -> str:
 
 
 def by_position_table() -> str:
-    """How often the probe on the input is right at each position: the mean over models."""
+    """The table of the input probe's accuracy at each position, the mean over models."""
     accuracies: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows_of("positions.csv"):
         accuracies[row["arm"]][int(row["position"])].append(float(row["accuracy"]))

@@ -18,14 +18,14 @@ ACROSS, PAIRS = 10, 100
 def sheet() -> tuple[Tensor, list[str]]:
     """The first pairs of the test split as one picture, uint8 [120, 200], and their class names."""
     canvases, labels = compose(draw_pairs("test", PAIRS))
-    # As `labelled_images` writes them: ink of 0 to 16 as grey of 0 to 255.
+    # As in `labelled_images`, ink of 0 to 16 becomes grey of 0 to 255.
     grey = (canvases[:, 0].float() / LEVELS * 255).round().byte()
     rows = grey.view(-1, ACROSS, *CANVAS).transpose(1, 2)
     return rows.reshape(-1, ACROSS * CANVAS[1]), [CLASSES[label] for label in labels.tolist()]
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the sheet and the class names."""
     pixels, names = sheet()
     Image.fromarray(pixels.numpy()).save(PAGE / "pairs.png", optimize=True)
     (PAGE / "pairs.json").write_text(json.dumps(names) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ PAGES = {
 
 
 def medians_of(theme: str) -> dict[str, float]:
-    """The median of every row of a benchmark, by name, where it was measured last."""
+    """The median of every row in the newest result of a benchmark, by name."""
     results = [result for result in newest(RESULTS) if result.theme == theme]
     return {row.name: row.median for row in max(results, key=lambda result: result.date).rows}
 

@@ -1,7 +1,7 @@
-"""Build hook: package indexes show README.md without the files that its links lead to.
+"""Build hook that makes the relative links of README.md absolute for package indexes.
 
-hatchling calls it for the metadata of wheel and sdist, where every relative link becomes one to the
-repository that pyproject.toml names.
+hatchling calls it for the metadata of wheel and sdist. Links then lead to the repository in
+pyproject.toml.
 """
 
 import re
@@ -14,17 +14,17 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 class ReadmeHook(MetadataHookInterface):
-    """What hatchling looks for in this file."""
+    """The metadata hook that hatchling finds in this file."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the readme."""
+        """Set the readme in `metadata`."""
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
         content = with_absolute_links(text, metadata["urls"]["Repository"])
         metadata["readme"] = {"content-type": "text/markdown", "text": content}
 
 
 def with_absolute_links(text: str, repository: str) -> str:
-    """Markdown with links to the files of `repository`; pictures lead to the files themselves."""
+    """Markdown with links to the files of `repository`; those of pictures are to the raw files."""
 
     def absolute(link: re.Match[str]) -> str:
         mark, label, target = link.groups()

@@ -1,6 +1,4 @@
-"""Write the tables of docs/recipes.md.
-
-They come from the studies digits-recipes and digits-paper and from scripts/changed_training.py.
+"""Write the tables of docs/recipes.md from digits-recipes, digits-paper and changed_training.py.
 
 python scripts/recipes_page.py
 """
@@ -26,9 +24,9 @@ from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
-# Ordinary training and plain LayerShuffle have the same settings and seeds in digits-paper.
+# digits-paper has ordinary training and LayerShuffle with the same settings and seeds.
 STUDIES = ("digits-paper", "digits-recipes")
-# Trained at several rates with a seed of their own; plain LayerShuffle in the first.
+# Trained at several rates with a different seed; the first has plain LayerShuffle.
 RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
@@ -41,7 +39,7 @@ Changes = dict[str, dict[str, dict[int, float]]]  # of each training and column,
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """An arm of the study, and what the page calls it."""
+    """An arm of the study, and its label on the page."""
 
     name: str
     label: str
@@ -71,13 +69,13 @@ WITHOUT_EXIT = (
     ("layershuffle-mixed-exit", MIXED),
     (f"{TIED}-exit", TIED),
 )
-"""Every arm with an exit loss, and the arm that is trained alike without it."""
+"""Every arm with an exit loss, and the same arm without it."""
 TIED_PAIRS = (
     (TIED, MIXED),
     (f"{TIED}-exit", "layershuffle-mixed-exit"),
     (f"{TIED}-exit", "layershuffle-exit-orders-4"),
 )
-"""Arms of three tied blocks, and the arms of twelve different ones that they are compared with."""
+"""Arms of three tied blocks, and their references of twelve different ones."""
 COLUMNS: dict[str, Column] = {
     "in order": ("sequential", 12, 1),
     "any order": ("arbitrary", 12, 1),
@@ -94,15 +92,15 @@ CHANGE_COLUMNS = {
     "6 alive, twice": "six_twice",
     "3 alive, 4 times": "three_four_times",
 }
-"""Which columns of changed-training.csv the page shows."""
+"""The shown columns of changed-training.csv, by their label on the page."""
 ORDERED, ANY, SIX = COLUMNS["in order"], COLUMNS["any order"], COLUMNS["6 alive"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A goal of a recipe: at the most `within` points below what it is measured by.
+    """A goal of a recipe: at most `within` points below a reference.
 
-    `cells`: of an arm and a budget, the cell that is judged and the cell it is measured by.
+    `cells`: the judged cell and the reference cell of an arm and a budget.
     """
 
     name: str
@@ -147,7 +145,7 @@ def read_scores() -> Scores:
             settings = run.task.settings
             for row in run.result.rows if run.result else ():
                 column = (row.mode, row.kept, row.passes)
-                # Which blocks are alive is drawn; digits-paper has chosen ones too.
+                # Only rows with random alive blocks; digits-paper also has chosen ones.
                 if column in COLUMNS.values() and row.choose in ("", "random"):
                     arm = base_arm(run.task).removesuffix(f"-{settings.steps}")
                     cell = scores[arm, settings.steps or 0, column]
@@ -156,7 +154,7 @@ def read_scores() -> Scores:
 
 
 def gap(scores: Scores, sample: Cell, reference: Cell) -> Difference:
-    """Points of top-1 between two cells, in pairs over the seeds that both have."""
+    """The difference in top-1 of two cells in points, paired by the seeds that both have."""
     means = [
         {seed: mean(values) for seed, values in scores[cell].items()}
         for cell in (sample, reference)
@@ -165,9 +163,9 @@ def gap(scores: Scores, sample: Cell, reference: Cell) -> Difference:
 
 
 def reached(difference: Difference, *, within: float) -> str:
-    """The criterion of "no more than `within` points below": what the whole 95 % interval says.
+    """The verdict on "no more than `within` points below", from the whole 95 % interval.
 
-    "not decided" where the interval has the limit in it.
+    It is "not decided" if the interval contains the limit.
     """
     if difference.low >= -within:
         return "reached"
@@ -175,7 +173,7 @@ def reached(difference: Difference, *, within: float) -> str:
 
 
 def accuracy_table(scores: Scores, steps: int) -> str:
-    """Mean top-1 over models with its 95 % interval; arms that were trained for `steps`."""
+    """The table of mean top-1 over models and its 95 % interval, for arms trained for `steps`."""
     rows = []
     for arm in ARMS:
         cells = [scores.get((arm.name, steps, column)) for column in COLUMNS.values()]
@@ -190,7 +188,7 @@ def accuracy_table(scores: Scores, steps: int) -> str:
 
 
 def verdict_table(scores: Scores, goal: Goal) -> str:
-    """For every recipe and budget the points to what the goal measures by, and the verdict."""
+    """The table of the difference to the goal's reference and the verdict, by recipe and budget."""
     rows = []
     for arm in ARMS:
         texts = []
@@ -209,7 +207,7 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
 def pairs_table(
     scores: Scores, pairs: Iterable[tuple[str, str]], *, head: str, columns: Sequence[str]
 ) -> str:
-    """Each arm less the one beside it, at every budget that both have, in pairs over seeds."""
+    """The table of each arm minus its reference, at every budget that both have, paired by seed."""
     labels = {arm.name: arm.label for arm in ARMS}
     rows = []
     for arm, reference in pairs:
@@ -225,7 +223,7 @@ def pairs_table(
 
 
 def read_changes(budget: int) -> Changes:
-    """Top-1 of every changed training of a budget: of a column and a seed the mean over orders."""
+    """Top-1 of every changed training of a budget, the mean over orders."""
     scores: Changes = defaultdict(lambda: defaultdict(dict))
     for row in rows_of("changed-training.csv"):
         if int(row["budget"]) == budget:
@@ -236,7 +234,7 @@ def read_changes(budget: int) -> Changes:
 
 
 def changes_table(budget: int) -> str:
-    """What changed trainings reach, and what they gain on unchanged ones, in pairs over seeds."""
+    """The table of changed trainings and their difference to their references, paired by seed."""
     scores = read_changes(budget)
     compared = ("in order", "any order", "6 alive")
     head = ["training", "models", *CHANGE_COLUMNS, "compared with", *compared]
@@ -257,16 +255,16 @@ def changes_table(budget: int) -> str:
 
 
 def cost_table() -> str:
-    """What several orders per batch cost: the time of a step, in pairs (benchmarks)."""
+    """The table of the benchmarked time of a step with several orders per batch."""
     medians = medians_of("orders-per-batch")
     rows = [[name, f"{median:.2f}"] for name, median in medians.items()]
     return markdown_table(["a step with", "takes, of a step with one order"], rows, align="lr")
 
 
 def read_rates() -> dict[tuple[str, int], dict[float, float]]:
-    """Held-out cross-entropy of arms at their steps, by their peak rate.
+    """Held-out cross-entropy of arms and budgets, by peak learning rate.
 
-    In the order that an arm trains for: random, and sequential for ordinary training.
+    It is in the order that an arm trains for: random, or sequential for ordinary training.
     """
     losses: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
     for study in RATE_STUDIES:
@@ -280,7 +278,7 @@ def read_rates() -> dict[tuple[str, int], dict[float, float]]:
 
 
 def rate_table() -> str:
-    """The loss of recipes at every rate that was tried, and the rate of the lowest one."""
+    """The table of the loss of recipes at every tried rate, and of the best rate."""
     losses = read_rates()
     labels = {arm.name: arm.label for arm in ARMS}
     shown = {key: by_rate for key, by_rate in losses.items() if key[0] in labels}

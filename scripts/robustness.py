@@ -1,7 +1,7 @@
-"""Corruptions, shifted data and attacks: measure what docs/open-questions.md says of them.
+"""Measure corruptions, shifted data and attacks for docs/open-questions.md.
 
-python scripts/adversarial.py runs/digits-tied  # train the models that are trained on attacks
-python scripts/robustness.py runs/digits-tied runs/digits-recipes  # measure what the results lack
+python scripts/adversarial.py runs/digits-tied  # adversarial training
+python scripts/robustness.py runs/digits-tied runs/digits-recipes  # measure missing rows
 python scripts/robustness.py                    # only write the tables again
 """
 
@@ -38,7 +38,7 @@ ADVERSARIAL = {
 WINNER = {"layershuffle-tied-3-mixed-exit": "tied, three blocks, four orders, exit loss"}
 USUAL = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3", *WINNER)
 MEASURED = (*USUAL, *ADVERSARIAL)
-# Ordinary models have 2 % left in a random order: there is nothing to lose.
+# Ordinary models have only 2 % in a random order, so they have nothing to lose.
 IN_ORDER = ("baseline", "baseline-adversarial")
 ORDER_WORDS = {"sequential": "in order", "arbitrary": "any order"}
 CELLS = [
@@ -66,9 +66,9 @@ def _affine(
 
 
 def _across(image: Tensor, reach: float, sign: int) -> Tensor:
-    """One digit reaches `reach` pixels into the half of the other, which stands at its far edge.
+    """Move one digit `reach` pixels into the half of the other, which is moved to its far edge.
 
-    Both digits stay whole and apart for up to 2 pixels: ink is at most 8 of a half's 10 wide.
+    Up to 2 pixels both digits stay whole and apart: ink is at most 8 pixels of a half's 10 wide.
     """
     half = image.shape[-1] // 2
     out = torch.zeros_like(image)
@@ -96,7 +96,7 @@ def _bent(image: Tensor, degrees: float) -> Tensor:
 
 
 def _jpeg(image: Tensor, quality: float) -> Tensor:
-    # Pillow's, because torchvision gives its own up (torch 2.15 warns of it).
+    # With Pillow, because torchvision's JPEG encoder is deprecated (torch 2.15 warns of it).
     file = BytesIO()
     pixels.to_pil_image(image).save(file, "JPEG", quality=int(quality))
     return pixels.pil_to_tensor(Image.open(file)).float() / 255
@@ -115,7 +115,7 @@ CORRUPTIONS: dict[str, tuple[Change, tuple[float, ...]]] = {
         (0.02, 0.04, 0.08, 0.12, 0.16),
     ),
 }
-# In pixels, pixels, times the size, and degrees. The first is partly within what training draws.
+# In pixels, pixels, factors, and degrees. Training already draws some of the first.
 SHIFTS: dict[str, tuple[Change, tuple[float, ...]]] = {
     "moved": (lambda x, s, sign: _affine(x, sign=sign, move=s), (0.5, 1, 1.5, 2, 2.5)),
     "across the middle": (_across, (0.4, 0.8, 1.2, 1.6, 2)),
@@ -126,7 +126,7 @@ SHIFTS: dict[str, tuple[Change, tuple[float, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedRow:
-    """Top-1 in percent of changed images at strengths 1 to 5, the mean over the orders."""
+    """Top-1 in percent on changed images at strengths 1 to 5, the mean over the orders."""
 
     arm: str
     seed: int
@@ -141,7 +141,7 @@ class ChangedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackRow:
-    """Top-1 in percent under an attack, the mean over the orders that answer."""
+    """Top-1 in percent under an attack, the mean over the scored orders."""
 
     arm: str
     seed: int
@@ -160,8 +160,8 @@ def loaded(studies: Sequence[Path], arm: str, seed: int) -> nn.Module:
 
 
 def changed(images: Tensor, change: Change, strength: float) -> Tensor:
-    """`images` [n, 1, H, W] in [0, 1], each changed by draws of its own, the same in every call."""
-    # torchvision's transforms take no generator of their own.
+    """`images` [n, 1, H, W] in [0, 1], changed by draws per image, the same in every call."""
+    # torchvision's transforms take no generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         out = [change(image, strength, 1 if k % 2 else -1) for k, image in enumerate(images)]
@@ -169,19 +169,19 @@ def changed(images: Tensor, change: Change, strength: float) -> Tensor:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """What the model takes, of pixels in [0, 1]."""
+    """The model's input for pixels in [0, 1]."""
     return (images - DIGIT_VIEW.mean[0]) / DIGIT_VIEW.std[0]
 
 
 def drawn(count: int, *, first: int = 0) -> tuple[ls.ExecutionOrder, ...]:
-    """`count` random orders, from draw number `first`."""
+    """`count` random orders, beginning with draw number `first`."""
     return tuple(ls.Shuffled().draw(12, seed=0, step=first + step) for step in range(count))
 
 
 def top1(
     model: nn.Module, images: Tensor, labels: Tensor, orders: Sequence[ls.ExecutionOrder]
 ) -> float:
-    """Percent right of pixels in [0, 1], the mean over `orders`."""
+    """Top-1 in percent on pixels in [0, 1], the mean over `orders`."""
     scores = ls.evaluate(model, [(normalised(images), labels)], orders=list(orders))
     return mean([score.top1 for score in scores])
 
@@ -189,7 +189,7 @@ def top1(
 def attack_gradient(
     model: nn.Module, images: Tensor, labels: Tensor, orders: Sequence[ls.ExecutionOrder]
 ) -> tuple[Tensor, Tensor]:
-    """Mean over `orders` of each image's cross-entropy [n], and its gradient by the pixels."""
+    """Mean cross-entropy [n] of each image over `orders`, and its gradient [n, 1, H, W]."""
     images = images.detach().requires_grad_()
     losses = torch.zeros(len(images))
     for order in orders:
@@ -210,11 +210,11 @@ def attacked(
     steps: int = STEPS,
     restarts: int = RESTARTS,
 ) -> Tensor:
-    """Projected gradient descent in the maximum norm (arXiv 1706.06083): images in [0, 1].
+    """Images in [0, 1] attacked by projected gradient descent (L-inf, arXiv 1706.06083).
 
-    The loss of step k is the mean over `orders_at(k)`: the gradient of one drawn order would attack
-    that order alone, and another draw would look robust. So would it, by less, if the orders were
-    the same in every step. Of the restarts every image has that of most loss in orders of its own.
+    The loss of step k is the mean over `orders_at(k)`. With a single drawn order the attack would
+    fit that order, and another draw would look robust; likewise, but less, with the same orders in
+    every step. The restart with the highest loss, in orders of its own, is used for each image.
     """
     generator = torch.Generator().manual_seed(0)
     worst, most = images.clone(), torch.full((len(images),), -torch.inf)
@@ -233,23 +233,26 @@ def attacked(
 
 
 def in_order(_: int) -> tuple[ls.ExecutionOrder, ...]:
-    """An attacker who knows that the blocks run in order."""
+    """Orders of an attacker who knows that the blocks run in order."""
     return SEQUENTIAL
 
 
 def many_orders(step: int) -> tuple[ls.ExecutionOrder, ...]:
-    """An attacker who averages over new orders in every step, none of which will answer."""
+    """Orders of an attacker who averages over new ones in every step, none of which is scored."""
     return drawn(AVERAGED_ORDERS, first=JUDGED_ORDERS + AVERAGED_ORDERS * (1 + step))
 
 
 def split_images(split: str, count: int) -> tuple[Tensor, Tensor]:
-    """The first pairs of a split: pixels in [0, 1] and labels."""
+    """The first `count` pairs of a split: pixels in [0, 1] and labels."""
     pairs = DigitPairs(split, count)
     return pairs.canvases.float() / LEVELS, pairs.labels
 
 
 def chosen_radius(studies: Sequence[Path]) -> float:
-    """The first of `RADII` that takes ordinary models below `HALF` percent on validation pairs."""
+    """The first of `RADII` that takes ordinary models below `HALF` percent on validation pairs.
+
+    Raises `RuntimeError` if none does.
+    """
     images, labels = split_images("validation", ATTACKED)
     for radius in RADII:
         scores = []
@@ -263,7 +266,7 @@ def chosen_radius(studies: Sequence[Path]) -> float:
 
 
 def measure_changed(studies: Sequence[Path], arms: Sequence[str]) -> Iterator[ChangedRow]:
-    """Every corruption and shift at five strengths, in order and in random orders."""
+    """Score every corruption and shift at five strengths, in order and in random orders."""
     images, labels = split_images("test", IMAGES)
     cells = {
         name: [changed(images, change, strength) for strength in strengths]
@@ -285,7 +288,7 @@ def measure_changed(studies: Sequence[Path], arms: Sequence[str]) -> Iterator[Ch
 def measure_attacks(
     studies: Sequence[Path], arms: Sequence[str], *, radius: float, seed: int
 ) -> Iterator[AttackRow]:
-    """What an attacker gets who knows the order, who averages over orders, or has another model."""
+    """Score attacks that know the order, average over orders, or use another model."""
     images, labels = split_images("test", ATTACKED)
     judges = drawn(JUDGED_ORDERS)
     ordinary = loaded(studies, "baseline", seed)
@@ -315,7 +318,7 @@ def measure_attacks(
 def error_of(
     rows: Sequence[Mapping[str, str]], arm: str, order: str, changes: Sequence[str]
 ) -> dict[int, float]:
-    """Of each model the mean error in percent over `changes` and their strengths."""
+    """The mean error in percent over `changes` and their strengths, by the seed of the model."""
     errors: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         if (row["arm"], row["order"]) == (arm, order) and row["change"] in changes:
@@ -326,9 +329,9 @@ def error_of(
 def relative_error(
     rows: Sequence[Mapping[str, str]], arm: str, order: str, changes: Sequence[str]
 ) -> float:
-    """The error over that of ordinary training in order, the mean over `changes`.
+    """The error divided by that of ordinary training in order, the mean over `changes`.
 
-    The "mean corruption error" of arXiv 1903.12261: a kind that is hard for all counts as others.
+    This is the "mean corruption error" of arXiv 1903.12261, which gives hard kinds equal weight.
     """
     ratios = []
     for change in changes:
@@ -337,20 +340,20 @@ def relative_error(
     return mean(ratios)
 
 
-Errors = Mapping[int, float]  # of each model, in percent
+Errors = Mapping[int, float]  # in percent, by the seed of the model
 
 
 def more_errors(errors: Errors, usual: Errors) -> str:
-    """The difference in points, in pairs over models, and the verdict: fewer errors are better."""
+    """The difference in points, paired by model, and the verdict; fewer errors are better."""
     judged = verdict(compare(usual, errors))
     return f"{interval(compare(errors, usual))} **{judged}**"
 
 
 def changed_table() -> str:
-    """Mean errors of every arm, and how many more than ordinary training's: in all, and added.
+    """The table of every arm's mean errors and their difference to those of ordinary training.
 
-    Added to those on clean images. What is added has a ceiling: an arm that errs more often on
-    clean images has fewer right answers to lose.
+    Also of the errors added to those on clean images. An arm with more errors on clean images has
+    fewer right answers to lose.
     """
     scores = rows_of("changed.csv")
     groups = {"clean": ["none"], "corrupted": [*CORRUPTIONS], "shifted": [*SHIFTS]}
@@ -376,7 +379,7 @@ def changed_table() -> str:
 
 
 def by_change_table() -> str:
-    """The mean error of every arm under each kind of change, over its strengths."""
+    """The table of every arm's mean error under each kind of change, over its strengths."""
     scores = rows_of("changed.csv")
     cells = [(arm, order) for arm, order in CELLS if arm in USUAL]  # more would be too wide
     names = [f"{LABELS[arm]}, {ORDER_WORDS[order]}" for arm, order in cells]
@@ -391,7 +394,7 @@ ATTACKS = ("none", "order known", "order drawn", "transfer")
 
 
 def attack_table() -> str:
-    """Top-1 under every attack, with the lowest and the highest of three models."""
+    """The table of top-1 under every attack, with the lowest and the highest of three models."""
     values: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in rows_of("attacks.csv"):
         values[row["arm"], row["attack"]][int(row["seed"])] = float(row["top1"])
@@ -424,7 +427,7 @@ def with_tables(page: str) -> str:
 
 
 def measure(studies: Sequence[Path]) -> None:
-    """Measure the arms that the results lack, and keep the rows that are there."""
+    """Measure the arms that the results lack, and add them to the existing rows."""
     kept = {
         name: [row(**fields) for fields in rows_of(name)] if (RESULTS / name).exists() else []
         for name, row in (("changed.csv", ChangedRow), ("attacks.csv", AttackRow))
@@ -433,7 +436,7 @@ def measure(studies: Sequence[Path]) -> None:
     keep("changed.csv", [*kept["changed.csv"], *measure_changed(studies, arms)])
     before = kept["attacks.csv"]
     arms = [arm for arm in MEASURED if arm not in {row.arm for row in before}]
-    if before:  # rows have four digits of it
+    if before:  # rows have it rounded to four digits
         radius = min(RADII, key=lambda candidate: abs(candidate - float(before[0].radius)))
     else:
         radius = chosen_radius(studies)

@@ -3,8 +3,8 @@
     python scripts/scenes.py runs/scenes --workers 2
     python scripts/scenes_page.py
 
-`STAGES` is all that is trained. Every finished run is a row of `CSV` at once, and what has a row is
-not trained again; the directory holds the weights of models that others begin with.
+`STAGES` lists all runs. A finished run is added to `CSV` immediately, and runs that have a row are
+not trained again; the directory holds the weights of models from which others start.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ TRAINED, TESTED, ORDERS = 8_000, 300, 4
 finish = PixelFinish(replace(DIGIT_VIEW, height=SIDE, width=SIDE), LEVELS)
 PIXELS = PATCH * PATCH * CLASSES
 OUTPUTS = PIXELS + VALUES + 4 + 1
-"""Of a token: classes of its pixels; then class, box and centreness of its detection."""
+"""Outputs of a token: classes of its pixels; class, box and centreness of its detection."""
 BOX_SIDE = 10.0
-"""A box whose logarithms of width and height are 0 has this side in pixels."""
+"""The side in pixels of a box with predicted log width and log height 0."""
 DETECTIONS, OVERLAP = 20, 0.5
 EXISTING = 0.01
-"""How likely a digit is before anything is learnt; else the focal loss begins with a shock."""
+"""Initial probability of each digit, which keeps the first focal losses small."""
 
 
 # --- the model --------------------------------------------------------------------------------
 
 
 def dense_model(weights: dict[str, Tensor]) -> nn.Module:
-    """`bundled:digits` for scenes: blocks of `weights`, and a new linear head on every token.
+    """`bundled:digits` for scenes, with `weights`. Those of a classifier get a new linear head.
 
-    With `global_pool=""` timm applies its head to all tokens [batch, 1 + 64, OUTPUTS], so that
-    dense outputs need nothing of `wrap` or `running`.
+    With `global_pool=""` timm applies its head to all tokens, so the model returns
+    [batch, 1 + 64, OUTPUTS], and `wrap` and `running` work unchanged.
     """
     model: nn.Module = timm.create_model(
         "vit_tiny_patch16_224",
@@ -74,7 +74,7 @@ def dense_model(weights: dict[str, Tensor]) -> nn.Module:
         num_heads=4,
         mlp_ratio=2,
     )
-    if weights["head.bias"].shape != (OUTPUTS,):  # those of a classifier of digit pairs
+    if weights["head.bias"].shape != (OUTPUTS,):  # weights of a classifier of digit pairs
         grid = [side // PATCH for side in CANVAS]
         positions = resample_abs_pos_embed(weights["pos_embed"], [GRID, GRID], grid)
         head = {name: value for name, value in model.state_dict().items() if "head." in name}
@@ -87,7 +87,7 @@ def dense_model(weights: dict[str, Tensor]) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What a model says of a batch, before any threshold.
+    """The outputs of a model for a batch, before any threshold.
 
     `pixels` [n, 11, 32, 32] and `values` [n, 64, 10]: logits. `boxes` [n, 64, 4] in pixels;
     `centreness` [n, 64]: logits.
@@ -107,7 +107,7 @@ def predict(model: nn.Module, images: Tensor) -> Predicted:
     # [n, row, column, row in the patch, column in the patch, class] -> whole images.
     pixels = pixels.view(count, GRID, GRID, PATCH, PATCH, CLASSES).permute(0, 5, 1, 3, 2, 4)
     centre = token_centres() + PATCH * box[..., :2]
-    half = BOX_SIDE / 2 * box[..., 2:].clamp(max=2).exp()  # exp of what is learnt stays finite
+    half = BOX_SIDE / 2 * box[..., 2:].clamp(max=2).exp()  # so that exp stays finite
     return Predicted(
         pixels=pixels.reshape(count, CLASSES, SIDE, SIDE),
         values=values,
@@ -125,10 +125,10 @@ def token_centres() -> Tensor:
 
 
 def assigned(boxes: Tensor, values: Tensor) -> Tensor:
-    """Which box each token answers for, int64 [n, 64], -1 for none; boxes [n, 5, 4], values [n, 5].
+    """The box assigned to each token, int64 [n, 64], -1 for none; boxes [n, 5, 4], values [n, 5].
 
-    As in FCOS (arXiv 1904.01355) the smallest box that the middle of its patch lies in; and the
-    patch that the middle of a box lies in, because a narrow digit may lie between two middles.
+    As in FCOS (arXiv 1904.01355) it is the smallest box that contains the centre of the patch. A
+    patch also gets boxes centred in it, because a narrow digit may contain no patch centre.
     """
     centres = token_centres()[None, :, None]  # [1, 64, 1, 2]
     low, high = boxes[:, None, :, :2], boxes[:, None, :, 2:]
@@ -142,7 +142,7 @@ def assigned(boxes: Tensor, values: Tensor) -> Tensor:
 
 
 def centreness_of(boxes: Tensor, centres: Tensor) -> Tensor:
-    """1 in the middle of a box, 0 at its edges and outside (FCOS, equation 3); boxes [..., 4]."""
+    """1 at the centre of a box, 0 at its edges and outside (FCOS, equation 3); boxes [..., 4]."""
     near = torch.cat([centres - boxes[..., :2], boxes[..., 2:] - centres], dim=-1).clamp(min=0)
     across, down = near[..., 0::2], near[..., 1::2]
     ratios = [side.amin(-1) / side.amax(-1).clamp(min=1e-6) for side in (across, down)]
@@ -166,7 +166,7 @@ def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
     return loss
 
 
-# --- what is trained --------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +181,9 @@ BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a method trains: its orders, so many of them per batch, and what docs/recipes.md adds.
+    """The training settings of a method: its orders and how many per batch.
 
-    `different`: blocks that share the weights of all places; `exit_weight`: of the loss at an exit.
+    `different`: number of blocks with weights of their own; `exit_weight`: weight of the exit loss.
     """
 
     policy: ls.OrderPolicy
@@ -205,13 +205,13 @@ FROZEN = ("baseline", "layershuffle")
 
 
 def refinements(seed: int) -> Iterator[Run]:
-    """The base, refined by each method."""
+    """The refinement of the base by each method."""
     for method in RECIPES:
         yield Run(arm=method, seed=seed, start="base", method=method)
 
 
 def heads(seed: int) -> Iterator[Run]:
-    """Heads on frozen classifiers."""
+    """The trainings of heads on frozen classifiers."""
     for method in FROZEN:
         yield Run(arm=f"frozen {method}", seed=seed, start=method, method=method)
 
@@ -221,14 +221,14 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     (*refinements(0), *refinements(1), *heads(1)),
     (*refinements(2), *heads(2)),
 )
-"""A stage begins when the one before has ended: refinements need their base."""
+"""A stage begins after the previous one has ended, because refinements need their base."""
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
 def begin(run: Run, directory: Path) -> nn.Module:
-    """The model that the run starts from."""
+    """The model from which the run starts."""
     torch.manual_seed(run.seed)
     if run.start == "base":
         model = dense_model(load_file(weights_of(BASE, directory)))
@@ -236,21 +236,21 @@ def begin(run: Run, directory: Path) -> nn.Module:
         return model if different == DEPTH else tie(model, middle_blocks(different, DEPTH))
     if run.start == "bundled":
         return dense_model(ls.load("bundled:digits").state_dict())
-    # A row of docs/open-questions.md; scenes of the test have no digit of its training either.
+    # As in docs/open-questions.md. Its training digits do not occur in the test scenes either.
     pairs = breaks.data_runs(breaks.ALL_DATA, run.seed)
     classifier, _ = breaks.train(next(each for each in pairs if each.arm == run.start), directory)
     return with_frozen_blocks(dense_model(classifier.state_dict()))
 
 
 def with_frozen_blocks(model: nn.Module) -> nn.Module:
-    """`model` itself, of which only the head is left to train."""
+    """`model` itself, with only the head trainable."""
     model.requires_grad_(False)
     model.get_submodule("head").requires_grad_(True)
     return model
 
 
 def orders_of(run: Run) -> OrderSchedule:
-    """The orders of every step, as `layershuffle fit` draws them."""
+    """The schedule of orders that `layershuffle fit` uses."""
     recipe = RECIPES[run.method]
     return OrderSchedule(
         policy=recipe.policy,
@@ -283,14 +283,14 @@ def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
 
 
 def halves(predicted: Predicted) -> tuple[Predicted, Predicted]:
-    """What is said after all blocks, and at the exit, whose rows come last."""
+    """The outputs after all blocks, and those at the exit, whose rows are last."""
     pairs = {name: part.chunk(2) for name, part in vars(predicted).items()}
     whole, early = ({name: pair[half] for name, pair in pairs.items()} for half in (0, 1))
     return Predicted(**whole), Predicted(**early)
 
 
 def weights_of(run: Run, directory: Path) -> Path:
-    """Where the weights of a base lie."""
+    """The path of the weights of a base."""
     return directory / f"{run.arm} {run.seed}.safetensors"
 
 
@@ -311,10 +311,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """In percent: mean intersection over union of the digits' pixels, and mean average precision.
+    """Mean intersection over union of the digits' pixels, and mean average precision, in percent.
 
-    Both are the mean over the ten digits, of all scenes together; the precision also over overlaps
-    of 0.5 to 0.95 as COCO has it.
+    Both are the mean over the ten digits, over all scenes together; the precision also over the
+    overlaps of 0.5 to 0.95 of COCO.
     """
 
     miou: float
@@ -323,15 +323,15 @@ class Score:
 
 @torch.no_grad()
 def predictions(model: nn.Module, ink: Tensor, order: ls.ExecutionOrder) -> list[Predicted]:
-    """What `model` says of scenes in one order, in parts of 100."""
+    """The outputs of `model` for scenes in one order, in batches of 100."""
     model.eval()
     with ls.running(model, order):
         return [predict(model, images) for images in torch.split(finish(ink), 100)]
 
 
 def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
-    """The scores of what a model says of all scenes of `truth`."""
-    # All scenes are one "image" of this metric, else a digit counts only where it occurs.
+    """The scores of a model's outputs for all scenes of `truth`."""
+    # All scenes as one "image", because the metric ignores classes missing in an image.
     overlap = MeanIoU(num_classes=CLASSES, include_background=False, input_format="index")
     classes = torch.cat([part.pixels.argmax(1) for part in parts])
     overlap.update(classes.view(1, -1, SIDE), truth.mask.long().view(1, -1, SIDE))
@@ -348,23 +348,21 @@ def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
 
 
 def detections(predicted: Predicted) -> list[dict[str, Tensor]]:
-    """Of each image the `DETECTIONS` surest boxes, without those that overlap a surer one."""
+    """The `DETECTIONS` most confident boxes of each image after non-maximum suppression."""
     sure = predicted.values.sigmoid() * predicted.centreness.sigmoid().unsqueeze(2)
-    answers = []
+    found = []
     for scores, boxes in zip(sure.sqrt(), predicted.boxes, strict=True):
-        # A token may name several digits, each with the same box.
+        # A token may predict several digits, with the same box.
         flat = scores.flatten()
         repeated = boxes.repeat_interleave(VALUES, dim=0)
         labels = torch.arange(VALUES).repeat(len(boxes))
         surest = batched_nms(repeated, flat, labels, OVERLAP)[:DETECTIONS]
-        answers.append(
-            {"boxes": repeated[surest], "scores": flat[surest], "labels": labels[surest]}
-        )
-    return answers
+        found.append({"boxes": repeated[surest], "scores": flat[surest], "labels": labels[surest]})
+    return found
 
 
 def measure(run: Run, directory: Path) -> Row:
-    """Train, keep what others begin with, and score."""
+    """Train and score; save the weights of the base. Returns the scores."""
     torch.set_num_threads(1)
     model = train(begin(run, directory), run, scenes("train", range(TRAINED)))
     if run == BASE:
@@ -386,7 +384,7 @@ def measure(run: Run, directory: Path) -> Row:
 def missing(
     stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
-    """What to train in each stage: what is not finished, and the base if such a run needs it."""
+    """The runs left in each stage: unfinished ones, and the base if those lack its weights."""
     left = [run for run in chain(*stages) if key_of(run, KEY) not in finished]
     lost = any(run.start == "base" for run in left) and not weights_of(BASE, directory).exists()
     return [[run for run in stage if run in left or (lost and run == BASE)] for stage in stages]

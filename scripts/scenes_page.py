@@ -1,4 +1,4 @@
-"""Write what scripts/scenes.py has measured into docs/open-questions.md.
+"""Write the results of scripts/scenes.py into docs/open-questions.md.
 
 python scripts/scenes_page.py
 """
@@ -30,7 +30,7 @@ TASKS = {"miou": "segmentation, mIoU", "map": "detection, mAP"}
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """A score in percent of a model: in order, and one per drawn order."""
+    """A score of a model in percent, in order and in each drawn order."""
 
     in_order: float
     any_order: Sequence[float]
@@ -51,12 +51,12 @@ def read_values() -> Measured:
 
 
 def relative(value: float, reference: float) -> float:
-    """What `value` is below `reference`, in percent of it."""
+    """The loss of `value` against `reference`, in percent of `reference`."""
     return 100 * (1 - value / reference)
 
 
 def losses(measured: Measured, arm: str, task: str) -> dict[int, list[float]]:
-    """Of each seed and drawn order: the score below ordinary training in order, relative to it."""
+    """The relative loss against ordinary training in order, by seed, for each drawn order."""
     ordinary, sample = measured[BASELINE, task], measured[arm, task]
     return {
         seed: [relative(value, ordinary[seed].in_order) for value in sample[seed].any_order]
@@ -65,7 +65,7 @@ def losses(measured: Measured, arm: str, task: str) -> dict[int, list[float]]:
 
 
 def classification_losses(scores: recipes_page.Scores, arm: str) -> list[float]:
-    """The same of top-1 on digit pairs after as many steps, one mean per seed."""
+    """The relative loss of top-1 on digit pairs after as many steps, one mean per seed."""
     ordinary = scores[BASELINE, STEPS, recipes_page.ORDERED]
     sample = scores[arm, STEPS, recipes_page.ANY]
     return [
@@ -75,9 +75,9 @@ def classification_losses(scores: recipes_page.Scores, arm: str) -> list[float]:
 
 
 def beside(dense: Mapping[int, Sequence[float]], classification: Sequence[float]) -> str:
-    """The criterion: the 95 % interval over orders of every pair of models is on one side.
+    """The verdict: whether the intervals of all pairs of models exceed all losses of classifiers.
 
-    On that side of the losses of all pairs of classifiers.
+    Or are below them all. The intervals are at 95 %, over orders.
     """
     intervals = [t_interval(values) for values in dense.values()]
     if min(low for low, _ in intervals) > max(classification):
@@ -88,7 +88,7 @@ def beside(dense: Mapping[int, Sequence[float]], classification: Sequence[float]
 
 
 def score_table(measured: Measured) -> str:
-    """Both scores of every arm, means over the models."""
+    """The table of both scores of every arm, means over the models."""
     rows = []
     for arm, label in LABELS.items():
         seeds = sorted(measured.get((arm, "miou"), {}))
@@ -105,13 +105,13 @@ def score_table(measured: Measured) -> str:
 
 
 def loss_table(measured: Measured, scores: recipes_page.Scores) -> str:
-    """What any order costs in each task, relative to ordinary training in order."""
+    """The table of the relative loss in any order by task, against ordinary training in order."""
     rows = []
     for arm, label in LABELS.items():
         if (arm, "miou") not in measured or not losses(measured, arm, "miou"):
             continue
         classification = classification_losses(scores, arm)
-        # What ordinary training has left in any order is chance, which differs between the tasks.
+        # Ordinary training is at chance in any order, which differs between the tasks.
         judged = bool(classification) and arm != BASELINE
         cells = [label, f"{mean(classification):.1f}" if classification else ""]
         for task in TASKS:

@@ -111,9 +111,9 @@ THREE_BLOCKS = (
     ("formula-cpu", "layershuffle-tied-3-mixed", "300 classes of formulas, four orders"),
     ("formula-cpu", "layershuffle-tied-3-mixed-exit", "the same with an exit loss"),
 )
-"""Study, arm and label of models whose places 0 to 3, 4 to 7 and 8 to 11 are tied."""
+"""Study, arm and label of models with places 0 to 3, 4 to 7 and 8 to 11 tied."""
 SETS = {3: 64, 2: 144, 1: 12}
-"""How many of the 220 sets of three places have so many different ones of three blocks."""
+"""The number of the 220 sets of three places by their number of different blocks."""
 
 
 def read_scores(path: Path = RESULTS) -> Scores:
@@ -125,7 +125,7 @@ def read_scores(path: Path = RESULTS) -> Scores:
 
 
 def verdict(difference: Difference) -> str:
-    """The criterion: the 95 % interval of the difference, in pairs over seeds, excludes 0."""
+    """ "better" or "worse" if the 95 % interval excludes 0, else "not told apart"."""
     if difference.low > 0:
         return "better"
     return "worse" if difference.high < 0 else "not told apart"
@@ -140,13 +140,13 @@ def interval(difference: Difference) -> str:
 
 
 def judged(difference: Difference, *, criterion: Callable[[Difference], str] = verdict) -> str:
-    """The difference and what the criterion says of it; one model decides nothing."""
+    """The difference and its verdict by `criterion`, without a verdict for a single model."""
     text = interval(difference)
     return f"{text} **{criterion(difference)}**" if isfinite(difference.low) else text
 
 
 def accuracy_table(scores: Scores) -> str:
-    """Mean top-1 over models, with its 95 % interval."""
+    """The table of mean top-1 over models and its 95 % interval."""
     rows = []
     for arm in ARMS:
         cells = [estimate(scores[arm.name, *column], images=IMAGES) for column in COLUMNS.values()]
@@ -157,7 +157,7 @@ def accuracy_table(scores: Scores) -> str:
 
 
 def verdict_table(scores: Scores) -> str:
-    """Each question with the difference that decides it."""
+    """The table of questions and the differences that decide them."""
     labels = {arm.name: arm.label for arm in ARMS}
     rows = []
     for where, sample, of_sample, reference, of_reference in QUESTIONS:
@@ -172,7 +172,7 @@ def verdict_table(scores: Scores) -> str:
 
 
 def alive_table() -> str:
-    """Top-1 of three alive places that run four times, by how many blocks are among them."""
+    """The table of top-1 with three alive places run four times, by their different blocks."""
     sets = [f"{blocks} of 3 blocks alive ({SETS[blocks]} of 220 sets)" for blocks in SETS]
     rows = []
     for study, arm, label in THREE_BLOCKS:
@@ -188,7 +188,7 @@ def alive_table() -> str:
 
 
 def by_blocks(path: Path, arm: str) -> dict[int, list[float]]:
-    """Top-1 of every drawn set of three places, each run four times, by its different blocks."""
+    """Top-1 of every drawn set of three places run four times, by its different blocks."""
     values: dict[int, list[float]] = defaultdict(list)
     for row in read_rows(path):
         if (row.method, row.mode, row.kept, row.passes) == (arm, "arbitrary", 3, 4):
@@ -198,7 +198,7 @@ def by_blocks(path: Path, arm: str) -> dict[int, list[float]]:
 
 
 def over_sets(values: Mapping[int, Sequence[float]]) -> float:
-    """The mean over all sets of three places, of the means of each kind of set."""
+    """The mean over all sets of three places, from the means of each kind of set."""
     weighted = [count * mean(values[blocks]) for blocks, count in SETS.items()]
     return sum(weighted) / sum(SETS.values())
 
@@ -214,7 +214,7 @@ def read_rounds() -> Rounds:
 
 
 def rounds_table(scores: Rounds) -> str:
-    """Tied places side by side beside LayerShuffle, in pairs over seeds."""
+    """The table of tied places in rounds and their difference to LayerShuffle, paired by seed."""
     rows = []
     for arm, label in ROUND_ARMS.items():
         cells = []
@@ -233,7 +233,7 @@ def rounds_table(scores: Rounds) -> str:
 
 
 def draw(scores: Scores) -> Figure:
-    """Accuracy against the number of different blocks; each device holds one of the twelve."""
+    """Plot accuracy over the number of different blocks; each device holds one of the twelve."""
     figure = new_figure(6.6, 4.4)
     axes = figure.subplots()
     style_axes(axes, "Twelve devices of one block each")
@@ -268,10 +268,10 @@ def draw(scores: Scores) -> Figure:
 
 
 def with_marked(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the marks of this name, or a `LayerShuffleError`."""
+    """`page` with `text` between the marks `name`. Raises `LayerShuffleError` without them."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, begins, rest = page.partition(begin)
-    _, ends, after = rest.partition(end)
+    before, begins, marked = page.partition(begin)
+    _, ends, after = marked.partition(end)
     if not begins or not ends:
         raise LayerShuffleError(f"The page has no {begin} ... {end}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -1,7 +1,7 @@
-"""What scripts that train small models share: parts of their loops, and runs that are resumed.
+"""Shared by scripts that train small models: parts of their loops, and resumable runs.
 
-A script states its runs in stages; a stage begins when the one before has ended. Every finished run
-is a row of a table at once, and what has a row is not trained again.
+A script lists its runs in stages; a stage begins after the previous one has ended. A finished run
+is added to a table immediately, and runs that have a row are not trained again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 T = TypeVar("T")
-WHAT_IS_MISSING = "Train what the results do not have yet."
+WHAT_IS_MISSING = "Train the runs that the results lack."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training; its script says what the names of `start` mean. `rate`: the highest."""
+    """A training. Its script defines the names of `start`. `rate`: peak learning rate."""
 
     arm: str
     seed: int
@@ -47,7 +47,7 @@ def warm_cosine(step: int, run: Training) -> float:
 
 
 def batches_of(run: Training, count: int, *, size: int) -> Tensor:
-    """Row numbers [steps, size]: each of `count` once, in random order, then all again."""
+    """Row numbers int64 [steps, size]: random permutations of `count` rows, one after another."""
     generator = torch.Generator().manual_seed(run.seed)
     epochs = math.ceil(run.steps * size / count)
     rows = [torch.randperm(count, generator=generator) for _ in range(epochs)]
@@ -57,7 +57,7 @@ def batches_of(run: Training, count: int, *, size: int) -> Tensor:
 def stepper(
     weights: Sequence[Tensor], run: Training, *, clipped: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
-    """A function that takes a step of `weights` down the gradient of a loss, as `fit` does.
+    """A function that takes an AdamW step of `weights` for a loss, as `fit` does.
 
     The norm of the gradients of `clipped` is at most 1.
     """
@@ -83,12 +83,12 @@ def finished(table: Path, key: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def key_of(run: object, key: Sequence[str]) -> tuple[str, ...]:
-    """What names a run or its row in a table whose rows are told apart by the columns `key`."""
+    """The values of the columns `key`, which identify a run or its row."""
     return tuple(str(getattr(run, column)) for column in key)
 
 
 def add_row(row: DataclassInstance, table: Path, key: Sequence[str]) -> None:
-    """Add a row to the table, unless the run has one."""
+    """Add a row to the table, unless it has one of the same key."""
     if key_of(row, key) in finished(table, key):
         return
     values = asdict(row)
@@ -101,8 +101,8 @@ def add_row(row: DataclassInstance, table: Path, key: Sequence[str]) -> None:
 
 
 def in_processes(work: Callable[[R], T], runs: Sequence[R], *, workers: int) -> Iterator[T]:
-    """What `work` makes of each run, as it comes, each in a process of its own."""
-    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
+    """The results of `work` for each run as they finish, each computed in its own process."""
+    # A fork saves the import of torch, and is safe while the parent has computed nothing.
     with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
         yield from pool.imap_unordered(work, runs)
 
@@ -115,7 +115,7 @@ def train_stages(
     key: Sequence[str],
     workers: int,
 ) -> None:
-    """Train the runs of each stage, and keep and print a row of each."""
+    """Train the runs of each stage, and save and print a row for each."""
     for runs in stages:
         for row in in_processes(measure, runs, workers=workers):
             add_row(row, table, key)
@@ -130,10 +130,10 @@ def train_with_bases(
     table: Path,
     key: Sequence[str],
 ) -> None:
-    """What a script runs whose trainings begin with weights of others, which lie in a directory.
+    """The main function of scripts whose trainings start from weights of others, in a directory.
 
-    `measure(run, directory=)` trains; `missing(stages, directory, finished=)` says what is left, of
-    the keys of finished runs.
+    `measure(run, directory=)` trains; `missing(stages, directory, finished=)` returns the runs that
+    are left, given the keys of finished ones.
     """
     arguments = read_arguments(WHAT_IS_MISSING, directory="for the weights of bases")
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def train_with_bases(
 
 
 def read_arguments(description: str, *, directory: str | None = None) -> argparse.Namespace:
-    """The command line: `workers`, and `directory` for a script that says what it is for."""
+    """Parse the command line: `--workers`, and `directory` if its help text is given."""
     parser = argparse.ArgumentParser(description=description)
     if directory is not None:
         parser.add_argument("directory", type=Path, help=directory)

@@ -1,4 +1,4 @@
-"""The wheel and the sdist, built once for all tests that read them or install from them."""
+"""The wheel and the sdist, built once for all tests that use them."""
 
 from __future__ import annotations
 

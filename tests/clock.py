@@ -1,4 +1,4 @@
-"""Virtual time for tests: they neither wait nor feel a busy machine."""
+"""Virtual time for tests, so they neither wait nor depend on the load of the machine."""
 
 import asyncio
 from concurrent.futures import Executor, Future
@@ -7,7 +7,7 @@ from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 
 
 class ThreadlessLoop(VirtualTimeLoop):
-    """A loop in virtual time on which work for a thread runs at once, and takes no time."""
+    """A loop in virtual time that runs work for threads immediately, in no time."""
 
     def run_in_executor(self, executor, func, *args):
         del executor
@@ -20,7 +20,7 @@ class ThreadlessLoop(VirtualTimeLoop):
 
 
 class AtOnce(Executor):
-    """Runs work where it is handed over: what has threads of its own needs it in virtual time."""
+    """An executor that runs work in `submit`, for code with its own threads in virtual time."""
 
     def submit(self, fn, /, *args, **options):
         result = Future()
@@ -53,5 +53,5 @@ def run_virtual(work):
 
 
 def loop_time():
-    """Seconds of the running loop's clock: what a `Router` takes as its clock in virtual time."""
+    """Seconds of the running loop's clock, the clock of a `Router` in virtual time."""
     return asyncio.get_running_loop().time()

@@ -56,7 +56,7 @@ class Family:
         return ls.wrap(self.plain())
 
     def container(self, model: nn.Module) -> nn.Module:
-        """The block container inside `model`."""
+        """Returns the block container inside `model`."""
         return model.get_submodule(self.path)
 
 
@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, thing: object) -> int | None:
-        """The place of a tensor in the list; everything else is pickled."""
+        """The index of a tensor in the list, `None` for other objects, which are pickled."""
         if not isinstance(thing, Tensor):
             return None
         self.tensors.append(thing)
@@ -84,14 +84,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes a model with copies of the tensors; what shared a tensor shares its copy."""
+    """Makes a model with copies of the tensors. Users of one tensor share its copy."""
 
     def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
         super().__init__(io.BytesIO(data))
         self.tensors, self.copies = tensors, {}
 
     def persistent_load(self, pid: int) -> Tensor:
-        """A copy of the tensor in that place."""
+        """A copy of the tensor with that index."""
         return copy.deepcopy(self.tensors[pid], self.copies)
 
 
@@ -106,7 +106,7 @@ def _pickled(family: Family) -> tuple[bytes, list[Tensor]]:
 
 @torch.no_grad()
 def redraw(model: nn.Module, *, seed: int) -> nn.Module:
-    """`model` with every parameter drawn anew, at a scale where each block changes its input."""
+    """`model` itself with new random parameters, so large that each block changes its input."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -124,7 +124,7 @@ def images(batch: int = 3, *, seed: int = 7) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Logits `[batch, classes]`; both heads side by side where a model in training gives two."""
+    """Logits `[batch, classes]`; those of both heads concatenated if a model returns two."""
     output = getattr(output, "logits", output)
     return torch.cat(output, dim=-1) if isinstance(output, tuple) else output
 
@@ -143,7 +143,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:
-    """Both absent, or equal bit for bit."""
+    """Whether both are `None`, or both are equal bit for bit."""
     if left is None or right is None:
         return left is right
     return torch.equal(left, right)

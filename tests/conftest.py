@@ -1,4 +1,4 @@
-"""Shared fixtures. Tests never touch the network: the hub libraries are told so."""
+"""Shared fixtures. Tests use no network: the hub libraries are in offline mode."""
 
 import fcntl
 import gc
@@ -13,7 +13,7 @@ from layershuffle.machine import collector_paused
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-# Inductor would start processes that import torch, for 6 s, to compile what no test compiles.
+# Inductor would start compile processes, which import torch for 6 s and are not used.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -33,7 +33,7 @@ FIRST = (
     "test_three_machines",
     "test_netns",
     "test_swarm_up",
-    # One server that forks processes, which imports everything once (tests/forked.py).
+    # One server that imports everything once and forks processes (tests/forked.py).
     "test_distributed",
     "test_runner",
     "test_fit",
@@ -46,13 +46,13 @@ FIRST = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """The files of tests import all libraries, which makes many objects and no garbage."""
+    """Test files import all libraries, which creates many objects and no garbage."""
     with collector_paused():
         return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of `FIRST` come in its order, all others after them in that of the files."""
+    """The tests of `FIRST` run first, in its order, then all others in the order of files."""
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
@@ -65,19 +65,19 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Libraries count at the end what nobody collected, and complain about it."""
+    """At exit some libraries warn about objects that were not collected."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests marked `alone` run while no other worker's test does: they measure time."""
+    """Tests marked `alone` run without other tests at the same time, because they measure time."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     place = Path(item.config.option.basetemp).parent  # that of all workers
     alone = item.get_closest_marker("alone") is not None
     with ExitStack() as stack:
-        # Who waits to be alone holds the gate meanwhile; else others would go on entering before.
+        # A waiting test holds the gate, or others would keep starting before it.
         with _locked(place / "gate", fcntl.LOCK_EX):
             kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
             stack.enter_context(_locked(place / "room", kind))

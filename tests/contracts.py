@@ -1,4 +1,4 @@
-"""The contract that every supported family keeps: one function per promise, each takes a family.
+"""The contract of all supported families: one function per property, which takes a family.
 
 `tests/test_contracts.py` runs all of them over all families. The yardstick is a *physically
 rebuilt* model: a copy of the untouched host whose container holds the blocks of the order, and
@@ -52,11 +52,11 @@ ENCODING = ls.EncodingForm()
 PREDICTION = ls.PredictionForm(pooling="mean")
 
 
-# --- the yardstick ---------------------------------------------------------------------
+# --- the reference ---------------------------------------------------------------------
 
 
 class Rebuilt:
-    """A copy of the untouched host that holds, in its plain container, the blocks of `order`."""
+    """A copy of the untouched host whose plain container holds the blocks of `order`."""
 
     def __init__(self, family: Family, order: Sequence[int]) -> None:
         self.model = family.plain()
@@ -67,7 +67,7 @@ class Rebuilt:
         self.install(nn.Sequential(*put) if type(container) is nn.Sequential else put)
 
     def install(self, blocks: nn.Sequential | list[nn.Module]) -> None:
-        """Put a new container in the place of the old one."""
+        """Replace the container of the model."""
         owner, _, name = self.path.rpartition(".")
         container = nn.ModuleList(blocks) if isinstance(blocks, list) else blocks
         setattr(self.model.get_submodule(owner), name, container)
@@ -88,7 +88,7 @@ class Rebuilt:
 
 
 def call(model: nn.Module, batch: Tensor | None = None) -> Any:
-    """The model's own output; random training-time jitter (DINOv3's RoPE) is the same each time."""
+    """The model's own output. Random jitter in training (DINOv3's RoPE) is the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return model(images() if batch is None else batch)
@@ -194,7 +194,7 @@ def checkpointing(model: nn.Module, *, family: Family) -> nn.Module:
 
 
 def first_leaf(block: nn.Module) -> nn.Module:
-    """The first layer a block runs: a replay always reaches it."""
+    """The first layer that a block runs, which every replay reaches."""
     leaves = [m for m in block.modules() if not list(m.children())]
     return next(leaf for leaf in leaves if list(leaf.parameters()))
 
@@ -215,7 +215,7 @@ def check_checkpointing_really_runs_blocks_twice(family: Family) -> None:
 
 
 def check_checkpointing_with_position_parts(family: Family) -> None:
-    """Encoding and prediction on: outputs, loss and all gradients as without checkpointing."""
+    """With both parts, outputs, loss and gradients are those without checkpointing."""
     for order in (PERMUTED, PRUNED, REPEATED):
         plain, loss = _positioned_step(family, order, checkpointed=False)
         other, other_loss = _positioned_step(family, order, checkpointed=True)
@@ -311,7 +311,7 @@ def check_hooks_fire_once_per_run_of_the_right_block(family: Family) -> None:
 
 
 def check_intermediate_features_follow_positions(family: Family) -> None:
-    """What the host library offers for features gives them by position, as of a rebuilt model."""
+    """Features from the host library are by position, as those of a rebuilt model."""
     for order in (SEQUENTIAL, PERMUTED, PRUNED, LONGER):
         rebuilt, model = Rebuilt(family, order).model, family.wrapped()
         wanted = _features(family, rebuilt, len(order))
@@ -468,7 +468,7 @@ def check_per_sample_orders_under_checkpointing(family: Family) -> None:
 
 
 def check_an_exit_is_what_the_cut_orders_give(family: Family) -> None:
-    """Orders of several lengths, some over before the exit: outputs and gradients."""
+    """Outputs and gradients of orders of several lengths, some of which end before the exit."""
     orders = [order_of(order, DEPTH) for order in (*MIXED, LONGER)]
     cut = [ls.ExecutionOrder(order.blocks[:2], DEPTH) for order in orders]
     batch = images(len(orders))
@@ -552,7 +552,7 @@ def _assert_taps(got: Sequence[TapRecord], wanted: Sequence[TapRecord]) -> None:
 
 
 def check_tap_of_per_sample_orders(family: Family) -> None:
-    """Every sample's outputs, position by position, as when it runs alone; replays keep nothing."""
+    """Every sample's outputs by position are those of the sample alone; replays record nothing."""
     ids = (PERMUTED, PRUNED, (2,))
     orders = [ls.ExecutionOrder(blocks, DEPTH) for blocks in ids]
     model = family.wrapped()
@@ -589,8 +589,8 @@ def positioned(model: nn.Module) -> Any:
     return ls.add_position(model, encoding=ENCODING, prediction=PREDICTION, seed=5)
 
 
-class Told(nn.Module):
-    """The slow path of the encoding: one block, told its position by the paper's formula."""
+class SlowEncoding(nn.Module):
+    """The slow path of the encoding: one block with its position, by the paper's formula."""
 
     def __init__(self, block: nn.Module, position: int, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -631,7 +631,7 @@ def check_encoding_equals_the_slow_path(family: Family) -> None:
         twin = copy.deepcopy(model.encoding)
         container = family.container(rebuilt.model)
         blocks = [
-            Told(block, position, encoding_weights(twin, order[position]))
+            SlowEncoding(block, position, encoding_weights(twin, order[position]))
             for position, block in enumerate(container)
         ]
         rebuilt.install(nn.Sequential(*blocks) if isinstance(container, nn.Sequential) else blocks)

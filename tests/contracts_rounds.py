@@ -1,4 +1,4 @@
-"""The contract of orders whose steps read older versions of the state, for every family.
+"""The contract of orders whose steps read older versions of the state, for all families.
 
 The yardstick is the slow path: a copy of the untouched host whose container holds a single module,
 which computes the recursion of `layershuffle.orders` in plain torch, every state kept.
@@ -104,7 +104,7 @@ def check_versions_equal_the_slow_path(family: Family) -> None:
         assert torch.equal(got, wanted), f"outputs differ for {name}"
         # Sums over the readers of a state come in another order in the backward pass.
         assert_close_gradients(gradients(model), rebuilt.gradients(), tolerance=GRADIENT_TOLERANCE)
-        # One block after the other is something else, or nothing was tested.
+        # Sequential steps give another result, or nothing was tested.
         with ls.running(model, order.blocks), torch.no_grad():
             assert (logits_of(call(model)) - wanted).abs().max() > 1e-3, name
 
@@ -164,7 +164,7 @@ def check_versions_per_sample_under_checkpointing(family: Family) -> None:
 
 
 def check_versions_in_the_trie(family: Family) -> None:
-    """Bit-equal to one by one, where beginnings are shared with orders of other versions."""
+    """Bit-equal to one by one, although orders of other versions share beginnings."""
     model, batch = family.wrapped(), images()
     texts = ("2,0,3", "2+0,3", "2+0,3+1", "2+0+3", "2,0,3@1,1@0", "2+0,2+0", "2", "2+0,3")
     orders = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in texts]

@@ -1,4 +1,4 @@
-"""Host models that follow no order, or orders up to their depth alone."""
+"""Host models that ignore orders, or only follow orders up to their depth."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ZippedAfter(Zipped):
 
 
 class Leaving(Own):
-    """Leaves its loop after the last block that it knows of."""
+    """Leaves its loop after the last block of the host."""
 
     def run(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -103,7 +103,7 @@ class PairsOfChildren(Pairs):
 
 
 class ChildrenByForward(Own):
-    """Calls the forward of its container's children, which shows no hook that they ran."""
+    """Calls the forward of its container's children, so hooks do not see the runs."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks.children():

@@ -1,6 +1,6 @@
-"""Processes that begin with everything imported, and a pool of them for the tasks of a study.
+"""Forked processes that have all imports, and a pool of them for the tasks of a study.
 
-Python processes of their own would spend seven seconds each on importing torch and its friends.
+New Python processes would spend seven seconds each on importing torch and other libraries.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ForkedPool:
 
 
 def studying(study: StudySettings, out: Path) -> BaseProcess:
-    """A process that runs a study, its tasks in processes that it forks; to be started."""
+    """A process, not started yet, that runs a study with its tasks in forked processes."""
     return SERVER.Process(target=_study, args=(study, out))
 
 

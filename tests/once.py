@@ -1,4 +1,4 @@
-"""What is made once for all pytest workers, however many ask for it."""
+"""Files and directories that are made once for all pytest workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def once(
     *,
     room: str = "clusters",
 ) -> Path:
-    """The file or directory `name`, made by `make(path)` when the first worker asks for it.
+    """The file or directory `name`, made by `make(path)` for the first worker that needs it.
 
     What shares a room is made one after the other: clusters starve side by side.
     """

@@ -1,4 +1,4 @@
-"""Host models as people write them: what they do between, around and instead of their blocks."""
+"""Host models as users write them, with work between, around and instead of their blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WritingBlock(Block):
     """Writes into its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next state, in the place of the last one."""
+        """The next state, written over the last one."""
         x += self.tokens(x)
         x += self.channels(x)
         return x
@@ -53,7 +53,7 @@ class TupleBlock(Block):
     """Returns the state in a tuple, as transformers' layers do."""
 
     def forward(self, x: Tensor) -> Any:
-        """The next state and nothing else."""
+        """A tuple with the next state."""
         return (super().forward(x),)
 
 
@@ -74,7 +74,7 @@ class Own(nn.Module):
         return self.head(self.norm(self.run(self.patches(images).flatten(2).mT)).mean(1))
 
     def run(self, x: Tensor) -> Tensor:
-        """The blocks, and what this host does around them."""
+        """Run the blocks, with the work of this host around them."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -92,7 +92,7 @@ class Readout(Own):
 
 
 class Injection(Own):
-    """Every block reads the patches again, as far as `inject` says."""
+    """Every block reads the patches again, weighted by `inject`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class InjectionInPlace(Injection):
 
 
 class Gates(Own):
-    """A gate per position on what a block changes."""
+    """A gate per position on the change of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Gates(Own):
 
 
 class Bounding(Own):
-    """Scales a state down where it leaves a bound."""
+    """Scales a state down if it exceeds a bound."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -142,7 +142,7 @@ class Bounding(Own):
 
 
 class Checking(Own):
-    """Wants finite states."""
+    """Checks that states are finite."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -152,7 +152,7 @@ class Checking(Own):
 
 
 class TrainedWithPatches(Own):
-    """Adds the patches after every block, in training alone."""
+    """Adds the patches after every block, only in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TrainedWithPatches(Own):
 
 
 class Skipping(Own):
-    """Skips blocks at random in training, with a chance of next to nothing."""
+    """Skips random blocks in training, with almost no probability."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -180,7 +180,7 @@ class Skipping(Own):
 
 
 class Asked(Own):
-    """Gives the mean of all states if it is asked to."""
+    """Has an option for the mean of all states."""
 
     def forward(self, images: Tensor, *, every: bool = False) -> Tensor:
         """Logits."""
@@ -192,7 +192,7 @@ class Asked(Own):
 
 
 class TwoEnds(Own):
-    """Has a step of its own before the last block, asked for from behind."""
+    """Does a step before the last block, which it indexes by -1."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks[:-1]:
@@ -218,7 +218,7 @@ class Tuples(Own):
 
 
 class InPlaceWithPatches(InPlace):
-    """Reads its patches again at the end, by when the blocks have written over them."""
+    """Reads its patches again at the end, after the blocks have overwritten them."""
 
     def run(self, x: Tensor) -> Tensor:
         patches = x
@@ -229,7 +229,7 @@ class TupleState(Own):
     """A state of two tensors in a tuple."""
 
     class Both(Block):
-        """Hands on a second tensor."""
+        """A block that passes a second tensor on."""
 
         def forward(self, state: Any) -> Any:
             """The next state."""
@@ -254,14 +254,14 @@ class ByForward(Own):
 
 
 class OfItsClass(Own):
-    """Asks what its blocks are, and builds a container of them."""
+    """Builds a container of its blocks by their class."""
 
     def run(self, x: Tensor) -> Tensor:
         return nn.Sequential(*(block for block in self.blocks if isinstance(block, Block)))(x)
 
 
 class Backwards(Own):
-    """Runs its blocks from behind."""
+    """Runs its blocks in reverse."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -270,7 +270,7 @@ class Backwards(Own):
 
 
 class Named(Own):
-    """The state goes to the blocks by name."""
+    """Passes the state to the blocks by keyword."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -304,7 +304,7 @@ class ByParts(Own):
 
 
 class ByMethod(Own):
-    """Runs another method of its blocks than their forward."""
+    """Runs a method of its blocks other than forward."""
 
     class Stepping(Block):
         """Has its forward under another name too."""
@@ -331,7 +331,7 @@ class ScaledByBlocks(Own):
 
 
 class Masked(nn.Module):
-    """Hands `mask` to every block."""
+    """Passes `mask` to every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,12 +366,12 @@ def families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
     }
 
 
-# Hosts that follow an order; the first line hands the state from block to block and does no more.
+# Hosts that follow an order; those of the first line only pass the state from block to block.
 CHAINS = families(Own, Tuples, Named, ByForward, OfItsClass)
 LOOPS = families(
     *(Readout, Injection, InjectionInPlace, Gates, Bounding, Checking, Backwards),
     *(InPlace, InPlaceWithPatches, TupleState),
     *(Pairs, ByParts, ByMethod, ScaledByBlocks),
 )
-# Those of them whose blocks run in parts, so that nothing can be put around a block.
+# Those whose blocks run in parts, so nothing can be put around a block.
 IN_PARTS = ("own-pairs", "own-byparts", "own-bymethod")

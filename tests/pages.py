@@ -1,4 +1,4 @@
-"""What tests of generated pages ask of each."""
+"""Checks shared by the tests of generated pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DECIMAL = r"\d+\.\d+"
 
 
 def loose_numbers(page: str) -> set[str]:
-    """Numbers with a decimal point in the words of a page, or of a part, which no table has."""
+    """Decimal numbers in the text of a page, or of a part, that no table has."""
     lines = page.splitlines()
     table = " ".join(line for line in lines if line.startswith("|"))
     words = " ".join(line for line in lines if not line.startswith("|"))

@@ -1,4 +1,4 @@
-"""Training against attacks: the attack of a step, and the training around it."""
+"""Adversarial training: the attack of a step, and the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/breaks.py trains what it says."""
+"""scripts/breaks.py: its runs, models and trainings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_wrap_takes_every_kind_of_block(kind: str) -> None:
     with torch.no_grad(), ls.running(model, "2,0,1"), ls.tap(model) as tap:
         model(images())
         assert seen == [2, 0, 1]
-        # Each block takes what the one before it in the order has given.
+        # Each block gets the output of the previous one in the order.
         assert torch.equal(tap.records[1].tensor, blocks[0](tap.records[0].tensor))
 
 

@@ -1,4 +1,4 @@
-"""scripts/changed_training.py trains what it says."""
+"""scripts/changed_training.py: its orders, losses and trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an order holds: threads, tasks, generators, exits out of turn, replays of a checkpoint."""
+"""The scope of an order: threads, tasks, generators, exits out of turn, checkpoint replays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> nn.Module:
 
 
 def blocks_now(model: nn.Module) -> tuple[int, ...]:
-    """The ids of the blocks that a forward would run here."""
+    """The ids of the blocks that a forward in this context would run."""
     blocks = list(ls.blocks_of(model))
     return tuple(blocks.index(block) for block in stack_of(model))
 
@@ -54,7 +54,7 @@ def test_a_new_thread_starts_without_an_order(model: nn.Module) -> None:
 
 
 def test_what_copies_the_context_takes_the_order_along(model: nn.Module) -> None:
-    """`asyncio.to_thread` and tasks copy it when they begin, and keep it after `running`."""
+    """`asyncio.to_thread` and tasks copy the context at the start, and keep it after `running`."""
 
     async def go() -> list[tuple[int, ...]]:
         left = asyncio.Event()
@@ -134,7 +134,7 @@ def checkpointed_stack() -> nn.Module:
 
 
 def _backward_error(loss: Tensor) -> list[Exception]:
-    """Run backward in a new thread, as autograd does for GPUs; what it raised."""
+    """Run backward in a new thread, as autograd does for GPUs. Returns its error or `None`."""
     errors: list[Exception] = []
 
     def work() -> None:
@@ -150,7 +150,7 @@ def _backward_error(loss: Tensor) -> list[Exception]:
 
 
 def test_replay_of_the_stack_without_its_order_is_refused() -> None:
-    """Otherwise the backward pass would silently belong to the sequential order."""
+    """Otherwise gradients would silently be those of the sequential order."""
     model = checkpointed_stack()
     with ls.running(model, PERMUTED):
         errors = _backward_error(score(model(images())))
@@ -161,7 +161,7 @@ def test_replay_of_the_stack_without_its_order_is_refused() -> None:
 
 
 def test_replay_of_a_plain_stack_is_allowed() -> None:
-    """Also after the model ran along an order: what counts is the last forward."""
+    """Also after a forward in an order, because only the last forward counts."""
     model = checkpointed_stack()
     with torch.no_grad(), ls.running(model, PERMUTED):
         model(images())

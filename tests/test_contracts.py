@@ -1,4 +1,4 @@
-"""Every promise of `contracts.py`, on every supported family of host models."""
+"""The contract of `contracts.py` on every supported family of host models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models are refused, and that the reason is said."""
+"""Models that are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_hints_lead_somewhere(make: Callable[[], nn.Module], hint: str) -> None:
     assert hint in caught.value.hint
 
 
-def test_what_the_hints_say_works() -> None:
+def test_following_the_hints_works() -> None:
     single = ls.wrap(_blocks({}), blocks="blocks")
     with ls.running(single, (0, 0)):
         assert single(torch.ones(1, 4)).shape == (1, 4)
@@ -195,7 +195,7 @@ def _error(model: nn.Module) -> StackError:
     ],
     ids=["one stack", "xcit", "coat"],
 )
-def test_of_several_stacks_the_chosen_is_said(
+def test_the_chosen_of_several_stacks_is_reported(
     make: Callable[[], nn.Module], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, _ = find_blocks(make())
@@ -218,7 +218,7 @@ def test_difference_further_down_is_named() -> None:
         ls.wrap(_blocks({}, {}, {"heads": 1}))
 
 
-def test_what_may_differ() -> None:
+def test_differences_that_are_allowed() -> None:
     """Bookkeeping numbers and drop-path rates travel with their block."""
     model = _blocks({"index": 0}, {"index": 1})
     assert find_blocks(model)[0] == "blocks"
@@ -234,7 +234,7 @@ def test_what_may_differ() -> None:
 
 
 def test_a_number_that_changes_nothing_is_allowed_by_name() -> None:
-    """Only who wrote the blocks knows whether their index decides what they compute."""
+    """Only the author of the blocks knows whether their index affects their output."""
     model = FAMILIES["timm-vit"].plain()
     wanted = ls.wrap(FAMILIES["timm-vit"].plain())
     for index, block in enumerate(model.get_submodule("blocks").children()):

@@ -1,4 +1,4 @@
-"""What the docs say is what was measured, and what they show runs."""
+"""The numbers of the docs are the measured ones, and their examples run."""
 
 import csv
 import json
@@ -64,7 +64,7 @@ def test_links_lead_somewhere(repository):
 
 
 def test_the_readme_loop_runs(repository, tmp_path, monkeypatch):
-    """The lines as they are printed, with a small model in place of one that needs a download."""
+    """The lines of the README, with a small model instead of a download."""
     text = (repository / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     assert len(re.findall(r"^.+$", code, re.MULTILINE)) <= 12
@@ -116,7 +116,7 @@ def judgements(page):
     ],
 )
 def test_committed_reports_say_what_the_committed_results_say(repository, tmp_path, name):
-    """Every number of a report comes from the files that lie beside it."""
+    """Every number of a report comes from the files beside it."""
     from layershuffle.study.report import write_report
 
     stored, study = repository / "docs" / "results" / name, tmp_path / "study"
@@ -151,7 +151,7 @@ def test_tables_of_rounds_are_those_of_the_reports(repository):
 
 
 def test_the_results_are_small(repository):
-    """A repository holds what a reader reads: `layershuffle report` makes the page from it."""
+    """Only files for readers are committed; `layershuffle report` makes the page from them."""
     files = [path for path in (repository / "docs" / "results").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files if path.name != "report.html") < 3.0e6
 
@@ -170,7 +170,7 @@ PAPER_ARMS = {
 
 
 def paper_cell(rows, arm, mode, kept):
-    """Mean over models of their means over orders, and its deviation, as the README writes it."""
+    """Mean over models of their means over orders, and its deviation, in the README's format."""
     scores = {}
     for row in rows:
         key = (row["method"], row["mode"], int(row["kept"]))

@@ -216,7 +216,7 @@ def test_the_price_of_any_order_is_the_measured_one(repository, name):
 
 
 def planned(recipe: str, *, only: str | None, test_images: int) -> Forecast:
-    """What `--dry-run` says of a recipe with ViT-B/16, its data counted by their published size."""
+    """The output of `--dry-run` for a recipe with ViT-B/16, with the published size of its data."""
     study = StudySettings(**read_recipe(asset("recipes", f"{recipe}.yaml")))
     tasks = tasks_for(study, only)
     images, classes = (1_281_167, 1000) if recipe == "imagenet-paper" else (47_500, 100)

@@ -1,4 +1,4 @@
-"""The documentation as a site: what is on it, and that it asks no other origin for anything.
+"""The documentation as a site: its pages, and that it sends no requests to other origins.
 
 `scripts/check` builds it, strictly, beside the tests.
 """

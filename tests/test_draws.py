@@ -1,4 +1,4 @@
-"""The random generator, against a slow path written from its description alone."""
+"""The random generator, against a slow path that follows its description."""
 
 from __future__ import annotations
 

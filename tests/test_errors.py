@@ -1,4 +1,4 @@
-"""Errors: one paragraph, also when a loader process hands it over as its traceback."""
+"""Errors: one paragraph, also if a loader process passes them on with a traceback."""
 
 import pytest
 from torch.utils.data import DataLoader, Dataset

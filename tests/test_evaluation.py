@@ -107,7 +107,7 @@ def test_the_mode_of_the_model_comes_back(training):
 
 
 def test_every_module_comes_back_in_its_own_mode():
-    """A part that is frozen in eval mode stays so in a model that trains."""
+    """A part in eval mode stays in eval mode in a model in training mode."""
     model = VIT.wrapped().train()
     model.patch_embed.eval()
     evaluate(model, BATCHES, modes="sequential")
@@ -143,7 +143,7 @@ def test_labels_of_any_whole_type_score_alike():
 
 
 class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a number of a GPU."""
+    """Counts operations that make the host wait for a number from a GPU."""
 
     count = 0
 
@@ -183,7 +183,7 @@ def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
 
 
 def test_autocast_around_it_runs_the_blocks_in_bf16():
-    """As training scores what it holds out."""
+    """As in the scoring of held-out images during training."""
     model, dtypes = VIT.wrapped(), set()
     (exact,) = evaluate(model, BATCHES, modes="sequential")
     mlp = next(m for m in ls.blocks_of(model)[0].modules() if isinstance(m, torch.nn.Linear))
@@ -224,7 +224,7 @@ def test_a_fixed_order_is_replayed():
 
 
 def test_the_way_of_an_order_is_short():
-    """From `evaluate` to the scores an order passes these files of ours (docs/architecture.md)."""
+    """An order passes only these of our files on its way from `evaluate` to the scores."""
     model, files = VIT.wrapped(), set()
 
     def note(frame, event, _):
@@ -266,7 +266,7 @@ def test_scores_that_are_not_finite_become_no_rows(loss):
 
 
 def test_groups_of_images_give_the_effective_number_of_images():
-    """Against what is right of every image, run alone; batches are cut into smaller ones."""
+    """Against every image scored alone; batches are split."""
     model, groups = VIT.wrapped(), torch.tensor([[0, 1], [1, 2], [0, 3], [2, 3], [4, 4]] * 2)
     orders = ["0,1,2,3", "3,1"]
     scores = evaluate(model, BATCHES, orders=orders, modes="arbitrary", num_orders=2, groups=groups)

@@ -1,4 +1,4 @@
-"""Files are whole or absent, whatever happens while they are written."""
+"""Files are complete or absent, whatever happens while they are written."""
 
 import errno
 import multiprocessing

@@ -1,6 +1,6 @@
 """The house rules, read from the source: layers, sizes, words, errors, no global random generator.
 
-What a rule lets through stands in a table here, with the reason.
+Exceptions from a rule are in a table here, with the reason.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MODULES = {name: tree for name, tree in TREES.items() if name != "__init__"}
 
 @cache
 def nodes(module: str) -> tuple[ast.AST, ...]:
-    """All that a module is made of; most rules look through it, and to walk a tree takes long."""
+    """All syntax nodes of a module, cached because most rules need them and walking takes long."""
     return tuple(ast.walk(TREES[module]))
 
 
@@ -78,7 +78,7 @@ def room(module: str) -> str:
 
 
 def layer(module: str) -> int:
-    """Height of a module; one that no layer names is an error."""
+    """Height of a module. A module without a layer is an error."""
     for height, rooms in enumerate(LAYERS):
         if room(module) in rooms:
             return height
@@ -116,7 +116,7 @@ def _file_of(module: str) -> str:
 
 
 def bad_arrows(module: str) -> Iterator[str]:
-    """What is wrong with the imports of a module, a sentence each."""
+    """The wrong imports of a module, a sentence for each."""
     for target in imports(module):
         if not target:
             yield f"{module} imports the package itself: the public face is for users"
@@ -159,7 +159,7 @@ def test_nothing_imports_the_command_line() -> None:
     assert {room(user) for user in users} <= {"cli", "__main__"}
 
 
-def test_no_circles() -> None:
+def test_no_circular_imports() -> None:
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -234,7 +234,7 @@ def test_files_are_short() -> None:
 
 
 def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters that can be given without their names, beside `self` and `cls`."""
+    """Parameters that can be passed by position, except for `self` and `cls`."""
     return sum(a.arg not in ("self", "cls") for a in (*node.args.posonlyargs, *node.args.args))
 
 
@@ -247,8 +247,8 @@ def offered(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
                 yield f
 
 
-def test_parameters_after_the_second_are_named() -> None:
-    """Of what a module offers; a helper of its own may take four."""
+def test_parameters_after_the_second_are_keyword_only() -> None:
+    """Of public functions; private helpers may have four."""
     many = {(m, f.name) for m in TREES for f in offered(m) if positional(f) > POSITIONAL}
     assert many == MANY_POSITIONAL.keys()
     every = {(m, f.name): positional(f) for m in TREES for f in functions(m)}
@@ -256,14 +256,14 @@ def test_parameters_after_the_second_are_named() -> None:
     assert too_many <= MANY_POSITIONAL.keys()
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [module for module, tree in TREES.items() if not ast.get_docstring(tree)] == []
 
 
 # --- words ----------------------------------------------------------------------------------------
 
-# A variable says what it holds. These words say nothing, or that something happened to it. (`kept`
-# is a word of the domain: blocks are kept or dropped.)
+# A variable is named by its content, which these words do not say. (`kept` is a term of the
+# domain: blocks are kept or dropped.)
 FILLERS = {"one", "two", "found", "held", "known", "told", "said", "made", "given", "taken"}
 MOST_FILLERS = 10
 LEAST_COMMENTS = 4.0  # per 100 lines that are not blank; what tools read is no comment
@@ -290,7 +290,7 @@ def comments(text: str) -> list[str]:
     return [s for s in strings if not any(mark in s for mark in _FOR_TOOLS)]
 
 
-def test_variables_say_what_they_hold() -> None:
+def test_no_variable_is_named_by_a_filler_word() -> None:
     counts = {module: len(fillers(nodes(module))) for module in TREES}
     worst = sorted(counts, key=lambda module: -counts[module])[:10]
     assert sum(counts.values()) <= MOST_FILLERS, {module: counts[module] for module in worst}
@@ -302,7 +302,7 @@ def test_the_check_sees_fillers() -> None:
 
 
 def test_comments_say_why(record_property: Callable[[str, object], None]) -> None:
-    """How often, not how well: readers judge that."""
+    """This checks only their number; readers judge their content."""
     texts = [path.read_text("utf-8") for path in SOURCE.rglob("*.py")]
     lines = sum(bool(line.strip()) for text in texts for line in text.splitlines())
     density = 100 * sum(len(comments(text)) for text in texts) / lines
@@ -370,7 +370,7 @@ SEEDS |= {"seed_everything", "enable_full_determinism"}
 HARMLESS = {"random.Random", "random.getstate", "np.random.get_state", "torch.get_rng_state"}
 HARMLESS |= {"np.random.default_rng", "torch.Generator().manual_seed"}
 
-# (module, call): why this touch of a global generator is none that a user can see.
+# (module, call): why users cannot notice this use of a global generator.
 GLOBAL_GENERATORS = {
     ("training.state", "set_seed"): "dropout draws globally; a run owns the process it trains in",
     ("training.checkpoints", "random.setstate"): "as above: a resumed run draws what it would have",

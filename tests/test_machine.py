@@ -1,4 +1,4 @@
-"""What a process says of its machine, and does to it."""
+"""The garbage collector during measurements and imports."""
 
 import atexit
 import gc

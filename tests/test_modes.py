@@ -1,4 +1,4 @@
-"""Evaluation modes: what the words mean, and which orders they draw."""
+"""Evaluation modes: their syntax, and the orders that they draw."""
 
 import pytest
 
@@ -52,7 +52,7 @@ from layershuffle.policies import Kept, Sequential, Shuffled
         ),
     ],
 )
-def test_words(text, mode, policy, drawn):
+def test_mode_texts(text, mode, policy, drawn):
     assert parse_modes(text) == (mode,)
     assert mode.policy() == policy
     assert mode.is_drawn(12) is drawn
@@ -105,6 +105,6 @@ def test_a_range_stands_for_each_of_its_counts(text, expanded):
         ("arbitrary:passes=2", "does not say how many blocks run again"),
     ],
 )
-def test_wrong_words(text, phrase):
+def test_wrong_mode_texts(text, phrase):
     with pytest.raises(UsageError, match=phrase.replace("(", r"\(")):
         parse_modes(text)

@@ -1,4 +1,4 @@
-"""docs/open-questions.md says what its committed results say, by criteria that are code."""
+"""docs/open-questions.md agrees with its committed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution orders: parsing, printing, JSON, distances, and what is refused."""
+"""Execution orders: parsing, printing, JSON, distances, and invalid ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def subsets(draw: st.DrawFn) -> ExecutionOrder:
 
 @st.composite
 def versioned(draw: st.DrawFn) -> ExecutionOrder:
-    """Orders whose steps read any version that is there, no block twice on one."""
+    """Orders whose steps read any existing version, no block twice on one."""
     depth = draw(st.integers(1, 12))
     steps: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(1, 20))):
@@ -104,7 +104,7 @@ def test_kendall_counts_no_pair_side_by_side() -> None:
     assert ExecutionOrder.parse("1+0,3+2", depth=4).kendall_distance() == 0
     reversed_rounds = ExecutionOrder.parse("3+2,1+0", depth=4)
     assert (reversed_rounds.kendall_distance(), reversed_rounds.kendall_tau()) == (4, -1.0)
-    # 3 before 0 and 1, 0 before 1; 2 began with 3 and knows nothing of it.
+    # 3 before 0 and 1, 0 before 1; 2 began together with 3.
     mixed = ExecutionOrder.parse("3,2@0,0@1,1@3", depth=4)
     assert mixed.kendall_distance() == 3
     assert mixed.kendall_tau() == pytest.approx(1 - 2 * 3 / 4)
@@ -124,7 +124,7 @@ def test_json_round_trip(order: ExecutionOrder) -> None:
 
 
 @given(orders())
-def test_marks_of_an_order(order: ExecutionOrder) -> None:
+def test_properties_of_an_order(order: ExecutionOrder) -> None:
     run = list(order)
     assert order.has_repeats == any(run.count(block) > 1 for block in run)
     assert order.missing == tuple(b for b in range(order.depth) if b not in run)

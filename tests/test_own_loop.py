@@ -1,4 +1,4 @@
-"""The promise to people with a training loop of their own: two lines before `forward`.
+"""Users with their own training loop need two lines before `forward`.
 
     order = ls.Shuffled().draw(depth, seed=seed, step=step)
     with ls.running(model, order):

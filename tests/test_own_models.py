@@ -1,4 +1,4 @@
-"""Hosts of one's own: the contract where it applies, and a clear refusal where it does not."""
+"""Custom hosts: the contract where it applies, and a clear refusal elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from own_models import CHAINS, IN_PARTS, LOOPS, Masked
 from test_contracts import CHECKS
 
 EQUAL_LENGTHS = (PERMUTED, SEQUENTIAL, (3, 3, 0, 1))
-# What needs an interface of the host libraries.
+# Checks that need an interface of the host libraries.
 NO_SUCH_THING = {
     "intermediate_features_follow_positions": "timm, transformers and torchvision offer features",
     "checkpointing_equals_a_rebuilt_model": "the switch is the libraries' own",
@@ -140,7 +140,7 @@ def test_scores_are_those_of_rebuilt_models(
 
 @pytest.mark.parametrize("name", ["own-injection", "own-injectioninplace", "own-gates"])
 def test_weights_that_change_nothing_yet_hide_nothing(name: str) -> None:
-    """A gate of one or an injection of zero would pass a comparison of numbers, and then train."""
+    """With a gate of one or an injection of zero, outputs would be equal until training."""
     model = LOOPS[name].wrapped()
     neutral = {"inject": 0.0, "gates": 1.0}
     weights = {key: dict(model.named_parameters()).get(key) for key in neutral}
@@ -191,7 +191,7 @@ def test_orders_of_several_lengths_per_sample_are_refused(family: Family) -> Non
 
 
 def test_the_trial_leaves_no_trace() -> None:
-    """Neither hooks on blocks nor modes nor the generator notice it; it happens once per mode."""
+    """It calls no hooks on blocks, changes no modes and no generator, and runs once per mode."""
     model = CHAINS["own-own"].wrapped().train()
     model.norm.eval()
     heads: list[bool] = []
@@ -231,7 +231,7 @@ def test_parts_of_blocks_cannot_have_something_around_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED_PER_SAMPLE)
 def test_orders_per_sample_that_would_be_wrong_are_refused(name: str) -> None:
-    """The part, the weight or the second tensor would be that of another sample."""
+    """Otherwise the part, the weight or the second tensor could be that of another sample."""
     model = LOOPS[name].wrapped()
     orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
     with ls.running(model, orders), pytest.raises(StackError, match=REFUSED_PER_SAMPLE[name]):
@@ -239,7 +239,7 @@ def test_orders_per_sample_that_would_be_wrong_are_refused(name: str) -> None:
 
 
 def test_a_host_may_look_at_its_blocks() -> None:
-    """At numbers, at modules inside of them, and through nn.Module's own methods."""
+    """It may read numbers and submodules, and call nn.Module's methods."""
     model = CHAINS["own-own"].wrapped()
     stack = stack_of(model)
     with with_hooks(model, Nothing()):
@@ -295,7 +295,7 @@ def test_a_list_made_in_the_first_forward_is_refused_in_the_next() -> None:
 
 
 def test_a_trial_hands_nothing_out_for_later() -> None:
-    """What stood for the blocks would hand out a state of other images."""
+    """The stand-ins for blocks would return a state of other images."""
     model = ls.wrap(CachedLater().eval(), "blocks")
     with pytest.raises(StackError, match="keeps the blocks that it got"):
         ls.evaluate(model, labelled(), orders=["2,0,1"])
@@ -410,7 +410,7 @@ def test_as_many_tokens_as_samples_is_no_mask() -> None:
 
 @pytest.mark.parametrize("by", ["argument", "config"])
 def test_hidden_states_of_groups_are_refused(by: str) -> None:
-    """transformers collects what each run of a block returns, here of some of the samples."""
+    """transformers collects the output of every block run, here of some samples only."""
     model = FAMILIES["hf-vit"].wrapped()
     asked = {"output_hidden_states": True} if by == "argument" else {}
     model.config.output_hidden_states = by == "config"
@@ -425,7 +425,7 @@ def test_hidden_states_of_groups_are_refused(by: str) -> None:
 
 
 def test_features_under_an_order_per_sample() -> None:
-    """Not by the model's own call, so its loop runs; each feature is that of the sample's order."""
+    """The feature call runs the host's loop; each feature is that of the sample's order."""
     model = FAMILIES["timm-vit"].wrapped()
     each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
     with torch.no_grad(), ls.running(model, each):
@@ -437,7 +437,7 @@ def test_features_under_an_order_per_sample() -> None:
             assert_close(feature[row : row + 1], wanted, tolerance=TOLERANCE)
 
 
-def test_batch_norm_inside_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norm_inside_blocks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     model = FAMILIES["timm-xcit"].wrapped()
     caplog.clear()
     each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]

@@ -1,4 +1,4 @@
-"""What is published: the content of wheel and sdist, the extras, and what works without them."""
+"""The published package: wheel, sdist, extras, and commands that work without extras."""
 
 from __future__ import annotations
 

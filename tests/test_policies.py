@@ -1,4 +1,4 @@
-"""Order policies: what they draw, how evenly, and that a draw is a pure function."""
+"""Order policies: their orders, their distributions, and that draws are pure functions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draws(policy: OrderPolicy, depth: int, *, count: int = DRAWS) -> Iterator[ls
 
 
 def assert_uniform(counts: Counter[Any], outcomes: list[Any]) -> None:
-    """Every outcome equally often, none beside them."""
+    """Checks that all outcomes are equally frequent, and that there are no others."""
     assert set(counts) <= set(outcomes)
     assert chisquare([counts[o] for o in outcomes]).pvalue > ALPHA
 
@@ -89,7 +89,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
 def test_golden_orders(name: str) -> None:
-    """Frozen for ever: the same on every machine and in every version."""
+    """Frozen: the same on every machine and in every version."""
     first = EVERY_POLICY[name].draw(12, seed=0, step=0)
     second = EVERY_POLICY[name].draw(12, seed=17, step=345, micro_batch=2, rank=1)
     assert (str(first), str(second)) == GOLDEN[name]
@@ -159,7 +159,7 @@ def test_number_kept_is_uniform(low: int, high: int | None) -> None:
 
 @pytest.mark.parametrize("policy", [ls.Shuffled(drop=0.3), ls.LayerDrop(0.3)], ids=str)
 def test_number_left_by_dropping(policy: OrderPolicy) -> None:
-    """Binomial; where nothing would be left, one block is."""
+    """Binomial, but at least one block stays."""
     depth = 6
     shares = [binom.pmf(k, depth, 0.7) * DRAWS for k in range(depth + 1)]
     wanted = [sum(shares[:3]), *shares[3:]]  # none (one stays), one and two: few, so together

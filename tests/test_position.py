@@ -1,4 +1,4 @@
-"""Position encoding and prediction: sizes, forms, losses, seeds, and where the parts live."""
+"""Position encoding and prediction: sizes, forms, losses, seeds, and modules."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_loss_reaches_parts_and_host() -> None:
 
 
 def test_perfect_and_ignorant_guesses() -> None:
-    """Logits of zero: log(depth) per position; certain and right: no loss, 100 %."""
+    """Zero logits give log(depth) per position; certain, correct ones no loss and 100 %."""
     model = ls.add_position(VIT.wrapped(), prediction=MEAN)
     with torch.no_grad():
         for parameter in model.prediction.classifiers.parameters():
@@ -320,7 +320,7 @@ def test_width(family: Family) -> None:
 
 
 def test_wrong_answers_do_not_leak_between_calls() -> None:
-    """The encoding is there inside the call of the positioned model only."""
+    """The encoding is active only inside the call of the positioned model."""
     model = ls.add_position(VIT.plain(), encoding=ls.EncodingForm())
     encoded = model(images())
     assert not torch.equal(encoded, VIT.plain()(images()))

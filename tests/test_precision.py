@@ -1,4 +1,4 @@
-"""Scores in bf16 and with compiled blocks: what is computed, how near it is, that it is said."""
+"""Scores in bf16 and with compiled blocks: their numbers, and the reported precision."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def test_an_ensemble_of_bf16_models_averages_in_fp32():
         ("fp32", "cpu", False, False),
     ],
 )
-def test_slow_bf16_is_said(monkeypatch, caplog, precision, device, has_bf16, warned):
+def test_slow_bf16_is_reported(monkeypatch, caplog, precision, device, has_bf16, warned):
     monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
     warn_of_slow_bf16(precision, device)
     assert ("several times slower" in caplog.text) is warned
@@ -96,7 +96,7 @@ def test_slow_bf16_is_said(monkeypatch, caplog, precision, device, has_bf16, war
 
 @pytest.fixture
 def compilers(monkeypatch):
-    """The compilers that are made, of graphs that run as they are."""
+    """All compilers that are created, which run their graphs uncompiled."""
     torch._dynamo.reset()
     compilers = []
 
@@ -141,7 +141,7 @@ class Broken(BlockCompiler):
         raise RuntimeError("no such machine")
 
 
-def test_what_cannot_be_compiled_runs_in_eager_mode_and_says_so(monkeypatch, caplog):
+def test_a_failed_compilation_is_reported_and_runs_in_eager_mode(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", Broken)
     compiled = scored(compile=True)
     assert compiled.scores == scored().scores
@@ -151,7 +151,7 @@ def test_what_cannot_be_compiled_runs_in_eager_mode_and_says_so(monkeypatch, cap
 
 
 @pytest.mark.parametrize("how", ["a stance", "TORCH_COMPILE_DISABLE"])
-def test_torch_compile_switched_off_is_said(compilers, caplog, how):
+def test_torch_compile_switched_off_is_reported(compilers, caplog, how):
     off = (
         torch.compiler.set_stance("force_eager")
         if how == "a stance"
@@ -195,7 +195,7 @@ def test_bf16_has_to_be_clearly_faster(ratios, precision, why):
 def test_steps_are_timed_in_turn_until_the_answer_is_clear():
     ran = []
     sides = [lambda name=name: ran.append(name) for name in ("fp32", "bf16")]
-    # The first pair of all pays for what is built once.
+    # The first pair includes one-time costs.
     ratios = ratios_of(*sides, clock=Seconds((9, 9), (5, 4), (6, 4), (1, 1)))
     assert ratios == [1.25, 1.5, 1.0]
     assert ran == ["fp32", "bf16"] * 4
@@ -224,7 +224,7 @@ def test_a_probe_leaves_the_model_as_it_was(training):
 
 
 @pytest.mark.parametrize(("width", "has_bf16"), [(160, False), (32, True)])
-def test_what_cannot_gain_is_not_tried(width, has_bf16):
+def test_bf16_is_not_tried_where_it_cannot_be_faster(width, has_bf16):
     model = ls.load(MODEL.replace("embed_dim=32", f"embed_dim={width}"))
     chosen = choose_precision(
         model, device="cpu", training=True, images=2, has_bf16=lambda: has_bf16, clock=Seconds()
@@ -232,7 +232,7 @@ def test_what_cannot_gain_is_not_tried(width, has_bf16):
     assert (chosen.precision, chosen.why) == ("fp32", "")
 
 
-def test_an_evaluation_says_what_was_chosen():
+def test_an_evaluation_names_the_chosen_precision():
     evaluation = scored(precision="auto")
     assert evaluation.precision.precision == "fp32"
     assert evaluation.scores == scored(precision="fp32").scores

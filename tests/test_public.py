@@ -1,4 +1,4 @@
-"""The public face: what is there, and that importing it is cheap."""
+"""The public names, and that importing them is fast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_heavy_import_until_needed(statement: str) -> None:
 
 
 def test_data_need_no_model_library() -> None:
-    """Images are read in processes of their own, in which timm would cost seconds."""
+    """Images are read in separate processes, in which timm would cost seconds."""
     assert not loaded_after("import layershuffle.data") & {"timm", "transformers"}
 
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md says what the committed results of `digits-recipes` say."""
+"""docs/recipes.md agrees with the committed results of `digits-recipes`."""
 
 from __future__ import annotations
 

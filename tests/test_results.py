@@ -1,4 +1,4 @@
-"""Rows of scores: written and read back, refused with their line where they are impossible."""
+"""Rows of scores: round trips, and impossible rows, which are refused with their line."""
 
 import csv
 

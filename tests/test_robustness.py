@@ -1,4 +1,4 @@
-"""What docs/open-questions.md says of corruptions, shifts and attacks is what was measured."""
+"""Corruptions, shifts and attacks in docs/open-questions.md agree with the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks side by side in hosts of one's own: what they mean there, and where they are refused."""
+"""Blocks side by side in custom hosts: their meaning, and where they are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def labelled() -> list[tuple[Tensor, Tensor]]:
 
 
 class PostNorm(Block):
-    """Normalises the sum, so that no state lives on in it."""
+    """Normalises the sum, so the block does not add to its state."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The next state."""
@@ -85,7 +85,7 @@ def test_an_older_state_per_sample_needs_a_host_that_does_no_more() -> None:
 
 
 def test_a_host_may_write_into_the_state_between_its_blocks() -> None:
-    """Into a tensor that an older version was read from: the version stays what it was."""
+    """Writing into a tensor that older versions were read from does not change them."""
     x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
     in_place, plain = LOOPS["own-injectioninplace"].wrapped(), LOOPS["own-injection"].wrapped()
     plain.load_state_dict(in_place.state_dict())

@@ -1,4 +1,4 @@
-"""scripts/digit_scenes.py draws what it says, and scripts/scenes.py trains and scores it."""
+"""scripts/digit_scenes.py: its scenes; scripts/scenes.py: models, losses and scores."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_boxes_are_the_extents_of_masks(truth: digit_scenes.Scenes) -> None:
 
 
 class Says(nn.Module):
-    """A model that says the same of everything: tokens [n, 1 + 64, OUTPUTS]."""
+    """A model with a constant output: tokens [n, 1 + 64, OUTPUTS]."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_centreness_is_that_of_fcos() -> None:
 
 
 def perfect(truth: digit_scenes.Scenes) -> scenes.Predicted:
-    """What a model without faults would say, with logits of 30."""
+    """The outputs of a perfect model, with logits of 30."""
     box = scenes.assigned(truth.boxes, truth.values)
     values = torch.full((*box.shape, 10), -30.0)
     boxes = torch.zeros(*box.shape, 4)
@@ -201,7 +201,7 @@ def test_tokens_of_the_dense_model_come_from_blocks_in_order(truth: digit_scenes
         with ls.running(model, order):
             torch.testing.assert_close(model(images), expected)
     assert expected.shape == (2, 65, scenes.OUTPUTS)
-    # A dense model begins with all of another one, its head and positions too.
+    # A dense model starts with all weights of another one, including head and positions.
     again = scenes.dense_model(model.state_dict())
     assert all(torch.equal(again.state_dict()[name], w) for name, w in model.state_dict().items())
 

@@ -1,4 +1,4 @@
-"""docs/open-questions.md says what the rows of scripts/scenes.py say, by criteria that are code."""
+"""docs/open-questions.md agrees with the rows of scripts/scenes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/science.md says what the committed results of `digits-tied` say."""
+"""docs/science.md agrees with the committed results of `digits-tied`."""
 
 from __future__ import annotations
 

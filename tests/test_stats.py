@@ -156,7 +156,7 @@ def test_welch_interval_equals_scipys():
 
 
 def test_models_of_common_seeds_are_compared_in_pairs():
-    """What a seed does to both arms is in neither the difference nor its interval."""
+    """Effects of a seed on both arms affect neither the difference nor its interval."""
     ours = {0: 60.0, 1: 70.5, 2: 80.0, 7: 10.0}
     theirs = {2: 78.0, 1: 70.0, 0: 57.0, 9: 99.0}
     gap = compare(ours, theirs)
@@ -214,7 +214,7 @@ def test_effective_images_equal_a_sum_over_all_pairs(width: int, seed: int):
 
 
 def test_effective_images_in_closed_form():
-    """Two equal images count as one, but for the 29 degrees of freedom of their 30 groups."""
+    """Two equal images count as one, except for the 29 degrees of freedom of their 30 groups."""
     right = np.arange(60) // 2 % 3 > 0
     freedom = (60 / 59) / (30 / 29) * (stats.t.ppf(0.975, 59) / stats.t.ppf(0.975, 29)) ** 2
     pairs = ImageGroups((np.arange(60) // 2)[:, None])

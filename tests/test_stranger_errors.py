@@ -1,4 +1,4 @@
-"""What somebody new types, and what the error then says to type instead."""
+"""Mistakes of new users, and the next step in the error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VIT = FAMILIES["timm-vit"]
         (lambda m: ls.running(m, ls.Shuffled()).__enter__(), r"policy\.draw\(layershuffle\.depth_"),
     ],
 )
-def test_what_is_no_model_and_no_order(call: Any, phrase: str) -> None:
+def test_invalid_models_and_orders(call: Any, phrase: str) -> None:
     with pytest.raises((StackError, UsageError), match=phrase):
         call(VIT.wrapped())
 
@@ -64,7 +64,7 @@ def test_misspelt_modes(text: str, meant: str) -> None:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no network: whoever wanted weights would fail for another reason."""
+    """An empty cache and no network, so loading weights would fail with another error."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""scripts/trainings.py: what scripts that train small models share."""
+"""scripts/trainings.py: batches, steps, and runs in stages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Row:
 
 
 def measure(run: trainings.Training, *, log: Path) -> Row:
-    """A row, and a letter of a file: how often anything was measured."""
+    """Returns a row, and appends a letter to a file, which counts the calls."""
     with log.open("a", encoding="utf-8") as file:
         file.write(run.arm)
     return Row(arm=run.arm, seed=run.seed, score=1.5)

@@ -1,4 +1,4 @@
-"""Waiting for something to become true: the bound is for what hangs, never a promise of speed."""
+"""Waiting for a condition. The time limit is for tests that hang, and not a test of speed."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A process in which some packages are not installed, as far as it can see."""
+"""A process in which some packages appear not to be installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The settings of every command, validated in one place. Plain data; torch is not imported.
 
-Settings come from a YAML recipe and from flags, which win. The docstring of a setting is its text
-in `--help`. Unknown keys are refused, and the error names the nearest valid one.
+Settings come from a YAML recipe and from flags, which have precedence. The docstring of a setting
+is its text in `--help`. Unknown keys are refused, and the error names the nearest valid one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NotBelow = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 BlockId = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
-"""Below 2 ** 32: numpy's generator, which augmentation uses, takes no more."""
+"""Below 2 ** 32, the limit of numpy's generator, which augmentation uses."""
 Precision = Literal["fp32", "bf16"]
 """The dtype of forwards whose results are scores."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
@@ -38,14 +38,14 @@ Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
 
 
 class Settings(BaseModel):
-    """Frozen, and strict about unknown keys."""
+    """Base class of settings: frozen, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
 
     def __init__(self, **fields: Any) -> None:
-        """Raises `SettingsError` that names the key, what is wrong with it, and the nearest key."""
+        """Raises `SettingsError` with the key, the problem, and the nearest valid key."""
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -57,11 +57,11 @@ METHOD_OPTIONS = (
     "drop", "min_blocks", "kept", "choose", "distinct", "max_parallel", "sequential_every",
     "exit_weight",
 )  # fmt: skip
-"""Settings that change what the method of a training is; `None` leaves it as the method has it."""
+"""Settings that change the method of a training; `None` keeps the method's value."""
 
 
 class FitSettings(Settings):
-    """One training run. The defaults are those of the paper's section 4 where it names them."""
+    """One training run. The defaults are those of the paper's section 4, if it gives them."""
 
     method: str
     """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
@@ -139,7 +139,7 @@ class FitSettings(Settings):
     paper_protocol: bool = False
     """Pick the checkpoint on the split that is reported, as the paper did; reports say so."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
+    """Skip unreadable images and report them, instead of stopping at the first one."""
     streaming: bool = False
     """Read hf: and wds: data as a stream, without a copy on disk."""
 
@@ -187,7 +187,7 @@ class FitSettings(Settings):
             raise ValueError(
                 f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
             )
-        # A group without an image would draw an order that nothing runs.
+        # Every group needs an image.
         if self.orders_per_batch > self.batch_size // self.accumulate:
             raise ValueError(
                 f"orders_per_batch={self.orders_per_batch} is more than the "
@@ -215,7 +215,7 @@ class FitSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """What to score and how."""
+    """The modes of scores, and how they are computed."""
 
     modes: str = "sequential,arbitrary"
     """Comma-separated order modes: sequential, arbitrary, kept:9 (the number of blocks that run),
@@ -240,13 +240,13 @@ class EvalSettings(Settings):
     """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
     the model was trained."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
+    """Skip unreadable images and report them, instead of stopping at the first one."""
     streaming: bool = False
     """Read hf: and wds: data as a stream, without a copy on disk."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:
-        # The result is not kept: misspelt modes are to be refused before a model is loaded.
+        # Parsed to refuse misspelt modes before a model is loaded.
         parse_modes(self.modes)
         return self
 
@@ -261,7 +261,7 @@ class CacheSettings(Settings):
     workers: Annotated[int, Field(ge=0)] | None = None
     """Number of processes (default: one less than the CPU cores and at most 16)."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
+    """Skip unreadable images and report them, instead of stopping at the first one."""
 
 
 @dataclass(frozen=True)
@@ -272,16 +272,16 @@ class KeysOf:
 
 
 def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
-    """Raises `SettingsError` for keys that are no settings, with the nearest one that is."""
+    """Raises `SettingsError` for unknown keys, with the nearest valid key."""
     unknown = [name for name in fields if name not in kind.model_fields]
     if unknown:
         raise SettingsError("; ".join(_unknown(kind, name) for name in unknown))
 
 
 def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
-    """`value` as the type of that setting: YAML reads 1e-3 as text, and groups as mappings.
+    """`value` as the type of this setting, because YAML parses 1e-3 as a string.
 
-    Raises `SettingsError` for a value that the setting cannot have.
+    Raises `SettingsError` for an invalid value.
     """
     try:
         return TypeAdapter(kind.model_fields[name].rebuild_annotation()).validate_python(value)
@@ -294,18 +294,18 @@ def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
 
 
 def digest(settings: Settings) -> str:
-    """A SHA-256 over the settings: equal for equal settings, in any version of Python."""
-    # Sorted, so that a field may move within its class.
+    """The SHA-256 of the settings, independent of the version of Python."""
+    # Sorted, so fields may be reordered within their class.
     text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
-    """One of pydantic's errors in one sentence."""
+    """An error of pydantic as a sentence."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(kind, name)
-    # An error of ours inside a validator has a cause and a hint of its own.
+    # An error of this package within a validator has its own cause and hint.
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, UsageError):
         message = raised.cause if raised.hint is None else f"{raised.cause}: {raised.hint}"
@@ -316,12 +316,12 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
 
 def _unknown(kind: type[Settings], name: str) -> str:
     group, _, word = name.rpartition(".")
-    # Keys of other groups come last: `modle` is as near to `modes` as it is to `model`.
+    # Keys of other groups come last, because `modle` is as near to `modes` as to `model`.
     match = nearest(word, _names_in(kind, group))
-    # A group that has this very key comes before those with similar ones.
+    # Groups with this key come before groups with similar keys.
     groups = sorted(kind.model_fields, key=lambda other: word not in _names_in(kind, other))
     for other in () if match else groups:
-        # With its group: a key that is right there and wrong here would be "corrected" to itself.
+        # With its group, because the key may be valid there but not here.
         if elsewhere := nearest(word, _names_in(kind, other)):
             match = f"{other}.{elsewhere}"
             break
@@ -329,7 +329,7 @@ def _unknown(kind: type[Settings], name: str) -> str:
 
 
 def _names_in(kind: type[Settings], group: str) -> list[str]:
-    """The keys of a group of settings, or of the settings themselves if `group` is empty."""
+    """The keys of a group of settings, or of `kind` itself if `group` is empty."""
     field = kind.model_fields.get(group)
     nested = kind if field is None else field.annotation
     for mark in () if field is None else field.metadata:

@@ -23,7 +23,7 @@ from layershuffle.stack import blocks_of, running, with_hooks
 ORDER = ExecutionOrder(PERMUTED, DEPTH)
 NO_ATTENTION = {"timm-xcit", "timm-mixer"}
 NOT_AFFINE = {"timm-xcit"}
-GAMMAS = {  # what scales a branch behind its module, by name of the block's attribute
+GAMMAS = {  # the block's attribute that scales the output of a branch
     "timm-deit3": ("ls1.gamma", "ls2.gamma"),
     "timm-beit": ("gamma_1", "gamma_2"),
     "timm-eva02": ("gamma_1", "gamma_2"),
@@ -48,7 +48,7 @@ def value_at(block, path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_branches_are_what_the_blocks_modules_give(name):
-    """Each branch is its module's output times its scale; with the stream they make the output."""
+    """Branches are scaled module outputs; added to the stream they give the block's output."""
     model = FAMILIES[name].wrapped()
     outputs, taken = [], []
 
@@ -104,8 +104,8 @@ def test_norms_against_a_loop():
     assert "The attention branch adds" in norms.finding(measured.facts)
 
 
-def test_blocks_of_another_make_are_refused():
-    """A norm behind the attention: what it adds is not what lies between two norms."""
+def test_post_norm_blocks_are_refused():
+    """With a norm after the attention, the branches cannot be separated."""
     import timm
 
     model = ls.wrap(
@@ -315,7 +315,7 @@ def test_cka_matrix_is_cka_of_every_pair():
     expected = [[linear_cka(a, b) for b in right] for a in left]
     values, influences = cka_matrix(left, right)
     assert np.allclose(values, expected)
-    # An image of a little more weight moves a CKA by its influence. Weights shift the mean too.
+    # A small extra weight of an image moves a CKA by its influence, also through the mean.
     weights = torch.ones(20, dtype=torch.double)
     weights[4] += 1e-6
     moved = _weighted_cka(left[1], right[2], weights) - values[1, 2]

@@ -1,4 +1,4 @@
-"""Balanced orders fill every cell, and the tables of cells say what they hold."""
+"""Balanced orders fill every cell; tables of cells have the right values and intervals."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_depth_orders_in_a_row_are_a_latin_square(depth, square):
 
 
 def test_single_orders_are_uniform():
-    """All 24 orders of 4 blocks come up as first rows, within four deviations."""
+    """All 24 orders of 4 blocks are first rows equally often, within four standard deviations."""
     counts = Counter(balanced_order(4, 4 * square, seed=0).blocks for square in range(2400))
     assert len(counts) == 24
     assert all(abs(count - 100) < 4 * 10 for count in counts.values())
@@ -87,14 +87,14 @@ def test_home_effect_sees_only_what_block_and_position_do_not_explain():
     none = home_effect(plain)
     assert (none.correlation, round(none.excess, 12)) == (0.0, 0.0)
     some = home_effect(plain + 2.0 * np.eye(6))
-    # The mean of blocks and positions takes 2/6 out everywhere and leaves the difference whole.
+    # The means of blocks and positions remove 2/6 everywhere, and the difference stays.
     assert some.excess == pytest.approx(2.0)
     assert some.correlation < -0.25
     assert some.home - none.home == pytest.approx(2.0)
     assert some.elsewhere == pytest.approx(none.elsewhere)
 
 
-def test_tables_come_back_from_text():
+def test_tables_round_trip_through_text():
     values = np.arange(9.0).reshape(3, 3) / 7
     table = position_table({"a": values, "b": -values}, kind="x")
     again = table_from(table_text(table))
@@ -147,7 +147,7 @@ def test_images_of_a_batch_are_one_cluster_and_nine_are_too_few(images, few):
     cells = _cells_of(np.random.default_rng(2).normal(size=(images, 2, 2)))
     assert np.isnan(cells.half_widths(clusters)).all() == few
     if clusters is not None:
-        # Images that agree inside a batch are worth one image a batch: 9 degrees of freedom.
+        # Equal images of a batch count as one image per batch: 9 degrees of freedom.
         batches = np.repeat(np.random.default_rng(3).normal(size=10), 4)
         low, high = t_interval(batches[::4].tolist())
         influence = (batches - batches.mean()) / 40
@@ -160,7 +160,7 @@ def test_groups_of_the_data_join_the_batches():
     grouped = replace(subject, data=replace(subject.data, splits={"test": split}))
     alike = (np.arange(48) % 12 - 5.5) / 48
     by_batch, both = (s.clusters(48, by_batch=True) for s in (subject, grouped))
-    # Four images of a group in four batches go together as well: the interval is wider.
+    # A group with images in four batches joins them, so the interval is wider.
     assert both.half_width(alike) > 1.2 * by_batch.half_width(alike)
     few = replace(split, groups=torch.arange(48)[:, None] % 9)
     nine = replace(subject, data=replace(subject.data, splits={"test": few}))
@@ -169,7 +169,7 @@ def test_groups_of_the_data_join_the_batches():
         grouped.clusters(49, by_batch=False)
 
 
-# --- maps and words -------------------------------------------------------------------------------
+# --- maps and findings ----------------------------------------------------------------------------
 
 
 def _map(values, half=None, **words):
@@ -198,7 +198,7 @@ def test_signed_maps_part_at_zero():
     assert "too few" not in bar.get_ylabel()
 
 
-def test_without_intervals_a_map_has_numbers_alone_and_says_why():
+def test_a_map_without_intervals_has_only_numbers_and_the_reason():
     few = _map([[1.01, 1.02], [1.03, 1.04]], half=float("nan"), signed=True)
     (axes,) = draw_maps([few]).axes
     assert axes.get_title(loc="left").endswith(": too few images")
@@ -206,7 +206,7 @@ def test_without_intervals_a_map_has_numbers_alone_and_says_why():
     assert {text.get_color() for text in axes.texts} == {INK}
     mesh = axes.collections[0]
     assert np.unique(mesh.cmap(mesh.norm(mesh.get_array())).reshape(-1, 4), axis=0).shape == (1, 4)
-    # Accuracy has a range of its own, which no noise stretches.
+    # The range of accuracy is fixed.
     assert _map([[97.0, 98.0], [99.0, 98.0]], limits=(0.0, 100.0)).colour_range() == (0.0, 100.0)
 
 
@@ -219,7 +219,7 @@ def test_without_intervals_a_map_has_numbers_alone_and_says_why():
         (None, "; too few images for intervals: raise --images or lower --batch-size."),
     ],
 )
-def test_findings_compare_only_what_the_interval_tells_apart(bounds, words):
+def test_findings_name_only_differences_beyond_the_interval(bounds, words):
     excess = 0.02 if bounds is None or bounds["high"] > 0 else -0.03
     intervals = {"blocks": bounds and {"low": 1.0, "high": 2.0}, "excess": bounds}
     facts = {"logit": 1.6, "blocks": 1.5, "excess": excess, "intervals": intervals}

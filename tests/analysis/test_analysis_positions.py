@@ -24,7 +24,7 @@ from layershuffle.stats import ImageGroups
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "hf-dinov2", "torchvision-vit", "hf-siglip"])
-def test_grouped_images_come_out_as_they_do_alone(name):
+def test_grouped_images_equal_single_ones(name):
     model = FAMILIES[name].wrapped()
     features, positions = umap.collect(subject_of(model, count=6, seed=5))
     assert set(features) == ({"mean"} if name == "hf-siglip" else {"class", "mean"})
@@ -99,7 +99,7 @@ def test_umap_refuses(settings, words):
 
 @pytest.fixture(params=["mean", "class"])
 def predicting(monkeypatch, request):
-    """A model with a prediction part, fitted on one half of the images and asked on the other."""
+    """A model with a prediction part that is fitted on half of the images, and data to test it."""
     host = FAMILIES["timm-vit"].plain()
     model = ls.add_position(host, prediction=ls.PredictionForm(pooling=request.param)).eval()
     both = images(48)
@@ -114,7 +114,7 @@ def predicting(monkeypatch, request):
 
 
 def test_accuracies_against_loops(predicting):
-    """The probe is fitted on what the part's own classifier of that block is given."""
+    """The probe is fitted on the input of the prediction part's classifier of that block."""
     subject, block = predicting, 1
     given = []
     part = subject.model.prediction

@@ -1,4 +1,4 @@
-"""`layershuffle analyze` as a user meets it, and the files it leaves."""
+"""`layershuffle analyze` on the command line, and its files."""
 
 import json
 
@@ -35,7 +35,7 @@ def everything(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ANALYSES)
-def test_what_an_analysis_leaves(everything, name):
+def test_files_of_an_analysis(everything, name):
     out = everything / name
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
@@ -71,7 +71,7 @@ def test_umap_leaves_the_threads_of_torch_alone(everything):
     assert torch.get_num_threads() == before
 
 
-def test_again_is_the_same_and_takes_the_old_ones_place(everything):
+def test_a_repeated_analysis_is_equal_and_replaces_the_first(everything):
     settings = AnalysisSettings(images=48, batch_size=24, neighbours=5)
     for name in ("umap", "norms"):
         out = everything / name
@@ -87,7 +87,7 @@ def test_again_is_the_same_and_takes_the_old_ones_place(everything):
         assert name == "norms" or heard[-1] == ("embeddings", 8, 9)
 
 
-def test_one_says_what_it_found_and_where(capsys, tmp_path):
+def test_one_analysis_prints_its_finding_and_directory(capsys, tmp_path):
     out = tmp_path / "norms"
     assert main(["analyze", "norms", MODEL, *WORDS, "--out", str(out)]) == 0
     text = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_one_says_what_it_found_and_where(capsys, tmp_path):
     assert f"In {out}: norms.csv, norms.svg" in text
 
 
-def test_all_says_what_does_not_apply(capsys, tmp_path, monkeypatch):
+def test_all_reports_analyses_that_do_not_apply(capsys, tmp_path, monkeypatch):
     def run(name, model_spec, **others):
         if name != "norms":
             raise DoesNotApply(f"nothing about {name}")

@@ -1,4 +1,4 @@
-"""`layershuffle bench` on a model that costs nothing: what it counts is what happened."""
+"""`layershuffle bench` on a tiny model: its counts against known numbers."""
 
 import json
 import warnings
@@ -75,7 +75,7 @@ def test_a_backend_that_fails_is_reported_as_eager(caplog):
     assert "NOT compiled" in caplog.text
 
 
-def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
+def test_a_batch_that_is_too_large_names_one_that_fits(monkeypatch):
     whole = TrainState.loss_and_logits
 
     def small_memory(self, model, *, images, labels):
@@ -143,8 +143,8 @@ def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
     assert ended == ["cpu"]
 
 
-def test_syncs_are_what_torch_calls_so(monkeypatch):
-    """Its notice that the debug mode is a prototype, which speaks of them too, is none."""
+def test_only_torchs_sync_warnings_are_counted(monkeypatch):
+    """The warning that the debug mode is a prototype also mentions syncs, and is not counted."""
     modes = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -185,7 +185,7 @@ def test_merges():
 
 
 def test_input_reads_what_was_generated():
-    """The batch is the one asked for, though it is larger than all files together."""
+    """The batch has the requested size, although it is larger than the number of files."""
     report = bench_input(replace(TINY, batch=20, precision="bf16"), files=16)
     assert report.rate.steps == 5
     assert "12 JPEG files of 500 x 375" in report.facts["files"]
@@ -196,7 +196,7 @@ def test_input_reads_what_was_generated():
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 5), (3, 1), (16, 5)])
 def test_reading_is_timed_when_every_process_is_busy(workers, steps):
-    """Two batches each are left out; then four each or more are timed, in steps of one each."""
+    """Two batches per process are not timed, then four or more are, in steps of one each."""
     each, taken = max(1, workers), []
     batches = (taken.append(number) for number in count())
     seconds = steady(batches, workers=workers, steps=steps, clock=lambda: float(len(taken)))
@@ -278,7 +278,7 @@ def test_weights_are_random_and_nothing_is_downloaded():
 
 
 def test_memory_of_merges_is_that_of_the_average_ends():
-    """Tensors: one set of stem and head, whatever the number of merges."""
+    """Tensors: one set of stem and head for any number of merges."""
     model = make_workload(SMALL, batch=1).model
     added = memory_of_merges(merge_group(model, 4), merges=5)
     ends = [t for name, t in model.state_dict().items() if not name.startswith("blocks.")]

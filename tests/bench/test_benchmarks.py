@@ -1,4 +1,4 @@
-"""Every file in benchmarks/ runs, and the page says what the committed results say."""
+"""Every file in benchmarks/ runs, and the page agrees with the committed results."""
 
 import json
 import runpy
@@ -63,7 +63,7 @@ def test_the_swarm_under_load_runs(tmp_path, monkeypatch, capsys):
     assert results["memory"]["gateway_mb"][0] > 100
 
 
-def test_the_page_says_what_the_result_files_say():
+def test_the_page_agrees_with_the_result_files():
     page = (ROOT / "docs" / "performance.md").read_text()
     results = newest(ROOT / "benchmarks" / "results")
     assert page == with_tables(page, results), "run scripts/performance_page.py"
@@ -91,7 +91,7 @@ def example(**changes):
     return replace(read_result(path), theme="theme", rows=(row,), **changes)
 
 
-def test_tables_are_made_anew_between_their_marks():
+def test_tables_are_replaced_between_their_marks():
     page = with_tables(MARKS, [example()])
     assert "| a row | A / B | 1.500 | 1 to 2 | 2 | at most 1.2 | **missed** |" in page
     assert page.count("not measured yet") > 5

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py where a GPU machine may surprise it, and the command that runs it."""
+"""benchmarks/gpu.py under failures of a GPU machine, and the command that runs it."""
 
 import runpy
 import shutil
@@ -46,7 +46,7 @@ def broken(error):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_section_that_fails_is_a_row_and_the_others_go_on(script, error):
+def test_a_section_that_fails_is_a_row_and_the_others_run(script, error):
     before, failed = script.attempted(broken(error), script.TRIAL, ONCE)
     assert before.name == "before"
     assert (failed.name, failed.holds) == ("a section: failed", False)
@@ -57,8 +57,8 @@ def test_a_section_that_fails_is_a_row_and_the_others_go_on(script, error):
         list(script.attempted(broken(KeyboardInterrupt()), script.TRIAL, ONCE))
 
 
-def test_sections_that_find_no_time_are_rows_too(script, monkeypatch):
-    """So that the result is whole, and says what it lacks."""
+def test_sections_without_time_left_are_rows_too(script, monkeypatch):
+    """So the result is complete and names what it lacks."""
     monkeypatch.setitem(script.rows.__globals__, "MOST_SECONDS", -1)
     rows = list(script.rows(ONCE))
     assert len(rows) == len(script.SECTIONS)
@@ -67,7 +67,7 @@ def test_sections_that_find_no_time_are_rows_too(script, monkeypatch):
 
 
 def against_two_seconds(script, side, compiler):
-    """The row of a compiled side, which takes as long as it says."""
+    """The row of a compiled side, compared with one of two seconds."""
     return script.compared_blocks(
         "inference, compiled",
         a=lambda: 2.0,
@@ -91,7 +91,7 @@ def test_graphs_are_counted_after_the_pairs(script):
     assert row.what == "eager / compiled"
 
 
-def test_what_fell_back_says_so_in_its_row(script):
+def test_a_fallback_is_reported_in_its_row(script):
     compiler = BlockCompiler(backend="eager")
 
     def side():
@@ -106,7 +106,7 @@ def test_what_fell_back_says_so_in_its_row(script):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_command_needs_no_network_where_the_package_is(installed, tmp_path):
-    """A Python that has the package measures at once; for one without, an environment is made."""
+    """With the package installed it measures at once, else it creates an environment."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()

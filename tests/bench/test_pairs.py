@@ -1,4 +1,4 @@
-"""Paired comparisons against closed forms, and result files that come back as they were."""
+"""Paired comparisons against closed forms, and round trips of result files."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ from layershuffle.errors import LayerShuffleError
 
 
 def sides(log, a=2.0, b=1.0):
-    """Two sides that take the same time always, and note their turns."""
+    """Two sides that always take the same time, and record their turns."""
 
     def side(name, seconds):
         def run():
@@ -101,7 +101,7 @@ def claim_of(*values, bound):
     return Claim(theme="theme", text="It is so.", rows=lambda effort: [row])
 
 
-def test_a_result_file_says_everything_and_comes_back(tmp_path):
+def test_a_result_file_is_complete_and_round_trips(tmp_path):
     lines = []
     claim = claim_of(1.0, 1.5, 3.0, bound=Bound("at_most", 2.0))
     assert run_claim(claim, str(tmp_path / "x.py"), tell=lines.append, argv=[]) == 0
@@ -135,7 +135,7 @@ def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
     assert len(list((tmp_path / "o").iterdir())) == 1
 
 
-def test_what_was_measured_before_a_failure_is_kept_beside_the_whole_result(tmp_path):
+def test_rows_before_a_failure_are_saved_beside_the_complete_result(tmp_path):
     def rows(effort):
         yield Row(name="first", what="w", values=(1.0,))
         if fails:

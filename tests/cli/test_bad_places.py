@@ -1,4 +1,4 @@
-"""Files and places that cannot be used: cause, place and what next, never a fault of ours."""
+"""Unusable files and directories: errors with cause, place and next step, no tracebacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = f"--method layershuffle --model {MODEL} --steps 1 --batch-size 4"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text file, a file of bytes, an empty directory, and images that are none."""
+    """A text file, a binary file, an empty directory, and files that are no images."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
     (tmp_path / "empty").mkdir()

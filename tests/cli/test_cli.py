@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, errors of one paragraph, recipes under flags."""
+"""The command line: exit codes, errors of one paragraph, flags over recipes."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def fitted(tmp_path_factory):
     return out
 
 
-def test_fit_prints_lines_and_what_to_type_next(capsys, tmp_path):
+def test_fit_prints_lines_and_the_next_command(capsys, tmp_path):
     code, out, _ = run(
         capsys, *FIT, "--batch-size", "16", "--log-every", "1", "--out", str(tmp_path)
     )
@@ -135,7 +135,7 @@ def test_errors_are_one_paragraph(capsys, fitted, words, code, phrase):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 6])
-def test_debug_anywhere_shows_where(fitted, place):
+def test_debug_shows_the_traceback_from_any_position(fitted, place):
     words = ["eval", str(fitted), "--data", DATA, "--modes", "shuffled"]
     words.insert(place, "--debug")
     with pytest.raises(SettingsError, match="not an evaluation mode"):
@@ -162,7 +162,7 @@ def test_flags_may_come_first(capsys, fitted):
     ],
 )
 def test_unknown_and_missing_arguments_exit_with_two(capsys, tmp_path, words, phrase):
-    """tyro names what was meant or what is missing."""
+    """tyro names the nearest or the missing argument."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("steps: 3\n")
     with pytest.raises(SystemExit) as caught:
@@ -174,7 +174,7 @@ def test_unknown_and_missing_arguments_exit_with_two(capsys, tmp_path, words, ph
 
 
 @pytest.mark.parametrize("form", ["--recipe FILE", "--recipe=FILE"])
-def test_flags_win_over_the_recipe(tmp_path, form):
+def test_flags_override_the_recipe(tmp_path, form):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         f"method: layershuffle\nmodel: {json.dumps(MODEL)}\ndata: {json.dumps(DATA)}\n"
@@ -224,7 +224,7 @@ def test_a_key_that_belongs_to_a_group_is_named_with_it(capsys, tmp_path):
     assert "'drop' is not a setting, did you mean 'fit.drop'?" in err
 
 
-def test_files_that_are_not_there(capsys, tmp_path):
+def test_absent_files(capsys, tmp_path):
     for words in ("swarm plan", "swarm simulate", f"merge --out {tmp_path / 'm'}"):
         code, _, err = run(capsys, *words.split(), str(tmp_path / "no.yaml"))
         assert code == 2
@@ -259,8 +259,8 @@ def test_doctor(capsys):
     ]
 
 
-def test_doctor_goes_on_without_torch(tmp_path):
-    """Also without the extras, which are no fault (tests/test_package.py)."""
+def test_doctor_runs_without_torch(tmp_path):
+    """Missing extras are no error either (tests/test_package.py)."""
     ask = "import sys\nfrom layershuffle.cli import main\nsys.exit(main(['doctor']))"
     absent = {module for extra in EXTRAS.values() for module in extra.modules}
     done = run_without(
@@ -270,7 +270,7 @@ def test_doctor_goes_on_without_torch(tmp_path):
     assert "cannot be loaded without torch, timm" in done.stdout
 
 
-def test_doctor_sees_ports_in_use():
+def test_doctor_reports_ports_in_use():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert not is_free(port)
@@ -278,7 +278,7 @@ def test_doctor_sees_ports_in_use():
 
 
 @pytest.mark.parametrize("words", [[], ["fit", "--help"]])
-def test_a_reader_that_goes_is_no_fault(words):
+def test_a_closed_pipe_is_no_error(words):
     """As in `layershuffle fit --help | head -1`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "layershuffle", *words],

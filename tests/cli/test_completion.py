@@ -1,4 +1,4 @@
-"""Completion as a shell asks for it: the script is sourced, and its function called."""
+"""Completion as in a shell: the script is sourced, and its function called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`layershuffle demo` as it is typed: the page is there, and Ctrl-C ends it."""
+"""`layershuffle demo` serves its page, and Ctrl-C ends it."""
 
 import signal
 import subprocess
@@ -22,7 +22,7 @@ def test_the_demo_serves_its_page_until_ctrl_c():
 
 
 def test_the_demo_needs_the_web_server_alone():
-    """Ray and scikit-learn are of the same extra, and take seconds to import."""
+    """Ray and scikit-learn, of the same extra, take seconds to import."""
     code = (
         "import sys, layershuffle.swarm.server.run, layershuffle.swarm.server.demo;"
         "light = {'torch'} & set(sys.modules);"

@@ -1,4 +1,4 @@
-"""`--help` tells everything, and the docs name no other flags: read from what is printed."""
+"""`--help` is complete, and the docs name no other flags, by the printed help."""
 
 import io
 import re
@@ -37,14 +37,14 @@ def help_of(command):
 
 @cache
 def arguments_of(command):
-    """The arguments in the help of a command: how each is written, and what is said about it."""
+    """The arguments in the help of a command: the form of each, and its description."""
     arguments = []
     for line in help_of(command).splitlines():
         text = line[1:].rstrip("│ ")  # without the sides of the box
         if re.match(r" (-[a-z-]|[A-Z.]+(  |$))", text) and "---" not in text:
             written, _, about = text.strip().partition("  ")
             arguments.append([written, about.strip()])
-        elif arguments and text.startswith("   "):  # goes on with what was said
+        elif arguments and text.startswith("   "):  # continues the description
             arguments[-1][1] = f"{arguments[-1][1]} {text.strip()}".strip()
     return arguments
 
@@ -92,7 +92,7 @@ def test_only_the_width_of_the_terminal_breaks_a_text(command, monkeypatch):
 
 
 def test_the_flags_are_frozen():
-    """A new flag is a promise: it enters this list and the command's page in the same commit."""
+    """A new flag enters this list and the command's page in the same commit."""
     assert set(FLAGS) == set(COMMANDS)
     for command in COMMANDS:
         written = {words.split(" ")[0] for words, _ in arguments_of(command)} - {"-h,", "--debug"}
@@ -108,7 +108,7 @@ def test_the_flags_are_frozen():
     ],
 )
 def test_a_flag_means_the_same_in_every_command(flag, sentence):
-    """Hosts of a swarm are other processes: their threads are said to be theirs."""
+    """Hosts of a swarm are other processes, so the help of their threads differs."""
     texts = {
         command: about.partition(" (default: auto")[0]
         for command in COMMANDS
@@ -130,7 +130,7 @@ def test_a_flag_means_the_same_in_every_command(flag, sentence):
     ],
 )
 def test_help_says_which_arguments_are_required(command, needed):
-    """Also of those that tyro could do without, and `run` cannot."""
+    """Also those that `run` requires and tyro does not."""
     texts = {written.partition(" ")[0]: about for written, about in arguments_of(command)}
     said = {name: about for name, about in texts.items() if "(required" in about}
     assert said.keys() == needed.keys()
@@ -143,25 +143,25 @@ def test_help_says_which_arguments_are_required(command, needed):
     [*(("bench", kind) for kind in KINDS), ("merge", "a b"), ("swarm drain", "pi")],
 )
 def test_help_names_the_arguments_that_were_given(command, given):
-    """`bench train --help` once showed neither KIND nor what else can be measured."""
+    """Once `bench train --help` showed neither KIND nor the other kinds."""
     assert help_of(f"{command} {given}") == help_of(command)
 
 
 @pytest.mark.parametrize("words", ["help fit", "swarm help host", "help swarm host"])
-def test_help_is_a_word_too(words, capsys):
+def test_help_is_a_command_too(words, capsys):
     with pytest.raises(SystemExit):
         main(words.split())
     assert capsys.readouterr().out == help_of(words.replace("help ", ""))
 
 
 def test_the_help_of_ensemble_says_nothing_of_merges():
-    """The two share settings, whose texts are written for merges."""
+    """`merge` and `ensemble` share settings, whose texts are about merges."""
     words = set(re.findall(r"[a-z]+", help_of("ensemble").lower()))
     assert words & {"merge", "merges", "soup", "soups", "donor", "ends"} == set()
 
 
-def test_names_that_help_texts_repeat_are_all_there():
-    """Help texts list names that live in modules which would be slow to import for `--help`."""
+def test_lists_of_names_in_help_texts_are_complete():
+    """Help texts repeat names from modules that are too slow to import for `--help`."""
     (analysis,) = [about for written, about in arguments_of("analyze") if written == "NAME"]
     assert [name for name in ANALYSES if name not in analysis] == []
     (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
@@ -175,7 +175,7 @@ def test_names_that_help_texts_repeat_are_all_there():
 
 
 def test_no_help_imports_a_heavy_library():
-    """All of them in one process that has imported nothing else: seconds each if it did."""
+    """All in one process without other imports, because each process would take seconds."""
     code = f"""
 import sys
 from layershuffle.cli import main
@@ -225,7 +225,7 @@ INVOCATION = re.compile(r"layershuffle ((?:swarm )?[a-z]+)\b((?:[^`\n|&;#]|\\\n)
 
 
 def pages_of(repository):
-    """All pages that a reader types from, and the examples that they link."""
+    """All pages with commands, and the examples that they link."""
     docs = repository / "docs"
     pages = [*docs.rglob("*.md"), *(docs / "examples").glob("*.yaml"), repository / "README.md"]
     named = {page.relative_to(repository).as_posix(): page for page in sorted(pages)}
@@ -237,7 +237,7 @@ def command_pages(repository):
 
 
 def commands_on(page):
-    """The commands that a page is about: those of its name, in docs/commands."""
+    """The commands that a page in docs/commands documents, from its name."""
     own = page.parent.name == "commands"
     return [name for name in COMMANDS if own and name.split()[0] == page.stem]
 

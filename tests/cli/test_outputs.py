@@ -1,4 +1,4 @@
-"""What a command writes replaces no model: one rule, tried on every command that has --out."""
+"""No command overwrites a model that it reads: tried on every command with --out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS = {
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/a and runs/b, and runs/c as `fit` leaves it; recipes that name the first two."""
+    """The models runs/a, runs/b and runs/c (of `fit`), and recipes with the first two."""
     for seed, name in enumerate(("a", "b", "c/model")):
         ls.save(redraw(ls.load(SPEC), seed=seed), tmp_path / "runs" / name)
     slices = [{"model": "runs/a", "blocks": [0]}, {"model": "runs/b", "blocks": [1]}]
@@ -72,7 +72,7 @@ def test_every_command_with_an_output_is_here() -> None:
 def test_no_command_replaces_a_model(
     work: Path, capsys: pytest.CaptureFixture[str], command: str, out: str
 ) -> None:
-    """What is there is the model that the command reads, under all of its names."""
+    """--out is the model that the command reads, by each of its names."""
     (work / "link").symlink_to(work / "runs" / "a")
     before = files(work / "runs")
     words = COMMANDS[command].format(MODEL="runs/a").split()
@@ -81,7 +81,7 @@ def test_no_command_replaces_a_model(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert "fault of layershuffle" not in error
-    # Locks may lie beside the model; of its own files none is another one.
+    # There may be lock files beside the model; its own files are unchanged.
     after = files(work / "runs")
     assert {path: after.get(path) for path in before} == before
 
@@ -97,7 +97,7 @@ def test_no_command_replaces_a_model(
         ("thesis", "a file has this name"),
     ],
 )
-def test_what_overwrite_never_covers(
+def test_paths_that_overwrite_never_replaces(
     work: Path, capsys: pytest.CaptureFixture[str], out: str, phrase: str
 ) -> None:
     (work / "notes").mkdir()

@@ -1,4 +1,4 @@
-"""`layershuffle predict` against a model rebuilt in the asked order."""
+"""`layershuffle predict` against a model rebuilt in the given order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("cat", "dog", "fox")
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model with class names in `model`, and three images of the size that it takes."""
+    """A directory with a model with class names, and three images of its size."""
     model = redraw(ls.load(SPEC), seed=0)
     set_class_names(model, NAMES)
     ls.save(model, tmp_path / "model")
@@ -39,7 +39,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def by_hand(order: str) -> list[list[float]]:
-    """Probabilities of the three images, by a model whose blocks stand in that order."""
+    """Probabilities of the three images, from a model with its blocks in that order."""
     rebuilt = truncate(ls.load("model"), order)
     rebuilt = ls.unwrap(rebuilt).eval()
     stock = timm.create_model("local-dir:model", pretrained=True)
@@ -63,7 +63,7 @@ def drawn(mode_kept: int, seed: int) -> str:
         (["--mode", "kept:3:arbitrary", "--seed", "5"], drawn(3, 5)),
     ],
 )
-def test_answers_are_those_of_a_model_in_that_order(
+def test_predictions_equal_those_of_a_model_in_that_order(
     work: Path, capsys: pytest.CaptureFixture[str], flags: list[str], order: str
 ) -> None:
     images = [f"{number}.png" for number in range(3)]

@@ -1,4 +1,4 @@
-"""How fast work goes and how long it still takes, as people read it; in virtual time."""
+"""Displayed speed and remaining time of work, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from layershuffle.study.runner import TaskState
     ],
 )
 def test_slow_work_has_a_pace_too(per_second: float, text: str) -> None:
-    """A pass of a large model takes seconds: "0 passes/s" says nothing."""
+    """A pass of a large model takes seconds, so "0 passes/s" would be useless."""
     assert pace_text(per_second, "passes") == text
 
 
 class Clock:
-    """Seconds that only work takes."""
+    """A clock that only work moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Clock:
         return self.now
 
     def work(self, show: Progress, what: str, *, each: float, numbers: range) -> None:
-        """Show the first number, do something for `each` seconds, show the next, and so on."""
+        """Show the numbers one after the other, with `each` seconds of work between them."""
         for number in numbers:
             show(what, number, numbers.stop - 1)
             self.now += each
@@ -124,7 +124,7 @@ def test_streams_and_parts_of_passes(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_a_terminal_gets_a_bar_that_goes_at_the_end() -> None:
+def test_a_terminal_gets_a_bar_that_disappears_at_the_end() -> None:
     clock = Clock()
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=90, color_system=None)

@@ -1,4 +1,4 @@
-"""Finished batches equal items normalised one by one; what is kept is read once."""
+"""Finished batches equal items normalised one by one; cached splits are read once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 class Counted(Dataset):
-    """Images 0 to 10 with labels 0 to 10; counts how often one is read."""
+    """Images 0 to 10 with labels 0 to 10; counts reads."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -92,12 +92,12 @@ def test_constants_made_in_an_evaluation_do_in_training() -> None:
     ("options", "reads"),
     [
         ({}, 33),
-        ({"keep": True}, 33),  # on a CPU nothing is kept unless asked for
+        ({"keep": True}, 33),  # on a CPU nothing is cached by default
         ({"keep": True, "host_bytes": BYTES}, 11),
         ({"keep": True, "host_bytes": BYTES - 1}, 33),
     ],
 )
-def test_a_kept_split_is_read_once(options: dict, reads: int) -> None:
+def test_a_cached_split_is_read_once(options: dict, reads: int) -> None:
     dataset = Counted()
     device_batches = batches(dataset, **options)
     for _ in range(3):
@@ -108,14 +108,14 @@ def test_a_kept_split_is_read_once(options: dict, reads: int) -> None:
     assert device_batches.kept == (reads == 11)
 
 
-def test_a_stream_is_never_kept() -> None:
+def test_a_stream_is_never_cached() -> None:
     dataset = Streamed()
     device_batches = batches(dataset, size=None, keep=True, host_bytes=1 << 30)
     assert torch.equal(joined(device_batches)[0], joined(device_batches)[0])
     assert dataset.reads == 22
 
 
-def test_a_pass_that_breaks_off_keeps_nothing() -> None:
+def test_an_interrupted_pass_caches_nothing() -> None:
     device_batches = batches(Counted(), keep=True, host_bytes=BYTES)
     next(iter(device_batches))
     assert not device_batches.kept
@@ -134,7 +134,7 @@ def test_a_pass_that_breaks_off_keeps_nothing() -> None:
         (100, 400, 100, "gpu"),
     ],
 )
-def test_where_a_split_is_kept(size: int, gpu_free: int | None, host: int, place: object) -> None:
+def test_where_a_split_is_cached(size: int, gpu_free: int | None, host: int, place: object) -> None:
     assert place_for(size, gpu_free=gpu_free, host_bytes=host) == place
 
 

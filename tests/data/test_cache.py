@@ -1,4 +1,4 @@
-"""The cache against a slow loop; killed and gone on with; damaged and found out."""
+"""The cache against a slow loop, after kills, and with damaged files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file below, but for the lock."""
+    """The content of every file below, except for the lock."""
     files = (path for path in sorted(root.rglob("*")) if path.is_file())
     return {str(p.relative_to(root)): p.read_bytes() for p in files if p.name != ".lock"}
 
@@ -124,7 +124,7 @@ def test_several_processes_make_the_same_bytes(source: Path, monkeypatch) -> Non
 
 
 def build_until_killed(spec: str, out: Path, images: int, half: bool) -> None:
-    """Kills itself when it writes image number `images`: before, or with half of it written."""
+    """Build until image number `images`, then kill this process before it or halfway through it."""
     write, written = cache.write_bytes, []
 
     def killing(path: Path, content: bytes) -> None:
@@ -142,7 +142,7 @@ def build_until_killed(spec: str, out: Path, images: int, half: bool) -> None:
 
 
 @pytest.mark.parametrize(("images", "half"), [(0, False), (5, True), (8, False), (25, True)])
-def test_killed_and_gone_on_with(source: Path, monkeypatch, images: int, half: bool) -> None:
+def test_a_killed_build_continues(source: Path, monkeypatch, images: int, half: bool) -> None:
     monkeypatch.setattr(cache, "CHUNK", 4)
     whole, out = source.with_name("whole"), source.with_name("out")
     build_cache(f"folder:{source}", whole, settings=SMALL)
@@ -196,7 +196,7 @@ def test_verify_finds_what_is_wrong(source: Path, capsys, damage: str) -> None:
     assert f"delete {out} and make it again" in error
 
 
-def test_an_unreadable_image_stops_or_is_left_out(source: Path, capsys) -> None:
+def test_an_unreadable_image_stops_the_build_or_is_skipped(source: Path, capsys) -> None:
     bad = source / "train" / "ant" / "4.jpg"
     bad.write_bytes(bad.read_bytes()[:300])
     out = source.with_name("cached")
@@ -216,7 +216,7 @@ def test_an_unreadable_image_stops_or_is_left_out(source: Path, capsys) -> None:
     assert again.images["train"] == 19
 
 
-def test_a_class_that_comes_out_empty_is_an_error(source: Path) -> None:
+def test_a_class_without_readable_images_is_an_error(source: Path) -> None:
     for path in (source / "val" / "bee").iterdir():
         path.write_bytes(b"no image")
     settings = CacheSettings(size=24, workers=0, skip_corrupt=True)
@@ -236,12 +236,12 @@ def test_another_cache_in_the_same_place_is_refused(source: Path) -> None:
 
 
 def renamed(folder: Path) -> None:
-    """As many images, of the same sizes: another one is now the first."""
+    """As many images of the same sizes in another order."""
     (folder / "0.jpg").rename(folder / "x.jpg")
 
 
 def swapped(folder: Path) -> None:
-    """The same names."""
+    """Two images exchange their names."""
     (folder / "0.jpg").rename(folder / "x")
     (folder / "2.jpg").rename(folder / "0.jpg")
     (folder / "x").rename(folder / "2.jpg")
@@ -255,7 +255,7 @@ def swapped(folder: Path) -> None:
         (swapped, "as many images, but other classes, labels, file names or sizes"),
     ],
 )
-def test_a_source_that_changed_in_between_is_refused(
+def test_a_source_that_changed_meanwhile_is_refused(
     source: Path, monkeypatch, change: Callable[[Path], None], reason: str
 ) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
@@ -273,7 +273,7 @@ def test_a_source_that_changed_in_between_is_refused(
     assert f"rm -r {partial_of(out)} and the same command again" in str(caught.value)
 
 
-def test_something_else_where_a_cache_is_made(source: Path) -> None:
+def test_other_files_in_the_partial_directory_are_refused(source: Path) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
     partial_of(out).mkdir()
     (partial_of(out) / "thesis.tex").write_text("ten years")
@@ -307,7 +307,7 @@ def test_hugging_face_data_with_a_validation_split(tmp_path: Path) -> None:
     assert np.abs(first - wanted).mean() < 4
 
 
-def test_hugging_face_data_that_changed_in_between(tmp_path: Path) -> None:
+def test_hugging_face_data_that_changed_meanwhile(tmp_path: Path) -> None:
     kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
 
     def checksum_of(seed: int) -> str:
@@ -345,7 +345,7 @@ def test_folders_sort_as_the_classes_count(
     ("size", "comes"), [((60, 40), (36, 24)), ((24, 90), (24, 90)), ((20, 9), (20, 9)),
                         ((25, 25), (24, 24)), ((1000, 25), (960, 24))],
 )  # fmt: skip
-def test_the_shorter_side_is_brought_to_size_and_never_enlarged(size, comes) -> None:
+def test_the_shorter_side_is_shrunk_to_size_and_never_enlarged(size, comes) -> None:
     assert shrunk(Image.new("RGB", size), 24).size == comes
 
 
@@ -375,7 +375,7 @@ def test_a_class_without_images_in_one_split(tmp_path: Path) -> None:
         build_cache(f"hf:{tmp_path / 'saved'}", tmp_path / "out", settings=SMALL)
 
 
-def test_a_source_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+def test_a_missing_source_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nope"):
         build_cache(f"folder:{tmp_path}/nope", tmp_path / "out", settings=CacheSettings())
     assert list(tmp_path.iterdir()) == []

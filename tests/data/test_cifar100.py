@@ -1,4 +1,4 @@
-"""CIFAR-100: nothing is unpickled before its sum is the published one; errors; the data set."""
+"""CIFAR-100: only files with the published checksum are unpickled; errors; the data set."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pixels(count: int, seed: int) -> np.ndarray:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """500 training and 100 test images in CIFAR-100's layout.
 
-    The real files cannot be here, so torchvision's list of sums is replaced by the sums of these.
+    The real files are not available, so torchvision's checksums are replaced by those of these.
     """
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()

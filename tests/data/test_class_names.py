@@ -1,4 +1,4 @@
-"""The classes of data and of models are matched by name, and what differs is listed."""
+"""Classes of data and models are matched by name, and differences are listed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 class Labels(Dataset[Item]):
-    """No pixels, and these labels."""
+    """A data set with these labels and empty images."""
 
     def __init__(self, labels: Sequence[int]) -> None:
         self.labels, self.epoch = labels, 0
@@ -39,7 +39,7 @@ class Labels(Dataset[Item]):
 
 
 class LabelStream(IterableDataset[Item]):
-    """The same, read in one direction."""
+    """The same as a stream."""
 
     def __init__(self, labels: Sequence[int]) -> None:
         self.labels, self.epoch = labels, 0
@@ -99,7 +99,7 @@ def test_data_without_names_are_matched_by_index() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_numbers_in_another_order_are_matched_as_names(turned: bool) -> None:
-    """Folders sort 0, 1, 10, 11, 2; of twelve classes ten have another index in a data set."""
+    """Folders sort as 0, 1, 10, 11, 2, so ten of twelve classes have another index."""
     folders, numbers = tuple(sorted(numbered(12))), numbered(12)
     classes, names = (folders, numbers) if turned else (numbers, folders)
     assert class_difference(classes, names, outputs=12) is None
@@ -124,7 +124,9 @@ def test_a_model_whose_names_are_numbers_in_order_has_no_names() -> None:
         (("disk", "grid", "grid"), 3, "1 in the data only (stripe)"),
     ],
 )
-def test_what_differs_is_listed(names: Sequence[str] | None, outputs: int, words: str) -> None:
+def test_differing_classes_are_listed(
+    names: Sequence[str] | None, outputs: int, words: str
+) -> None:
     with pytest.raises(DataError) as error:
         match_classes(data_of("disk", "grid", "stripe"), names, outputs=outputs, place="dir:m")
     assert words in str(error.value)

@@ -1,4 +1,4 @@
-"""The fast decoder against Pillow, bit for bit, and what it leaves to Pillow."""
+"""The fast decoder against Pillow, bit for bit, and the files that Pillow decodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def file_of(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the files that torchvision was given."""
+    """Sizes of the files that torchvision decoded."""
     decodes_jpeg()
     given, decoder = [], torchvision.io.decode_jpeg
 
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("L", 1, {}),
     ],
 )
-def test_jpegs_of_the_models_channels_are_torchvisions_and_equal(
+def test_torchvision_decodes_jpegs_of_the_models_channels_like_pillow(
     asked: list[int], mode: str, channels: int, options: dict
 ) -> None:
     content = file_of(picture(mode), **options)
@@ -75,7 +75,7 @@ def test_jpegs_of_the_models_channels_are_torchvisions_and_equal(
         (file_of(picture("RGB"), "WEBP"), 3),
     ],
 )
-def test_all_other_images_are_pillows(asked: list[int], content: bytes, channels: int) -> None:
+def test_pillow_decodes_all_other_images(asked: list[int], content: bytes, channels: int) -> None:
     pixels = read_pixels(content, channels, place="here")
     assert asked == []
     assert torch.equal(pixels, pixel_tensor(read_image(content, channels, place="here")))
@@ -90,7 +90,7 @@ def test_rotation_in_exif_is_ignored_by_both() -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "no image", "too large", "gone"])
-def test_bad_files_are_named_as_pillow_names_them(
+def test_bad_files_have_pillows_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     path, whole = tmp_path / "bad.jpg", file_of(picture())
@@ -108,7 +108,7 @@ def test_bad_files_are_named_as_pillow_names_them(
     assert "--skip-corrupt" in str(caught.value)
 
 
-def test_a_torchvision_without_the_decoder_is_said(
+def test_a_torchvision_without_the_decoder_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for split in ("train", "val"):

@@ -1,4 +1,4 @@
-"""Digit pairs: never a byte may change silently, and every image is checked by a slow loop."""
+"""Digit pairs: frozen bytes, and every image against a slow loop."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_augmentation_of_digits_is_refused() -> None:
 
 
 def test_pairs_name_the_digits_that_they_are_made_of() -> None:
-    """The groups of the first 7 pairs of the fixed shuffle are their own digits."""
+    """The groups of the first 7 pairs of the fixed shuffle are their digits."""
     options = DataOptions(train=False, max_test=7)
     split = open_data("digit-pairs?test=40", DIGIT_VIEW, options=options).splits["test"]
     values = digit_images()[1]

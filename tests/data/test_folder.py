@@ -1,4 +1,4 @@
-"""Class folders: what is found, what is held out, and what every mistake is answered with."""
+"""Class folders: splits, holdouts, and the errors of all mistakes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_validation_beside_test_picks_the_checkpoint(root: Path) -> None:
     assert "the holdout is the validation split of the data" in data.notes
 
 
-def test_only_the_test_split_where_no_training_is_wanted(root: Path) -> None:
+def test_without_training_only_the_test_split_is_opened(root: Path) -> None:
     shutil.rmtree(root / "train")
     data = opened(root, train=False, max_test=4)
     assert list(data.splits) == ["test"]
@@ -155,7 +155,9 @@ def test_a_missing_folder(tmp_path: Path) -> None:
         opened(tmp_path / "file")
 
 
-def test_class_folders_without_splits_are_counted_and_the_next_step_is_said(tmp_path: Path) -> None:
+def test_class_folders_without_splits_are_counted_and_the_next_step_is_named(
+    tmp_path: Path,
+) -> None:
     for k in range(1000):
         (tmp_path / f"n{k:08d}").mkdir()
     with pytest.raises(DataError) as error:
@@ -228,7 +230,7 @@ def test_files_of_other_kinds_are_counted_in_the_notes(root: Path) -> None:
 
 
 def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
-    """Also with a limit and with images that are skipped: each keeps its own group."""
+    """With a limit and with skipped images, each image keeps its group."""
     (root / "val" / "bee" / "02.png").write_bytes(b"no image")
     lines = [f"val/{name}/{k:02d}.png,{'ab'[k % 2]}{k // 4}" for name in CLASSES for k in range(5)]
     (root / "groups.csv").write_text("\n".join(["file,group", *lines[::-1], "train/x.png,z"]))

@@ -22,7 +22,7 @@ from layershuffle.models import file_view, load
 
 F = np.float32
 BITS = 0xFFFFFFFF
-# Colours 0..1 as they are, so that what is finished is what was drawn.
+# A view that leaves colours 0..1 unchanged.
 PLAIN = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
 # SHA-256 of images 0..7 of classes 0..7, 16 pixels a side, as bytes.
 GOLDEN = {
@@ -63,7 +63,7 @@ def slow_length(x: np.float32, y: np.float32) -> np.float32:
 
 
 class SlowImage:
-    """One image by scalars of 32 bits, in the order of the formulas."""
+    """One image computed with 32-bit scalars, in the order of the formulas."""
 
     def __init__(self, kind: str, label: int, instance: int, *, classes: int, size: int) -> None:
         self.size = size
@@ -221,7 +221,7 @@ def test_an_image_has_the_same_bits_in_every_batch(kind: str, monkeypatch) -> No
     for part in (slice(0, 1), slice(3, 20), slice(17, 36)):
         assert torch.equal(finish(kind)(pairs[part]), whole[part])
     assert torch.equal(finish(kind)(pairs.flip(0)), whole.flip(0))
-    # More classes are the same ones first; pieces of a batch and threads do not count either.
+    # Nor does it depend on the number of classes, parts of batches or threads.
     assert torch.equal(finish(kind, classes=20)(pairs), whole)
     monkeypatch.setattr(formula, "_CPU_PIXELS", 1)
     threads = torch.get_num_threads()
@@ -261,7 +261,7 @@ def test_classes_differ_by_the_margin(kind: str) -> None:
 
 def test_near_duplicates_are_left_out(monkeypatch) -> None:
     ordinary = class_table("orbits", 30)
-    # A larger margin turns more candidates away, the first of each pair stays.
+    # A larger margin rejects more candidates; the first of each pair stays.
     monkeypatch.setattr(formula, "MARGIN", 45)
     strict = class_table.__wrapped__("orbits", 30)
     assert strict.rejected > ordinary.rejected
@@ -303,7 +303,7 @@ def test_a_nearest_mean_finds_most_classes(kind: str) -> None:
     for name, size in (("train", 1200), ("test", 400)):
         ((items, labels),) = DataLoader(data.splits[name].dataset, batch_size=size)
         images = data.finish(items).flatten(1)
-        # Brightness and contrast are colour, which says nothing of the class.
+        # Without brightness and contrast, which are independent of the class.
         images = images - images.mean(dim=1, keepdim=True)
         parts[name] = images / images.norm(dim=1, keepdim=True), labels
     (trained, labels), (tested, truth) = parts["train"], parts["test"]
@@ -337,7 +337,7 @@ def test_images_are_fitted_to_the_view_and_limited() -> None:
         ("formula:orbits", "formula takes no place, got 'orbits'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(spec: str, phrase: str) -> None:
+def test_invalid_formula_specs_are_refused(spec: str, phrase: str) -> None:
     with pytest.raises(UsageError, match=phrase):
         open_data(spec, PLAIN)
 

@@ -249,8 +249,8 @@ def test_data_sets_can_be_pickled_for_workers(three_splits: Path) -> None:
         assert torch.equal(first[0], next(iter(data.splits["test"].dataset))[0])
 
 
-def test_a_hub_name_offline_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    # HF_HUB_OFFLINE is read when the libraries are imported: these are the places it ends up in.
+def test_a_hub_name_offline_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The libraries read HF_HUB_OFFLINE when they are imported, into these variables.
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError) as error:

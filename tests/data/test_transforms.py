@@ -1,4 +1,4 @@
-"""Plain and augmented transforms against slow paths, torchvision and themselves."""
+"""Plain and augmented transforms against slow paths and torchvision, and their seeds."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_augmented_item_is_a_function_of_seed_epoch_and_index_alone() -> None
         forward.set_epoch(epoch)
         backward.set_epoch(epoch)
         there = {i: forward[i][0] for i in range(12)}
-        random.seed(1)  # what others do to the global generators does not matter
+        random.seed(1)  # the state of the global generators does not matter
         back = {i: backward[i][0] for i in reversed(range(12))}
         assert all(torch.equal(there[i], back[i]) for i in range(12))
 
@@ -173,7 +173,7 @@ def test_augmentation_leaves_global_generators_alone_and_follows_table_rows() ->
 
 
 def test_augmentation_is_timms_with_the_views_numbers() -> None:
-    """Finished in a batch, items equal those that timm normalises itself, bit for bit."""
+    """Items finished in a batch equal those that timm normalises, bit for bit."""
     names = [type(step).__name__ for step in augment_transform(VIEW).transforms]
     assert names[:3] == [
         "RandomResizedCropAndInterpolation",
@@ -205,7 +205,7 @@ def smooth(width: int, height: int, *, seed: int, mode: str = "RGB") -> Image.Im
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("resize", ["crop", "squash"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_pixels_by_torch_are_those_of_pillow_but_for_rounding(
+def test_pixels_by_torch_equal_pillow_up_to_rounding(
     interpolation: str, resize: Resize, mode: str
 ) -> None:
     """The tolerance that PixelTransform promises: 1 of 255, and in few bytes."""

@@ -1,4 +1,4 @@
-"""Write the golden losses again after a change that is meant to move them; the commit says why."""
+"""Write the golden losses again after a change that is meant to move them."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A merge is a view: it computes what a rebuilt model computes, and costs next to nothing."""
+"""A merge is a view: it equals a rebuilt model and needs almost no memory."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def donors_of(name, *, count=4, parts=None):
 
 
 def rebuilt(donors, plan):
-    """The slow way: a copy of the first donor with every tensor put in its place by hand."""
+    """The slow path: a copy of the first donor, with every tensor replaced by hand."""
     model = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
     host = model.host if isinstance(model, ls.PositionedModel) else model
@@ -161,7 +161,7 @@ def test_views_are_evaluated_one_after_another_and_leave_the_donors_as_they_were
     assert not any(module.training for donor in donors for module in donor.modules())
 
 
-def test_a_view_shares_every_tensor_but_the_average_ends():
+def test_a_view_shares_every_tensor_except_averaged_ends():
     donors = donors_of("timm-vit")
     group = MergeGroup(donors)
     views = [group.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
@@ -234,39 +234,51 @@ def changed(name, **changes):
 
 VIT = "vit_tiny_patch16_224"
 MISFITS = {
-    "width": (lambda: changed(VIT, embed_dim=64), "width is 32 there and 64 here. Next: blocks of"),
-    "depth": (lambda: changed(VIT, depth=5), "number of blocks is 4 there and 5 here"),
-    "classes": (lambda: changed(VIT, num_classes=6), "number of classes is 5 there and 6 here"),
-    "view": (lambda: changed(VIT, img_size=64), "image view is ImageView"),
+    "width": (
+        lambda: changed(VIT, embed_dim=64),
+        "width \\(32 and 64\\). Next: blocks of",
+    ),
+    "depth": (
+        lambda: changed(VIT, depth=5),
+        "number of blocks \\(4 and 5\\)",
+    ),
+    "classes": (
+        lambda: changed(VIT, num_classes=6),
+        "number of classes \\(5 and 6\\)",
+    ),
+    "view": (lambda: changed(VIT, img_size=64), "image view .ImageView"),
     "kind": (
         FAMILIES["torchvision-vit"].wrapped,
-        "kind of model is timm VisionTransformer there and torchvision",
+        "kind of model .timm VisionTransformer and torchvision",
     ),
-    "kind of timm": (FAMILIES["timm-beit"].wrapped, "and timm Beit here"),
-    "shape": (lambda: changed(VIT, mlp_ratio=2.0), r"the shape of blocks.0.mlp.fc1.weight is"),
-    "heads": (lambda: changed(VIT, num_heads=4), r"num_heads is 2 there and 4 here"),
+    "kind of timm": (FAMILIES["timm-beit"].wrapped, "and timm Beit"),
+    "shape": (lambda: changed(VIT, mlp_ratio=2.0), r"the shape of blocks.0.mlp.fc1.weight"),
+    "heads": (
+        lambda: changed(VIT, num_heads=4),
+        r"num_heads \(2 and 4\)",
+    ),
     "position": (
         lambda: ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval(),
-        "position parts is .* other position parts do not understand each other",
+        "position parts .* different position parts do not fit together",
     ),
     "training": (lambda: changed(VIT).train(), "A donor is in training mode. Where: 1"),
     "base": (
         lambda: with_record(changed(VIT), method="m", provenance={"base": "b", "data": "d"}),
-        "base is a there and b here. Next: only models refined from one base can be merged",
+        "base \\(a and b\\). Next: only models refined from one base can be merged",
     ),
     "base weights": (
         lambda: with_record(
             changed(VIT), method="m", provenance={"base": "a", "base_sha256": "1", "data": "d"}
         ),
-        r"base is a there and 1 here.*with \?pretrained=false every --seed makes another base",
+        r"base \(a and 1\).*with \?pretrained=false every --seed makes another base",
     ),
     "method": (
         lambda: with_record(changed(VIT), method="n", provenance={"base": "a", "data": "d"}),
-        "method is m there and n here. Next: the paper never mixes them; --mixed",
+        "method \\(m and n\\). Next: the paper never mixes them; --mixed",
     ),
     "data": (
         lambda: with_record(changed(VIT), method="m", provenance={"base": "a"}),
-        "data is d there and not recorded here",
+        "data \\(d and not recorded\\)",
     ),
 }
 
@@ -287,10 +299,10 @@ def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
 
 def test_prediction_against_encoding_and_another_form():
     encoded = ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval()
-    asked = ls.add_position(changed(VIT), prediction=ls.PredictionForm()).eval()
+    predicting = ls.add_position(changed(VIT), prediction=ls.PredictionForm()).eval()
     other = ls.add_position(changed(VIT), encoding=ls.EncodingForm(features=16)).eval()
-    for model in (asked, other):
-        with pytest.raises(UsageError, match="position parts is"):
+    for model in (predicting, other):
+        with pytest.raises(UsageError, match="differ in position parts"):
             MergeGroup([encoded, model])
 
 

@@ -1,4 +1,4 @@
-"""`layershuffle merge` and `ensemble` as a user meets them, on three tiny models in a directory."""
+"""`layershuffle merge` and `ensemble` on three tiny models in a directory."""
 
 import copy
 import csv
@@ -67,7 +67,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def work(made, monkeypatch, tmp_path):
-    """The models' directory as the current one; what a test adds stays out of the others' way."""
+    """A copy of the models' directory, as the working directory."""
     shutil.copytree(made / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -138,7 +138,7 @@ def test_recipes_that_are_wrong(capsys, work, text, phrase):
 
 @pytest.fixture
 def compilers(monkeypatch):
-    """The compilers that are made, of graphs that run as they are."""
+    """All compilers that are created, which run their graphs uncompiled."""
     torch._dynamo.reset()
     built = []
 
@@ -154,7 +154,7 @@ def compilers(monkeypatch):
     ("precision", "graphs"), [("fp32", []), ("fp32", [2]), ("bf16", []), ("bf16", [2])]
 )
 def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
-    """Every kind of row measured again by hand, from what the row itself says.
+    """Every kind of row is measured again by hand, from its own columns.
 
     Merges and soups are averaged in fp32 and rounded then. Graphs: of test and held-out images.
     """
@@ -307,7 +307,7 @@ def test_ensemble_command(capsys, work):
 
 
 def test_members_of_an_ensemble_may_differ(capsys, work):
-    """In depth, method and base: the mean of their answers needs none of them."""
+    """In depth, method and base, on which the mean of their outputs does not depend."""
     other = redraw(ls.load(SPEC.replace("depth=3", "depth=2")), seed=5)
     ls.save(other, work / "other", record={"method": "baseline", "provenance": {"base": "x"}})
     words = ["ensemble", "runs/a", "other", "--data", DATA, "--mode", "sequential", "--json"]
@@ -328,11 +328,11 @@ def test_members_of_an_ensemble_may_differ(capsys, work):
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
-        ("num_classes=7", "number of classes is 100 there and 7 here"),
-        ("img_size=16,20", "image view is "),
+        ("num_classes=7", "differ in number of classes (100 and 7)"),
+        ("img_size=16,20", "differ in image view "),
     ],
 )
-def test_members_answer_for_the_same_classes_and_images(capsys, work, change, phrase):
+def test_members_need_the_same_classes_and_images(capsys, work, change, phrase):
     key = change.partition("=")[0]
     old = next(word for word in SPEC.partition("?")[2].split("&") if word.startswith(key))
     ls.save(redraw(ls.load(SPEC.replace(old, change)), seed=5), work / "other")
@@ -362,7 +362,7 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
         ),
         # The same flag: the last one counts.
         ([*RANDOM, "--merges", "0"], 2, "merges: Input should be greater than or equal to 1"),
-        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks is 3 there and"),
+        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
         (["ensemble", "--data", DATA], 2, "ensemble needs models"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
     ],

@@ -30,7 +30,7 @@ def test_no_two_blocks_of_one_donor_and_no_two_merges_alike(size, seed, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 4), st.integers(0, 1 << 31))
-def test_with_replacement_every_merge_that_there_is(num, depth, seed):
+def test_all_merges_with_replacement_are_found(num, depth, seed):
     plans = sample_plans(num, depth, count=num**depth - num, seed=seed, replacement=True)
     assert len({plan.donors for plan in plans}) == num**depth - num
     assert all(len(set(plan.donors)) > 1 for plan in plans)  # all from one donor is no merge

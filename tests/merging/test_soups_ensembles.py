@@ -40,7 +40,7 @@ def test_greedy_soup_adds_while_the_score_does_not_fall():
     donors = donors_of("timm-vit", count=4)
     weights = [float(donor.head.bias[0].detach()) for donor in donors]
 
-    def score(model):  # the nearer the bias to its wish, the better
+    def score(model):  # a bias nearer to the target scores better
         return -abs(float(model.head.bias[0].detach()) - wish)
 
     for wish in (weights[1], sum(weights) / 4, weights[0] + 5):

@@ -53,7 +53,7 @@ def good(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """A test takes seconds of processor time and little memory, whatever numbers it reads."""
+    """Limits the processor time and memory of each test, for any numbers in files."""
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -1,4 +1,4 @@
-"""What the tests of saved models share: models, a record, and ways to damage a directory."""
+"""Shared by tests of saved models: models, a record, and ways to damage a directory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
 
 
 def refused(spec: str | Path) -> str:
-    """The one paragraph with which loading fails."""
+    """The error of loading the directory, which must be one paragraph."""
     with pytest.raises(ModelFileError) as caught:
         ls.load(str(spec))
     error = caught.value

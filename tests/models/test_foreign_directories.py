@@ -56,7 +56,7 @@ def test_tensors_of_another_task_are_named_and_left_out(
     assert "vit.pooler.dense.bias" in caplog.text
 
 
-def test_a_missing_block_is_never_made_up(hf_directory: Path) -> None:
+def test_missing_blocks_are_never_initialised(hf_directory: Path) -> None:
     retensor(WEIGHTS, without_the_last_block)(hf_directory)
     assert "holds 3 blocks, 4 are expected" in refused(f"hf:{hf_directory}")
 
@@ -103,7 +103,7 @@ def test_an_index_cannot_point_elsewhere(shard: object, hf_directory: Path) -> N
         {"size": 10**12},
     ],
 )
-def test_image_processors_that_do_not_hold(settings: dict[str, Any], hf_directory: Path) -> None:
+def test_wrong_image_processors_are_refused(settings: dict[str, Any], hf_directory: Path) -> None:
 
     (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelFileError):
@@ -153,5 +153,5 @@ def test_tensors_that_share_memory_are_written_whole(tmp_path: Path) -> None:
         ([], 0),
     ],
 )
-def test_the_depth_that_names_speak_of(names: list[str], depth: int) -> None:
+def test_the_depth_is_read_from_names(names: list[str], depth: int) -> None:
     assert stack_depth(names) == depth

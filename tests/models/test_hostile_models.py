@@ -188,7 +188,7 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG_FACTS)
-def test_facts_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
+def test_wrong_metadata_is_refused(what: str, good: Callable[[str], Path]) -> None:
     place, (change, expected) = good("timm-vit"), WRONG_FACTS[what]
     change(place)
     text = refused(place)
@@ -299,7 +299,7 @@ WRONG_CONFIG: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG_CONFIG)
-def test_configurations_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
+def test_wrong_configurations_are_refused(what: str, good: Callable[[str], Path]) -> None:
     name, change, expected = WRONG_CONFIG[what]
     place = good(name)
     change(place)
@@ -316,7 +316,7 @@ WRONG_PARTS = {
 
 
 @pytest.mark.parametrize("what", WRONG_PARTS)
-def test_position_parts_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
+def test_wrong_position_parts_are_refused(what: str, good: Callable[[str], Path]) -> None:
     place, (change, expected) = good("timm-vit"), WRONG_PARTS[what]
     change(place)
     text = refused(place)

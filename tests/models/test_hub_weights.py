@@ -66,7 +66,7 @@ def test_timm_weights_come_from_the_cache(
 
 @pytest.mark.usefixtures("timm_weights")
 def test_trained_timm_models_name_imagenet(tmp_path: Path) -> None:
-    """Published weights carry no names; the folders of ImageNet in another order are renumbered."""
+    """Published weights have no class names; ImageNet folders in another order are renumbered."""
     model = ls.load("timm:test_vit")
     names = ls.models.class_names_of(model)
     assert names is not None
@@ -141,7 +141,7 @@ def test_a_hub_model_in_the_cache_is_read_like_a_directory(hub: Path, tmp_path: 
         ("hf:google/vit-base-patch16-224", "hf download google/vit-base-patch16-224"),
     ],
 )
-def test_missing_weights_offline_say_what_to_type(spec: str, next_step: str) -> None:
+def test_missing_weights_offline_name_the_command(spec: str, next_step: str) -> None:
     with pytest.raises(ModelFileError) as caught:
         ls.load(spec)
     text = str(caught.value)
@@ -150,7 +150,7 @@ def test_missing_weights_offline_say_what_to_type(spec: str, next_step: str) -> 
     assert "\n" not in text
 
 
-def test_a_network_that_is_down_says_so(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_failure_is_reported(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def down(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a model wants its images: from its file, or from its kind."""
+"""The image view of a model: from its file, or from its kind."""
 
 from __future__ import annotations
 

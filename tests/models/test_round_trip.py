@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, also without this package."""
+"""Saved models load bit for bit, also without this package."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ safetensors.torch.save_file(found, sys.argv[2])
 
 @pytest.fixture(scope="module")
 def stock_outputs(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Logits of every saved family, computed by a process that never heard of this package."""
+    """Logits of every saved family, from a process without this package."""
     out = tmp_path_factory.mktemp("stock") / "logits.safetensors"
     save_file({"x": images()}, saved / "images.safetensors")
     subprocess.run([sys.executable, "-c", STOCK, saved, out], check=True, env=environment())
@@ -88,7 +88,7 @@ def stock_outputs(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_stock_libraries_load_the_backbone_without_us(
+def test_stock_libraries_load_the_backbone_without_this_package(
     name: str, stock_outputs: dict[str, torch.Tensor]
 ) -> None:
     assert torch.equal(stock_outputs[name], outputs(FAMILIES[name].plain()))
@@ -182,7 +182,7 @@ def test_models_that_were_never_wrapped_are_saved_too(tmp_path: Path) -> None:
     assert_same_model(ls.load(str(tmp_path / "m")), model)
 
 
-def test_a_training_run_s_directory_stands_for_the_model_in_it(tmp_path: Path) -> None:
+def test_the_directory_of_a_run_loads_the_model_in_it(tmp_path: Path) -> None:
     model = FAMILIES["timm-vit"].wrapped()
     ls.save(model, tmp_path / "run" / "model")
     assert_same_model(ls.load(str(tmp_path / "run")), model)
@@ -212,7 +212,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
     def full(*_: Any, **__: Any) -> None:
@@ -338,7 +338,7 @@ def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> 
 
 
 @pytest.mark.usefixtures("assets")
-def test_a_bundled_model_that_is_absent_says_how_to_make_it() -> None:
+def test_a_missing_bundled_model_names_the_command() -> None:
     with pytest.raises(ModelFileError, match="layershuffle pretrain"):
         ls.load("bundled:digits")
 

@@ -1,4 +1,4 @@
-"""The names of the classes travel with a model, in the place where its library keeps them."""
+"""Class names are saved with a model, in its library's format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_names_are_saved_where_the_library_reads_them(name: str, tmp_path: Path)
     assert class_names_of(again) == NAMES
     ls.save(again, tmp_path / "again")
     assert stock_names(tmp_path / "again", FAMILIES[name].library) == list(NAMES)
-    # As many classes, but other ones: nothing of the old names stays.
+    # With as many other classes, none of the old names stays.
     replace_head(again, 5, seed=0)
     assert class_names_of(again) is None
     ls.save(again, tmp_path / "new")
@@ -92,9 +92,9 @@ def named(order: tuple[str, ...]) -> nn.Module:
     return model
 
 
-def test_heads_that_say_other_classes_are_not_merged() -> None:
+def test_heads_of_other_classes_are_not_merged() -> None:
     plan = ls.MergePlan(donors=(0, 1, 0, 1), stem=0, head=1)
-    with pytest.raises(UsageError, match="names of the classes is"):
+    with pytest.raises(UsageError, match="differ in names of the classes"):
         ls.merge([named(NAMES), named(NAMES[::-1])], plan)
-    # A model from before has no names: it is matched by index, as data without names are.
+    # An older model has no names and is matched by index, as data without names are.
     assert ls.merge([named(NAMES), FAMILIES["timm-vit"].wrapped()], plan) is not None

@@ -1,4 +1,4 @@
-"""What timm, transformers and the paper's authors saved can be given as a model as it is."""
+"""Files that timm, transformers and the paper's authors saved load as models unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_directory_that_timm_saved(form: str, timm_directory: Path) -> None:
 
 
 def test_a_directory_of_timm_without_arguments(timm_directory: Path) -> None:
-    """Older releases wrote no model_args: sizes stand in pretrained_cfg alone."""
+    """Older releases wrote no model_args; the sizes are only in pretrained_cfg."""
     model = redraw(timm.create_model("test_vit", img_size=64, num_classes=7, in_chans=1), seed=1)
     save_for_hf(model, timm_directory, safe_serialization=True)
     config = json.loads((timm_directory / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_a_local_directory_has_settings_of_its_own(timm_directory: Path) -> None
 @pytest.mark.parametrize("name", ["hf-vit", "hf-timm-wrapper"])
 def test_a_directory_that_transformers_saved(name: str, tmp_path: Path) -> None:
     FAMILIES[name].plain().save_pretrained(tmp_path)
-    # Its trainer leaves pickles beside the weights; they are not looked at.
+    # Its trainer writes pickles beside the weights; they are ignored.
     (tmp_path / "training_args.bin").write_bytes(b"pickle")
     assert_same_model(ls.load(str(tmp_path)), FAMILIES[name].wrapped())
 
@@ -107,7 +107,7 @@ def test_a_training_checkpoint_of_timm(tmp_path: Path) -> None:
     assert torch.equal(outputs(ls.load(str(tmp_path / "m"))), outputs(wanted))
 
 
-def test_a_checkpoint_can_run_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     path = checkpoint(tmp_path / "m.pth.tar", state_dict={"a": Sentinel(trap)})
     with pytest.raises(ModelFileError, match="cannot be read"):
@@ -139,7 +139,7 @@ Tensors = dict[str, Tensor]
 
 
 def authors_directory(place: Path, kind: str, *, encoding: bool, prediction: bool) -> Tensors:
-    """A checkpoint with the names of the authors' code; its position parts, by those names."""
+    """A checkpoint with the authors' names, and its position parts by those names."""
     FAMILIES[f"hf-{kind}"].plain().save_pretrained(place)
     draw = torch.Generator().manual_seed(3)
     parts: Tensors = {}
@@ -165,7 +165,7 @@ def authors_directory(place: Path, kind: str, *, encoding: bool, prediction: boo
 def in_their_words(
     host: nn.Module, kind: str, parts: Tensors, order: Sequence[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the guesses of every position, of the paper's formulas on stock modules."""
+    """Logits and position predictions by the paper's formulas, with stock modules."""
     inner = host.get_submodule(kind)
     blocks = FAMILIES[f"hf-{kind}"].container(host)
     state = inner.get_submodule("embeddings")(images())

@@ -29,13 +29,13 @@ from layershuffle.models import (
     set_image_view,
 )
 
-# Wide, tall, enlarged, and so that the crop does not lie on whole pixels.
+# Wide, tall, enlarged, and with a crop at fractions of pixels.
 SIZES = ((60, 43), (41, 97), (20, 19), (32, 32), (37, 35))
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Noise that is smooth enough to survive another way of rounding."""
+    """Noise that is smooth enough to tolerate other rounding."""
     rng = np.random.default_rng(width * height)
     coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
@@ -109,7 +109,7 @@ def test_transformers_own_processor_gives_the_same_pixels(
     for shape in SIZES:
         image = picture(*shape)
         wanted = stock(image, return_tensors="pt")["pixel_values"][0]
-        # torch resizes bytes there and Pillow here, which round differently here and there.
+        # transformers resizes with torch and we with Pillow, which sometimes round differently.
         assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
 
 
@@ -195,7 +195,7 @@ def crops_alike(image: Image.Image, view: ImageView) -> bool:
     "name", ["hf-vit", "hf-deit", "hf-beit", "hf-dinov2-registers", "hf-siglip", "hf-timm-wrapper"]
 )
 def test_a_stock_pipeline_computes_what_we_do(name: str, resize: Any, tmp_path: Path) -> None:
-    """Of models without a processor, on images that are not square."""
+    """For models without a processor, on images that are not square."""
     model = FAMILIES[name].wrapped()
     view = resized_as(image_view(model), resize)
     set_image_view(model, view)
@@ -232,7 +232,7 @@ def test_timm_sees_our_view_of_a_saved_model(resize: Any, tmp_path: Path) -> Non
 
 
 def test_models_that_were_saved_before_are_resized_as_they_were_trained(tmp_path: Path) -> None:
-    """Their view had no way of resizing; the settings of the training did."""
+    """Their view had no `resize`, but the training settings did."""
     model = FAMILIES["timm-vit"].wrapped()
     for resize, crop_pct in (("crop", 0.9), ("squash", 1.0)):
         place = tmp_path / resize
@@ -245,7 +245,7 @@ def test_models_that_were_saved_before_are_resized_as_they_were_trained(tmp_path
 
 
 def test_a_crop_that_is_not_square_has_no_processor(tmp_path: Path) -> None:
-    """transformers knows none, and a wrong one would be worse than none."""
+    """transformers has no such processor, and a wrong one would be worse than none."""
     model = FAMILIES["hf-vit"].wrapped()
     view = ImageView(channels=3, height=16, width=32, mean=(0.5,) * 3, std=(0.5,) * 3)
     set_image_view(model, view)

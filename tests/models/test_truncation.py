@@ -1,4 +1,4 @@
-"""Models made of some of the blocks of another."""
+"""Models made of some blocks of another model."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from common import DEPTH, FAMILIES, images, logits_of
 from layershuffle.errors import UsageError
 from layershuffle.models import truncate
 
-# Families that their library can describe at another depth; the rest must be refused unharmed.
+# Families whose library can describe another depth; others must be refused unchanged.
 PLAIN = ("timm-vit", "hf-vit", "torchvision-vit")
 
 

@@ -73,7 +73,7 @@ def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(owned, tmp_
     again = ls.load(f"dir:{tmp_path / 'partly'}")
     assert places_tied(blocks_of(again)) == (0, 1, 2, 2)
     assert torch.equal(outputs(again), outputs(model))
-    # A merge would write the block of one donor into that of another.
+    # A merge would overwrite the block of one donor with that of another.
     with pytest.raises(UsageError, match="tied"):
         check_compatible([model, model], names=["a", "b"])
 
@@ -96,7 +96,7 @@ def test_buffers_of_their_own_untie_places_where_they_differ():
     assert places_tied(blocks) is None
 
 
-def test_weights_that_differ_are_not_tied_without_a_word(tmp_path):
+def test_tied_places_with_different_weights_are_refused(tmp_path):
     ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "model")
     path = tmp_path / "model" / "layershuffle.json"
     metadata = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""A stranger's machine: an environment with the wheel and its dependencies, and no source tree.
+"""The machine of a new user: an environment with the wheel and its dependencies, without sources.
 
 pip installs the wheel without a network; what it depends on is seen in the environment of these
 tests, and this project's own editable install there is not. Every command runs in a process of its
@@ -81,19 +81,19 @@ def clean_variables(home: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """What it printed, as JSON."""
+        """The output, parsed as JSON."""
         return json.loads(self.out)
 
 
 class Shell:
-    """Runs commands in `environment`, one after the other; end it when the last one is done."""
+    """Runs commands in `environment`, one after the other. Call `end` after the last one."""
 
     def __init__(self, environment: Path, home: Path) -> None:
         self.home, self.bin = home, environment / "bin"
@@ -108,7 +108,7 @@ class Shell:
         assert Path(first["file"]).is_relative_to(environment), "the wheel is not what is tested"
 
     def run(self, words: tuple[str, ...], python: str | None, *, folder: Path) -> Done:
-        """A command, or lines of Python, in the directory `folder`."""
+        """Run a command, or lines of Python, in the directory `folder`."""
         out, err = self.home / "out", self.home / "err"
         asked = {"words": words, "python": python, "folder": str(folder)}
         assert self._process.stdin is not None
@@ -131,19 +131,19 @@ class Shell:
 
 @dataclass(frozen=True)
 class Stranger:
-    """Somebody at a shell in the empty directory `folder`."""
+    """A user at a shell in the empty directory `folder`."""
 
     shell: Shell
     folder: Path
 
     def types(self, *words: str, code: int = 0, python: str | None = None) -> Done:
-        """Run `layershuffle WORDS`, or lines of Python; it has to end with that exit code."""
+        """Run `layershuffle WORDS`, or lines of Python, and check the exit code."""
         done = self.shell.run(words, python, folder=self.folder)
         assert done.code == code, (words or python, done)
         return done
 
     def refused(self, *words: str, saying: str) -> None:
-        """Run a command that cannot be done: one paragraph with the cause, and exit code 1 or 2."""
+        """Run an invalid command and check for one paragraph with the cause, and code 1 or 2."""
         done = self.shell.run(words, None, folder=self.folder)
         assert done.code in (1, 2), (words, done)
         (paragraph,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -151,7 +151,7 @@ class Stranger:
         assert "fault of layershuffle" not in paragraph, paragraph
 
     def starts(self, *words: str, log: IO[str]) -> subprocess.Popen[str]:
-        """A command as a process of its own, which goes on."""
+        """Start a command as a background process."""
         return subprocess.Popen(
             [self.shell.bin / "layershuffle", *words],
             cwd=self.folder, env={**self.shell.variables, "PYTHONUNBUFFERED": "1"},

@@ -1,4 +1,4 @@
-"""What a new user does in an empty directory with nothing but the wheel, step by step.
+"""The steps of a new user in an empty directory, with only the wheel installed.
 
 Four visits of somebody who reads README and help, has own pictures, makes mistakes, runs a study,
 and starts a swarm: more than 60 commands. Each asserts its outcome.
@@ -37,7 +37,7 @@ fit: {steps: 2, batch_size: 4, holdout: 0.3}
 evaluate: {modes: "sequential,arbitrary", num_orders: 2}
 """
 START_SECONDS = 300
-# The longest deadline there is: visits are slow on a busy machine, and hosts are away for a while.
+# The longest allowed deadline, because visits are slow on a busy machine, and hosts go away.
 PATIENT = ("--deadline-ms", "30000")
 
 
@@ -158,7 +158,7 @@ def test_own_pictures(stranger: Stranger) -> None:
     guess = types("predict", "a", "photos/val/cat/0.png", "--json").json()
     assert {guessed["label"] for guessed in guess["images"][0]["top"]} == {"cat", "dog"}
 
-    # Models of several trainings; nothing that was trained is lost to a name.
+    # Models of several trainings; none is overwritten by another one.
     recipe = {"slices": [{"model": "a", "blocks": [0, 2]}, {"model": "b", "blocks": [1]}]}
     (folder / "merge.yaml").write_text(json.dumps({**recipe, "stem": "average", "head": "a"}))
     assert "blocks 0,2 from a" in types("merge", "merge.yaml", "--out", "merged").out
@@ -234,7 +234,7 @@ def test_a_swarm(stranger: Stranger) -> None:
             sequential = ("--order", ",".join(map(str, range(12))))
             answer = wait_for(lambda: types(*ask, *sequential).out, holds=in_full)
             assert re.match(rf"{PICTURE}: 42 [\d.]+ %", answer)
-            # A step whose host is away is left out and said; the others keep their order.
+            # A step whose host is away is skipped and reported; the others keep their order.
             short = (*ask, "--order", "3,0,2", "--json")
             given = wait_for(lambda: types(*short).json(), holds=lambda a: len(a["blocks"]) == 3)
             assert given["blocks"] == [3, 0, 2]
@@ -261,12 +261,12 @@ def in_full(answer: str) -> bool:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Ask again and again, no longer than a start may take."""
+    """Repeat until true, for no longer than a start may take."""
     wait_for(holds, holds=bool)
 
 
 def wait_for(ask: Callable[[], Any], *, holds: Callable[[Any], bool]) -> Any:
-    """The first answer that `holds`; asks again and again, no longer than a start may take."""
+    """The first answer that `holds`, repeated for no longer than a start may take."""
     end = time.monotonic() + START_SECONDS
     while not holds(answer := ask()):
         assert time.monotonic() < end, answer

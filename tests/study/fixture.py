@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
 
 
 def done_here(study: StudySettings, out: Path) -> None:
-    """Do every task of a study in this process: a process each spends seconds on imports."""
+    """Do every task of a study in this process, because new processes import for seconds."""
     write_plan(study, out)
     for task in tasks_of(study):
         task.directory(out).mkdir(parents=True)
@@ -99,7 +99,7 @@ def write_study(
 
 
 def write_run(out: Path, task: RunSpec, rows: list[ScoreRow], **fields: Any) -> None:
-    """Write what a finished run leaves."""
+    """Write the files of a finished run."""
     write_rows(task.directory(out) / "results.csv", rows, padded=False)
     (task.directory(out) / "result.json").write_text(json.dumps(facts(task, **fields), indent=1))
 
@@ -233,7 +233,7 @@ def facts(
 
 
 def outside(figure: Figure) -> list[BboxBase]:
-    """What reaches over the edge of the canvas, as matplotlib's renderer measures it."""
+    """Artists beyond the edge of the canvas, measured by matplotlib's renderer."""
     figure.canvas.draw()
     legends = [legend for part in figure.subfigs for legend in part.legends]
     boxes = [*(a.get_tightbbox() for a in figure.axes), *(x.get_window_extent() for x in legends)]

@@ -1,6 +1,6 @@
 """Run a study on a local Ray cluster that loses a node: `python ray_cluster.py RECIPE OUT`.
 
-A program of its own, because Ray leaves threads and handlers in the process that starts it. The
+A separate program, because Ray leaves threads and handlers in the process that starts it. The
 node that trains dies; its run must go on elsewhere.
 """
 
@@ -16,7 +16,7 @@ from layershuffle.cli import main
 
 
 def kill_when_training(cluster, nodes, out):
-    """Take the node whose run trains down without a word."""
+    """Kill the node whose run trains."""
     deadline = time.monotonic() + 600
     while not (busy := [node for node in nodes if trains(node, out)]):
         assert time.monotonic() < deadline
@@ -44,7 +44,7 @@ def tasks_of(raylet):
 
 
 def run(recipe, out):
-    # Nobody looks at a dashboard, and its server takes as long to start as the rest of the head.
+    # No dashboard, because its server takes as long to start as the rest of the head.
     # Without a CPU, no task goes to the head, which has to stay.
     # Nor does anybody read logs of a cluster that grows by itself.
     bare = {"include_log_monitor": False, "no_monitor": True, "num_gpus": 0}

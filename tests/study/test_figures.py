@@ -1,4 +1,4 @@
-"""The figure: its artists hold the summary's numbers, its axis says what it counts."""
+"""The figure: its artists show the summary's numbers, and its axes are labelled."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_every_point_is_within_a_fifth_of_its_tick(crowd: Summary):
 
 @pytest.mark.parametrize("modes", [("sequential", "arbitrary"), ("sequential",)])
 def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary, modes: tuple[str, ...]):
-    """Measured by matplotlib's own renderer: what lies outside is not in the file."""
+    """Measured by matplotlib's renderer; artists outside are not in the file."""
     figure = draw_figure(crowd, modes)
     figure.canvas.draw()
     width, height = figure.bbox.width, figure.bbox.height

@@ -1,6 +1,6 @@
-"""The big recipes run end to end on tiny models and generated images: the same code path.
+"""The large recipes run end to end on tiny models and generated images.
 
-Tasks are done in this process: a process each would spend a minute importing torch.
+Tasks run in this process, because new processes would import torch for a minute in all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def shrunk(recipe, *, model, data, seeds):
     ]
     fit = {k: v for k, v in recipe["fit"].items() if k != "epochs"}
     fit |= {"steps": 1, "batch_size": 4, "eval_batch_size": 4, "workers": 0, "eval_orders": 1}
-    # What is compiled for a GPU would take minutes here.
+    # Compilation, meant for GPUs, would take minutes.
     evaluate = {**recipe["evaluate"], "num_orders": 2, "batch_size": 6, "compile": False}
     shrunk = {**recipe, "model": model, "data": data, "seeds": seeds[:1], "arms": arms}
     if "merging" in recipe:

@@ -1,4 +1,4 @@
-"""From a recipe to tasks: runs, the budget curve, merging, analyses, and what each needs."""
+"""From a recipe to tasks: runs, the budget curve, merging, analyses, and their dependencies."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_settings_of_the_runs(study):
     assert runs["baseline-seed2"].evaluate == study.evaluate
 
 
-def test_what_the_others_need(study):
+def test_dependencies_of_other_tasks(study):
     merging, umap, *positions = (t for t in tasks_of(study) if t.needs)
     assert isinstance(merging, MergingSpec)
     assert merging.needs == ("baseline-seed0", "baseline-seed1", "baseline-seed2")
@@ -144,7 +144,7 @@ def test_only_refuses_what_is_not_there(study):
 _NOT_HERE = ("norms", "attention", "attribution", "leave-one-out", "cka")
 
 
-def test_what_can_start(study, tmp_path):
+def test_tasks_that_can_start(study, tmp_path):
     tasks = tasks_for(study, "fig4,table2")
 
     def finish(name):
@@ -185,7 +185,7 @@ def test_a_study_that_was_killed_as_it_wrote_its_plan_begins(study, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
+def test_another_spelling_of_the_same_modes_continues(study, tmp_path):
     write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     directory = tmp_path / "runs" / "baseline-seed0"
     directory.mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_work_is_counted(study):
 
 
 def test_time_comes_from_finished_runs(tmp_path):
-    """One of two equal runs is done: the other takes as long, and the start of a process."""
+    """With one of two equal runs done, the other takes as long, plus the start of a process."""
     study = StudySettings(**TINY)
     done, left = runs_of(study)
     write_plan(study, tmp_path)
@@ -304,7 +304,7 @@ def test_what_is_done_of_a_study_is_counted_in_training_steps(study):
 def test_the_large_recipes_are_planned_with_nothing_at_hand(
     tmp_path, monkeypatch, capsys, name, steps, counted
 ):
-    """No weights, no images, no network: what cannot be measured is estimated, and that is said."""
+    """Without weights, images and network, work is estimated, and the plan says so."""
 
     def refuse(*_):
         raise AssertionError("a dry run asks no network")
@@ -353,7 +353,7 @@ def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
 
 
 def test_every_size_of_formulas_begins_with_a_base_of_its_own():
-    """Of the same classes, and of the architecture that its name says."""
+    """It has the same classes, and the architecture of its name."""
     study = read_recipe(asset("recipes", "formula-sizes.yaml"))
     for arm in study["arms"]:
         fit = arm.get("fit", {})
@@ -381,12 +381,12 @@ def test_every_size_of_formulas_begins_with_a_base_of_its_own():
     ],
 )
 def test_the_architecture_of_a_spec_without_its_weights(model, plain):
-    """What is named exactly is built exactly, so nothing is said of it."""
+    """An exact spec is built exactly, without a note about an estimate."""
     assert architecture(model) == (plain, ())
 
 
 def test_a_configuration_in_the_cache_of_the_hub_is_built(tmp_path, monkeypatch):
-    """As `hf download` leaves it; no weights are there."""
+    """The cache is that of `hf download`, without weights."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -398,7 +398,7 @@ def test_a_configuration_in_the_cache_of_the_hub_is_built(tmp_path, monkeypatch)
 
 
 def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):
-    """Sizes come from the model alone; a run of so many steps is counted where images are given."""
+    """Only the model's sizes are known; runs with a number of steps count if images are given."""
     study = StudySettings(**{**TINY, "data": "folder:nowhere", "fit": {"epochs": 1}})
     tasks = tasks_of(study)
     expected = forecast(study, tasks, subjects=open_subjects(tasks), out=tmp_path, workers=1)
@@ -414,7 +414,7 @@ def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):
 
 
 def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
-    """Studies from before there was a choice were scored in fp32, and go on."""
+    """Older studies, without a choice, were scored in fp32 and continue."""
     write_plan(study, tmp_path)
     directory = tmp_path / "runs" / "baseline-seed0"
     directory.mkdir(parents=True)

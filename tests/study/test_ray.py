@@ -1,6 +1,6 @@
-"""The same study on a local Ray cluster, of which the machine that trains dies.
+"""The same study on a local Ray cluster whose training machine dies.
 
-Of one arm: every task is a process that imports torch for ten seconds, and one of them dies.
+It has one arm, because every task is a process that imports torch for ten seconds.
 """
 
 import os
@@ -52,7 +52,7 @@ def test_a_cluster_that_loses_a_machine_gives_the_same_numbers(recipe, tmp_path)
     assert not (tmp_path / "out" / ".shared-disk").exists()
 
 
-def test_no_cluster_there(recipe, tmp_path, capsys):
+def test_no_cluster_at_the_address(recipe, tmp_path, capsys):
     pytest.importorskip("ray")
     words = ["reproduce", str(recipe), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
     assert main(words) == 2

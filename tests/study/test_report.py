@@ -184,8 +184,8 @@ def test_the_contents_lead_to_every_section(page: Page, report: Report):
     assert len(targets) == len(page.all("section"))
 
 
-def test_a_number_stands_once(report: Report, page: Page):
-    """What the main table shows, no table below it shows again."""
+def test_a_number_is_shown_once(report: Report, page: Page):
+    """Tables below the main table do not repeat its numbers."""
     scores = [
         report.summary.cell(arm, column).top1 for arm in LEVELS for column in report.summary.columns
     ]
@@ -198,7 +198,7 @@ def test_a_number_stands_once(report: Report, page: Page):
     assert {row[place["95 %"]] for row in table.rows} == {"-"}
 
 
-def test_the_papers_numbers_stand_beside_ours(report: Report, page: Page):
+def test_the_papers_numbers_are_beside_ours(report: Report, page: Page):
     for number in ("82.61", "0.13", "75.22", "62.77", "~18", "~70-80", "~0"):
         assert f"paper {number}" in page.text
     assert "ImageNet2012 with ViT-B/16" in page.text
@@ -328,7 +328,7 @@ def test_a_study_before_its_first_run(tmp_path: Path):
     assert report.text.startswith("No run has finished yet.\nNot done yet: baseline-seed0")
 
 
-def test_the_papers_protocol_is_said_in_full_words(tmp_path: Path):
+def test_the_papers_protocol_is_described_in_full(tmp_path: Path):
     out = write_study(tmp_path, orders=2)
     for path in (out / "runs").glob("*/result.json"):
         path.write_text(
@@ -350,7 +350,7 @@ HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>|`*_{{ 7*7 }}'
 HOSTILE_NAME = HOSTILE.replace("/", "")
 
 
-def test_hostile_words_are_shown_and_not_obeyed(tmp_path: Path):
+def test_hostile_text_is_escaped(tmp_path: Path):
     arms = {f"baseline{HOSTILE_NAME}": "baseline", "layershuffle": "layershuffle"}
     out = write_study(
         tmp_path,

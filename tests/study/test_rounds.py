@@ -1,4 +1,4 @@
-"""What a report says of blocks side by side and of blocks that run again."""
+"""Reports of blocks in rounds and of repeated passes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rounds_are_counted(summary: Summary) -> None:
     assert cells[1].order == "arbitrary, 2 side by side"
 
 
-def test_passes_stand_beside_each_other(summary: Summary) -> None:
+def test_passes_are_beside_each_other(summary: Summary) -> None:
     twice = in_passes(summary, "layershuffle", passes=2)
     assert [(cell.kept, cell.top1.mean) for cell in twice] == [(12, 73.5), (6, 45.5), (3, 20.5)]
     assert [cell.kept for cell in in_passes(summary, "layershuffle", passes=1)] == [12, 9, 6, 3]

@@ -1,6 +1,6 @@
-"""A study is killed, restarted, and told to fail; its runs end as if nobody had.
+"""A study that is killed, restarted or fails ends with the same runs.
 
-Every process of a task spends seconds on imports, so there are no more of them than a test needs.
+Every process of a task imports for seconds, so tests run as few as possible.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ONE_ARM = {**RECIPE, "arms": [{"method": "layershuffle"}]}
 
 
 def watch(states, seconds):
-    """Nobody watches."""
+    """A watcher that does nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory, recipe):
 
 
 def of_one_run(scores):
-    """What `ONE_ARM` is to leave, of what both arms left."""
+    """The results that `ONE_ARM` must have, from those of both arms."""
     return {name: text for name, text in scores.items() if name == "layershuffle-seed0"}
 
 
@@ -79,7 +79,7 @@ def test_finished_runs_are_not_repeated(undisturbed, capsys):
 
 
 def test_killed_and_restarted(undisturbed, tmp_path):
-    """kill -9 of the study in the middle of a run: its runs end with it, and nothing changes."""
+    """After kill -9 in the middle of a run, its runs end too, and results do not change."""
     out = tmp_path / "out"
     study = studying(StudySettings(**ONE_ARM), out)
     study.start()
@@ -105,9 +105,9 @@ FOUR_TASKS = {
 
 
 def test_killed_at_three_random_moments(tmp_path):
-    """kill -9 wherever it is: training, merging or analysing; no number changes.
+    """After kill -9 while training, merging or analysing, no number changes.
 
-    Of processes that are forked, ready to work: else most moments would be in their imports.
+    With forked processes, because most kills would otherwise hit imports.
     """
     base = tmp_path / "base"  # donors must share theirs
     ls.save(ls.load(RECIPE["model"].replace("depth=4", "depth=2")), base)
@@ -143,12 +143,12 @@ def test_killed_at_three_random_moments(tmp_path):
 
 
 def written(out):
-    """How many files there are."""
+    """The number of files."""
     return sum(len(files) for _, _, files in os.walk(out))
 
 
 def numbers(out):
-    """Every CSV that a task of the study left."""
+    """Every CSV of the study's tasks."""
     patterns = ("runs/*/results.csv", "merging/*/results.csv", "analysis/*/files/*.csv")
     paths = [path for pattern in patterns for path in out.glob(pattern)]
     return {
@@ -175,7 +175,7 @@ def test_stopped_and_restarted(undisturbed, tmp_path):
     assert results(out) == of_one_run(results(undisturbed))
 
 
-def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+def test_a_failing_run_is_reported_and_the_others_continue(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("layershuffle.study.runner.local_pool", forked)
     arms = [{"method": "baseline", "fit": {"lr": 1e38, "clip": None}}, {"method": "layershuffle"}]
     path = tmp_path / "r.yaml"
@@ -203,8 +203,8 @@ def test_another_study_in_the_directory(tmp_path):
         write_plan(StudySettings(**{**RECIPE, "name": "other"}), tmp_path)
 
 
-def test_what_may_change_and_what_not(tmp_path):
-    """A study may grow and what is not done may change; what is finished stays."""
+def test_changes_of_a_study_that_are_allowed(tmp_path):
+    """Unfinished tasks may change and new ones may be added; finished ones must stay."""
     write_plan(StudySettings(**RECIPE), tmp_path)
     write_plan(StudySettings(**RECIPE, workers=1), tmp_path)
     evaluate = {"modes": "sequential"}

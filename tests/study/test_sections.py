@@ -46,7 +46,7 @@ REVERSED = ",".join(FULL.split(",")[::-1])
 
 @pytest.fixture
 def out(tmp_path):
-    """Three seeds of four arms; what else is planned is not done."""
+    """Three seeds of four arms are done, other planned tasks are not."""
     return write_study(
         tmp_path / "study",
         seeds=(0, 1, 2),
@@ -296,7 +296,7 @@ def test_a_claim_between_bounds(tmp_path, gap, verdict):
 
 
 def test_models_that_are_never_right_are_judged(tmp_path):
-    """No gain is not a slight gain; what is 0 % cannot be divided by."""
+    """No gain is not a slight gain, and 0 % is no divisor."""
     arms = ["baseline", "layershuffle", "layershuffle-position"]
     out = write_study(
         tmp_path,
@@ -321,7 +321,7 @@ def test_models_that_are_never_right_are_judged(tmp_path):
     assert verdict_on("price of arbitrary", judged) == ("not measured", "-")
 
 
-def test_every_silence_of_the_paper_is_answered():
+def test_every_detail_that_the_paper_omits_has_a_note():
     study = StudySettings(
         name="s",
         model="bundled:digits",

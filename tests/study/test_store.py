@@ -1,4 +1,4 @@
-"""What documentation keeps of a study gives the same report as the study itself."""
+"""The kept form of a study gives the same report as the study."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_runs_that_were_kept_before_arms_had_lines_are_read(whole: Path, kept: P
 
 
 def test_a_kept_study_that_is_kept_again_stays_as_it_is(kept: Path, tmp_path: Path):
-    """So that a repository can follow a change of the form without the models."""
+    """So a repository can follow a change of the format without the models."""
     again = shutil.copytree(kept, tmp_path / "again")
     keep_study.keep(again, again)
     names = {path.name for path in kept.iterdir() if path.is_file()}
@@ -147,7 +147,7 @@ def test_kept_results_are_not_trained_into(kept: Path):
 @pytest.mark.parametrize("cut", [2, 3, 30])
 @pytest.mark.parametrize("name", ["runs.json", "merging.csv", "analysis.csv"])
 def test_cut_off_files_are_refused(kept: Path, name: str, cut: int):
-    """Also inside the last number, which would then be another one."""
+    """Also inside the last number, where the rest would be a valid number."""
     text = (kept / name).read_text()
     (kept / name).write_text(text[: len(text) - cut])
     with pytest.raises(StudyError, match="kept results cannot be read"):
@@ -211,7 +211,7 @@ def test_a_study_that_has_grown_takes_what_was_kept_of_the_same_tasks(kept: Path
 
 
 def test_mergings_with_and_without_effective_images_are_kept_together(tmp_path: Path):
-    """Merges that were scored before images had groups lie beside later ones."""
+    """Older merges, scored before images had groups, can be kept with later ones."""
     out = write_study(tmp_path / "study", orders=2, merging={"arms": ["baseline", "layershuffle"]})
     old = merging_rows([70.0, 74.0], [66.0])
     new = [replace(row, top1_n=343, top5_n=400) for row in old]

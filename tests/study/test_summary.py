@@ -1,4 +1,4 @@
-"""What the rows of a study say: cells, columns, the paper's numbers beside them."""
+"""The summary of a study's rows: cells, columns, and the paper's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what tasks left: whole, half done, cut off, foreign, contradicting the plan."""
+"""Reading results of tasks: complete, partial, truncated, foreign, contradicting the plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_row_and_fact_is_read(out: Path):
 
 
 def test_a_run_with_another_position_form_than_the_plan_has_is_refused(tmp_path: Path):
-    """The default was the sum over blocks once: such a run may not pass for one with the mean."""
+    """The default once was the sum over blocks; such a run must not pass as one with the mean."""
     arms = {"layershuffle": "layershuffle"}
     more: list[dict[str, Any]] = [{"method": "layershuffle-predict"}]
     out = write_study(tmp_path, arms=arms, more_arms=more, orders=2)
@@ -85,7 +85,7 @@ def test_a_run_killed_before_its_last_file_is_not_done(out: Path):
     assert states(out) == ["done", "missing", "done", "done"]
 
 
-def test_a_failure_that_was_mended_is_forgotten(out: Path):
+def test_a_repaired_failure_is_forgotten(out: Path):
     (out / "runs" / RUN / "failure.txt").write_text("old")
     assert states(out)[1] == "done"
 

@@ -25,7 +25,7 @@ WIRES = ("fp32", "fp16", "int8")
 
 
 class DoublingHost:
-    """Doubles states; block 9 waits until it is let go, 8 and 6 are refused, 7 is a defect."""
+    """Doubles states; block 9 waits for `let_go`, 8 and 6 are refused, 7 is a defect."""
 
     name = "a"
 

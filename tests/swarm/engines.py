@@ -1,4 +1,4 @@
-"""What every engine of the swarm promises: one function per promise, each takes a `Rig`.
+"""The contract of all engines of the swarm: one function per property, which takes a `Rig`.
 
 `test_ray_hosts.py` runs all of them over hosts in its own process, and over Ray. A rig has the
 hosts "a" (blocks 0, 2), "b" and "c" (1, 3) of a pico model; nothing watches them but the check
@@ -70,7 +70,7 @@ def pico() -> nn.Module:
 
 @dataclass
 class Rig:
-    """Hosts of one engine, a coordinator that does not watch, and what its checks measured."""
+    """Hosts of one engine, a coordinator that does not watch, and measurements of the checks."""
 
     faults: FaultInjector
     coordinator: Coordinator
@@ -91,7 +91,7 @@ class Rig:
         await self.faults.inject(Fault(0, host, kind))
 
     async def heal(self) -> None:
-        """All hosts up with their blocks, and nothing wrong with them."""
+        """Bring all hosts up with their blocks, and without faults."""
         self.router.wire, self.router.rounds = "fp32", QUEUE
         await asyncio.gather(*map(self._healed, BLOCKS))
 
@@ -101,33 +101,33 @@ class Rig:
             await self.begin_anew(name)
         self.faults.heal(name)
         await self.visit(name, BLOCKS[name][0])  # what it still had to do is done
-        # No habit of an earlier check decides whom this one asks.
+        # Statistics of an earlier check must not decide which hosts are visited.
         fresh = {"compute": None, "link": None, "lag": None, "batch": 1.0}
         self.router.update(name, lambda view: replace(view, **fresh))
 
     async def begin_anew(self, name: str) -> float:
-        """Another process for the host; seconds until it is up."""
+        """Start another process for the host. Returns the seconds until it is up."""
         await self.coordinator.readmit(name)
         return await until(lambda: self.router.swarm[name].usable)
 
     async def walk(self, seconds: float = HANGS, **asked: Any) -> tuple[np.ndarray, Any]:
-        """One state through the swarm."""
+        """Walk one state through the swarm."""
         deadline = self.router.clock() + seconds
         return await self.router.walk(self.start, deadline=deadline, **asked)
 
     async def whole(self) -> None:
-        """Walk until an answer is complete and nobody is suspect: on busy cores that takes long."""
+        """Walk until an answer is complete and no host is suspect, which busy cores delay."""
         async with asyncio.timeout(HANGS), self.health():
             while (await self.walk())[1].ending != "complete" or self.router.swarm.suspects:
                 await asyncio.sleep(0.01)
 
     def visit(self, host: str, *blocks: int, limit: float = HANGS) -> Awaitable[Answer]:
-        """A visit that no router knows of."""
+        """A visit outside of the router."""
         return self.router.transport.visit(Visit(host, blocks, limit), pack(self.start, "fp32"))
 
     @asynccontextmanager
     async def busy(self, host: str):
-        """The host computes inside, and nothing else gets a turn there.
+        """Inside the context the host is busy, and nothing else gets a turn.
 
         A visit of more images than a batch may have, through the first block again and again: the
         oldest visit goes first, and nothing fits beside it.
@@ -144,7 +144,7 @@ class Rig:
             await asyncio.gather(visit, return_exceptions=True)
 
     async def waiting(self, host: str, count: int) -> None:
-        """Wait until so many visits wait at the host. It says so itself, whatever is cut."""
+        """Wait until `count` visits wait at the host, by its own report, despite cuts."""
         times = 0
         while times < 3:  # between two turns the visit that keeps it busy is counted too
             info = await self.faults.backend.inner.call(host, "info")
@@ -162,7 +162,7 @@ class Rig:
 
 
 async def rig_of(hosts: HostBackend, *, ray: Any | None = None) -> Rig:
-    """A rig over an engine, its hosts up."""
+    """A rig over an engine, with its hosts up."""
     model = pico()
     bundle = make_bundle(model)
     router = Router(hosts.transport, depth=DEPTH, limits=LIMITS)
@@ -205,7 +205,7 @@ async def blocks_side_by_side_equal_the_model_bit_for_bit(rig: Rig) -> None:
 
 
 async def answers_are_the_callers_own(rig: Rig) -> None:
-    """Arrays that may be written to, and that nothing else looks at."""
+    """Arrays are writable and not shared."""
     for wire in ("fp32", "fp16", "int8"):
         visit = Visit("a", (0, 2), HANGS)
         answer = await rig.router.transport.visit(visit, pack(rig.start, wire))
@@ -221,7 +221,7 @@ async def answers_are_the_callers_own(rig: Rig) -> None:
 
 
 async def visits_meet_in_batches(rig: Rig) -> None:
-    """What waits for the same block runs through it together."""
+    """Visits that wait for the same block run together."""
     async with rig.busy("a"):
         visits = [asyncio.ensure_future(rig.visit("a", 0)) for _ in range(8)]
         await rig.waiting("a", 8)
@@ -250,7 +250,7 @@ async def visits_fail_each_in_its_own_way(rig: Rig) -> None:
 
 
 async def a_crash_is_told_at_once_and_the_host_rejoins(rig: Rig) -> None:
-    """Its process dies under a visit; later visits are told as well, until it begins anew.
+    """Its process dies during a visit; later visits also fail at once, until it restarts.
 
     Blocks side by side go on without it: of each other's answers none is lost or wrong.
     """
@@ -312,7 +312,7 @@ async def a_frozen_host_costs_one_hop_limit(rig: Rig) -> None:
 
 
 async def a_cut_host_goes_on(rig: Rig) -> None:
-    """Its process lives and computes; nothing reaches it, and nothing comes from it."""
+    """Its process lives and computes, but no message reaches or leaves it."""
     await rig.whole()
     async with rig.busy("a"):
         visit = asyncio.ensure_future(rig.visit("a", 0))
@@ -333,7 +333,7 @@ async def a_cut_host_goes_on(rig: Rig) -> None:
 
 
 async def a_slow_host_is_a_last_resort(rig: Rig) -> None:
-    """It answers, late but in time for its visits; requests that need nobody else leave it out."""
+    """It answers late but within the limit; requests that do not need it leave it out."""
     compute_ms = (await rig.visit("a", 0)).compute_ms
     rig.faults.backend.transport.break_host("a", "slow", factor=max(2.0, 60 / compute_ms))
     for _ in range(3):
@@ -368,7 +368,7 @@ async def a_wrong_host_is_shut_out_by_its_canary(rig: Rig) -> None:
 
 
 async def an_audit_finds_a_liar(rig: Rig) -> None:
-    """Nobody asks canaries: its visit is computed again here."""
+    """Without canaries: its visit is computed again here."""
     limits, rig.router.limits = rig.router.limits, LIMITS.model_copy(update={"audit_share": 1.0})
     try:
         await rig.inject("wrong", "b")

@@ -1,4 +1,4 @@
-"""Hosts that compute by a formula, in virtual time: what tests of coordinator and health share."""
+"""Hosts that compute by a formula in virtual time, for tests of coordinator and health."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ def bundle_of(weight, *, base="one", depth=DEPTH, kind=FormulaBundle):
 
 @dataclass
 class Fake:
-    """One process: weights by block, and what is wrong with it.
+    """One process: weights by block, and its faults.
 
     `wrong`: all answers are false. `lies`: so often (0 to 1) those to requests are, and canaries
     are answered rightly, as if it knew them.
@@ -81,7 +81,7 @@ class Fake:
 
 
 class FakeHosts:
-    """Processes as objects; also their transport. What it is asked for one host must not overlap.
+    """Processes as objects, and their transport. Calls for one host must not overlap.
 
     `raises`: by what it is asked, what comes of it.
     """
@@ -184,7 +184,7 @@ class FakeHosts:
 
 
 async def replaced(coordinator, hosts, name):
-    """Kill it, and wait until another process of its name is up."""
+    """Kill the host, and wait until its next process is up."""
     first = hosts.processes[name]
     hosts.kill(name)
     await until(lambda: hosts.processes.get(name) not in (None, first))

@@ -68,7 +68,7 @@ class Blocks:
 
 @dataclass
 class Site:
-    """Everything that is running."""
+    """A gateway and its parts."""
 
     app: Any
     remote_model: RemoteModel

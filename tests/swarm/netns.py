@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces on a bridge, each a little computer.
+"""Separate hosts on one machine: network namespaces on a bridge.
 
 Every host has its own network, process table, mounts and name; links can be cut and hosts killed
 whole. Needs root and iproute2. Nothing outside the namespaces is touched, and all of it goes with
@@ -33,7 +33,7 @@ exit $?
 
 
 def unavailable() -> str:
-    """Why there can be no such hosts here, or ""."""
+    """The reason why such hosts are impossible here, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [
@@ -136,11 +136,11 @@ class Network:
         )
 
     def cut(self, name: str) -> None:
-        """Pull the host's cable."""
+        """Disconnect the host."""
         self._ip("-n", f"{self.tag}-br", "link", "set", name, "down")
 
     def mend(self, name: str) -> None:
-        """Put the cable back."""
+        """Connect the host again."""
         self._ip("-n", f"{self.tag}-br", "link", "set", name, "up")
 
     def kill(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Network:
         process.wait(timeout=HANGS)
 
     def close(self) -> None:
-        """Kill what runs, and undo the namespaces."""
+        """Kill all processes, and delete the namespaces."""
         for name in [*self.processes]:
             self.kill(name)
         for name in [*self.names, "br"]:

@@ -103,7 +103,7 @@ async def serve(ray: Any, directory: Path, log: Log) -> None:
 
 
 async def ask(router: Router, bundle: Any, directory: Path, log: Log) -> None:
-    """One client: the next request as soon as the last was answered."""
+    """One client, which sends its next request after every answer."""
     for number in range(1_000_000):
         begun = router.clock()
         deadline = begun + router.limits.deadline_ms / 1000

@@ -1,4 +1,4 @@
-"""The page in a real browser: a server in a thread of this process, Debian's chromium before it."""
+"""The page in a real browser: a server in a thread of this process, and Debian's chromium."""
 
 import asyncio
 import shutil
@@ -103,7 +103,7 @@ new PerformanceObserver((list) => {
 
 @dataclass
 class Visit:
-    """A tab on the page, and what a visitor must never see: errors and foreign requests."""
+    """A tab on the page, with its errors and foreign requests, of which there must be none."""
 
     page: Any
     address: str
@@ -111,7 +111,7 @@ class Visit:
     foreign: list[str] = field(default_factory=list)
 
     def text(self, selector: str) -> str:
-        """What an element says."""
+        """The text of an element."""
         text: str = self.page.inner_text(selector)
         return text
 
@@ -145,7 +145,7 @@ class Visit:
         touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
     def settled(self) -> None:
-        """Wait until both the answer and the test pairs of the present order are there."""
+        """Wait for the answer and the test pairs of the current order."""
         self.page.locator(".answer.waiting").first.wait_for(state="hidden")
         self.page.locator("#status", has_text="test pairs").wait_for()
 
@@ -166,7 +166,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def visit(browser: Any, address: str, **options: Any) -> Iterator[Visit]:
-    """A tab on the page, closed in the end; it saw no error and asked nobody else."""
+    """A tab on the page, closed at the end; checks for errors and foreign requests."""
     context = browser.new_context(**{"viewport": WIDE, **options})
     context.set_default_timeout(1000 * HANGS)
     tab = context.new_page()

@@ -26,7 +26,7 @@ ORDER = (2, 0, 3, 1)
 # Largest difference from the exact answer, relative to its largest value: of a batched answer, and
 # of one block's answer by wire (the state is rounded twice).
 TOLERANCE = {"batched": 1e-5, "fp16": 1e-3, "int8": 1.5e-2}
-# No pause of a busy machine makes hosts suspects. A dead one is seen at once all the same.
+# Pauses of a busy machine make no host suspect. A dead host is still noticed at once.
 PATIENT = Limits(hop_floor_ms=20_000, hop_cap_ms=20_000, probe_ms=20_000)
 CARRIED = ("timm-vit", "timm-beit", "timm-xcit", "hf-vit", "hf-siglip")
 
@@ -84,7 +84,7 @@ async def check_side_by_side(model, router, *, reached, steps):
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves."""
 
     now = 0.0
 

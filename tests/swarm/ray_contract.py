@@ -1,6 +1,6 @@
 """Run the contract of `engines.py` over Ray: `python ray_contract.py OUT`, tests in PYTHONPATH.
 
-A program of its own, because Ray reads its environment once per process, and leaves threads and
+A separate program, because Ray reads its environment once per process, and leaves threads and
 handlers in it. Writes one line of JSON per check to OUT: its name, seconds, measurements, and the
 traceback if it failed.
 """
@@ -154,13 +154,13 @@ async def hosts_outlive_their_coordinator(rig: Rig) -> None:
 
 
 async def left_behind(coordinator: Coordinator, backend: RayHosts) -> None:
-    """What a gateway that is killed does to its hosts: nothing."""
+    """Leave the hosts running, as a killed gateway does."""
     await coordinator.health.close()
     backend.forget()
 
 
 async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
-    """A stopped process cannot hear that it is to end."""
+    """A stopped process cannot end on request."""
     pid = (await pids(rig.faults.backend))["a"]
     await rig.inject("freeze")
     rig.measured["readmitted_s"] = await rig.begin_anew("a")

@@ -1,6 +1,6 @@
 """A local cluster whose own processes are killed one after the other: `python ray_kills.py`.
 
-A program of its own, because Ray reads its environment once per process. Writes lines of JSON: its
+A separate program, because Ray reads its environment once per process. Writes lines of JSON: its
 process, parent and directory; what became of each process of Ray that was killed. Then it waits,
 until it is killed itself.
 """

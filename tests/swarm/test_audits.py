@@ -1,4 +1,4 @@
-"""Which visits are audited: shares against what was asked for, and lies that look odd."""
+"""Which visits are audited: shares against the settings, and lies that look odd."""
 
 import math
 

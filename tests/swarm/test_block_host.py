@@ -1,4 +1,4 @@
-"""Block hosts: what runs together, what never runs, and what fails alone."""
+"""Block hosts: batches, visits that never run, and failures of single visits."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Bundles: what travels to hosts, what is refused, and what fits together."""
+"""Bundles: their content, which models are refused, and which blocks are compatible."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_a_route_equals_the_model_bit_for_bit(family, batch):
 
 
 def test_torchvision_equals_the_model_where_gradients_are_asked_for():
-    """Without them torchvision's attention is fused, and differs in the last bits."""
+    """Without gradients torchvision's attention is fused and differs in the last bits."""
     model, bundle = model_of("torchvision-vit"), bundle_of("torchvision-vit")
     state = entrance(model, 3)
 
@@ -146,7 +146,7 @@ def test_one_block_is_read_from_a_saved_model(family, tmp_path):
 
 
 def test_reading_a_block_leaves_the_rest_of_the_file_alone(tmp_path):
-    """The file is grown by a tensor of 4 GiB (a hole): reading it could not go unnoticed."""
+    """The file has another tensor of 4 GiB (a hole), and reading it would be noticed."""
     ls.save(model_of("timm-vit"), tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     content = path.read_bytes()

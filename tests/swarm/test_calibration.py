@@ -1,4 +1,4 @@
-"""The calibration: numbers against a slow count, its file, and what the gateway makes of it."""
+"""The calibration: numbers against a slow count, its file, and its use by the gateway."""
 
 import asyncio
 import json
@@ -242,7 +242,7 @@ def test_images_that_are_wrong_together_count_as_fewer():
 
 
 def test_intervals_hold_both_spreads():
-    """Half-widths add by squares, each side for itself; never narrower than either alone."""
+    """Squares of half-widths add, on each side; the sum is never narrower than either."""
     values = [60.0, 64.0, 62.0, 70.0]
     (row,) = rows_of(of_one_block(values, images=50))
     t_low, t_high = t_interval(values)
@@ -344,8 +344,8 @@ def test_file(tmp_path):
         read_calibration(path, weights="w")
 
 
-def test_it_stands_beside_the_weights(tmp_path):
-    """And saving the model again takes it away: it was measured on other weights."""
+def test_the_calibration_is_saved_beside_the_weights(tmp_path):
+    """Saving the model again removes it, because it was measured on other weights."""
     model = digits_model()
     ls.save(model, tmp_path / "run" / "model")
     for spec in (f"dir:{tmp_path}/run", str(tmp_path / "run"), str(tmp_path / "run" / "model")):
@@ -368,7 +368,7 @@ def test_refused():
         calibrate(FAMILIES["timm-vit"].wrapped(), DATA)
 
 
-def test_the_gateway_tells_it():
+def test_the_gateway_reports_expected_accuracy():
     rows = made_up().rows
     beside = rows[1].model_copy(update={"parallel": 2, "top1": 33.0})
     calibration = made_up().model_copy(update={"rows": (*rows, beside)})

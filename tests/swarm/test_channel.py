@@ -1,4 +1,4 @@
-"""The data channel on the loopback network: what it carries, and who may use it. Without Ray."""
+"""The data channel on the loopback network, without Ray: visits, and credentials."""
 
 import asyncio
 import subprocess

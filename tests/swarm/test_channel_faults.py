@@ -1,4 +1,4 @@
-"""What becomes of visits when a data channel is cut, half, stalled, or its peer is a liar."""
+"""Visits over data channels that are cut, truncated or stalled, or whose peer lies."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ from layershuffle.swarm.messages import (
 from waiting import until
 
 
-def test_a_cut_channel_is_felt_at_once_and_opened_again(caplog):
+def test_a_cut_channel_is_noticed_at_once_and_reopened(caplog):
     async def check():
         async with served() as (server, host, link):
             for _ in range(3):
@@ -56,7 +56,7 @@ def test_a_cut_channel_is_felt_at_once_and_opened_again(caplog):
     assert len([line for line in caplog.messages if "is open again" in line]) == 3
 
 
-def test_a_channel_is_opened_when_its_host_comes_and_the_log_is_told_once(caplog):
+def test_a_channel_is_opened_when_its_host_starts_and_logged_once(caplog):
     async def check():
         async with served() as (_, _, before):
             address = before.address
@@ -181,7 +181,7 @@ async def liar(reply):
 
 
 def saying(*frames):
-    """A reply of these bytes, and then nothing until the gateway goes."""
+    """A reply of these bytes, and then nothing until the gateway disconnects."""
 
     async def reply(reader, writer):
         writer.writelines(frames)
@@ -241,7 +241,7 @@ def test_an_answer_to_no_visit_is_ignored():
 
 
 def test_a_stalled_host_is_cut_off_before_it_fills_the_memory(monkeypatch):
-    """It reads nothing, as a process that is stopped: what it is to get waits here, up to a bound.
+    """It reads nothing, like a stopped process, so its data wait here, up to a bound.
 
     The visits themselves end by the router's limits.
     """
@@ -263,7 +263,7 @@ def test_a_stalled_host_is_cut_off_before_it_fills_the_memory(monkeypatch):
             while link.open:
                 tasks.append(asyncio.ensure_future(link.visit((1,), large, budget_ms=1e6)))
                 await asyncio.sleep(0)
-                # What the kernel takes comes on top of the bound.
+                # The buffers of the kernel are not included in the bound.
                 assert len(tasks) * large.nbytes < 2 * FRAME_BYTES
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(error, ChannelLost)

@@ -1,4 +1,4 @@
-"""Failures on purpose: lists of faults are functions of a seed, wrappers break what they wrap."""
+"""Injected failures: lists of faults by seed, and wrappers that break hosts."""
 
 import asyncio
 
@@ -158,7 +158,7 @@ def injected(check):
         coordinator = coordinator_of(hosts)
         async with running(coordinator):
             assert await coordinator.ready(within=3.0) == ()
-            # Before the first fault nothing stands between.
+            # Without faults no wrapper is used.
             assert coordinator.backend is hosts
             assert coordinator.router.transport is hosts.transport
             await check(FaultInjector(coordinator).inject, coordinator, hosts)

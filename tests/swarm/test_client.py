@@ -112,7 +112,7 @@ def test_swarm_and_health():
     assert (ill.ok, ill.reachable_blocks) == (False, 0)
 
 
-def test_errors_are_the_gateways_own_words():
+def test_errors_have_the_gateways_messages():
     with blocking(keys=[KEY]) as (client, place):
         with pytest.raises(SwarmError, match="cannot be read") as unread:
             client.classify(b"no image")
@@ -153,7 +153,7 @@ def answering(handler):
     return SwarmClient(URL, transport=httpx.MockTransport(handler))
 
 
-def test_what_is_no_gateway():
+def test_addresses_without_a_gateway():
     def refuse(request):
         raise httpx.ConnectError("Connection refused")
 
@@ -364,7 +364,7 @@ async def asked(url, papers):
 
 @needs_openssl
 def test_handshakes_that_do_not_come_are_closed(papers):
-    """Silence before TLS counts and ends as silence before a request does."""
+    """A connection without a handshake is limited like one without a request."""
     # No machine is so slow: the test moves the server's clock beyond it.
     limits = GatewayLimits(head_ms=10_000 * HANGS, client_connections=1)
     tls = server_context(papers / "cert.pem", papers / "key.pem")
@@ -430,7 +430,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
 
 @needs_openssl
 def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
-    """Before anything is loaded; and it refuses an address without keys as early."""
+    """Before anything is loaded, where an address without keys is refused, too."""
     plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
     keys = written(tmp_path / "keys", KEY)
     words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "0.0.0.0"]

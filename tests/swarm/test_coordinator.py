@@ -56,7 +56,7 @@ def test_a_dead_host_on_a_living_machine_starts_again():
     async def check(coordinator, hosts):
         first = hosts.processes["a"]
         hosts.kill("a")
-        # Nobody asks: the canary finds out.
+        # Without requests, the canary notices.
         await until(lambda: hosts.processes.get("a") not in (None, first))
         await until(lambda: condition(coordinator, "a") == "healthy")
         assert coordinator.hosts["a"].tries == 1  # until it has run for a minute
@@ -177,7 +177,7 @@ def test_drain_and_readmit():
 
 
 def test_a_host_that_starts_can_be_drained():
-    """Its start ends there, and it stays away until somebody wishes otherwise."""
+    """Its start is cancelled, and it stays away until it is readmitted."""
 
     async def check(coordinator, hosts):
         hosts.load_seconds = 0.4
@@ -212,7 +212,7 @@ def test_a_dead_host_can_be_drained():
 
 
 def test_a_host_that_is_given_blocks_finishes_before_it_leaves():
-    """Its router's visits go on meanwhile, so its process is not to end."""
+    """Visits go on meanwhile, so its process must not end."""
 
     async def check(coordinator, hosts):
         hosts.load_seconds = 0.2
@@ -272,7 +272,7 @@ def test_a_host_readmitted_while_it_leaves_stays():
     coordinated(check)
 
 
-# --- what nobody foresaw --------------------------------------------------------------------------
+# --- unexpected failures --------------------------------------------------------------------------
 
 
 def test_a_canary_that_breaks_is_held_against_its_host_alone(caplog):
@@ -322,7 +322,7 @@ GOOD = Packet("fp32", answer_of([0, 1]))
     ],
 )
 @pytest.mark.parametrize("asked", ["canary", "visit"])
-def test_times_that_cannot_be_are_not_believed(answer, then, asked):
+def test_impossible_times_shut_a_host_out_or_make_it_suspect(answer, then, asked):
     async def check(coordinator, hosts):
         link = coordinator.router.swarm["a"].link
         hosts.raises["a"] = answer
@@ -336,7 +336,7 @@ def test_times_that_cannot_be_are_not_believed(answer, then, asked):
     coordinated(check, plan=plan_of(a=(0, 1)), nodes=(A,))
 
 
-def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
+def test_a_failed_bring_up_is_reported_and_retried(caplog):
     async def check(coordinator, hosts):
         hosts.raises["load"] = KeyError("blocks.0.weight")
         hosts.kill("a")
@@ -350,7 +350,7 @@ def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
     assert first.exc_info[0] is KeyError
 
 
-def test_a_watch_that_breaks_begins_anew(caplog):
+def test_a_failed_watch_restarts(caplog):
     async def go():
         hosts = FakeHosts(A, B)
         coordinator = coordinator_of(hosts)
@@ -371,7 +371,7 @@ def test_a_watch_that_breaks_begins_anew(caplog):
     assert "nobody foresaw this" in errors[0]
 
 
-def test_a_question_for_the_machines_that_hangs_is_asked_once(caplog):
+def test_a_hanging_query_for_machines_is_not_repeated(caplog):
     async def check(coordinator, hosts):
         hosts.known.clear()
         before = len(hosts.log)
@@ -400,7 +400,7 @@ def test_hosts_end_side_by_side():
     assert seconds == [pytest.approx(0.3)]
 
 
-def test_a_host_that_does_not_end_holds_nobody_up():
+def test_a_host_that_does_not_end_blocks_nobody():
     async def check(coordinator, hosts):
         hosts.end_seconds = 5.0
         hosts.kill("a")
@@ -435,7 +435,7 @@ def test_a_machine_that_comes_and_goes_never_has_two_things_done_to_its_host():
     coordinated(check)
 
 
-def test_nothing_is_kept_of_hosts_that_left():
+def test_hosts_that_left_are_forgotten():
     async def check(coordinator, hosts):
         for number in range(5):
             hosts.machines.append(Node(f"m{number}", (), ""))

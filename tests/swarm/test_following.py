@@ -209,7 +209,7 @@ def test_nothing_of_a_request_is_kept_once_it_is_over():
 
     async def go(router, following):
         await asyncio.gather(begin(router), begin(router))
-        return [(way.walk, way.calls) for way in following._ways()]
+        return [(way.walk, way.calls) for way in following._requests()]
 
     hosts = {"a": (0, 1), "b": (2, 3)}
     assert watched({}, hosts, go) == [(None, {})] * 2

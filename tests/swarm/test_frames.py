@@ -1,4 +1,4 @@
-"""Visits, answers and failures as bytes, and what no bytes may say."""
+"""Visits, answers and failures as bytes, and invalid bytes."""
 
 import struct
 
@@ -72,7 +72,7 @@ def test_a_visit_that_is_cut_or_longer_than_it_says_is_broken(wire, blocks):
             read_visit(*split(part))
 
 
-def test_what_no_frame_may_say():
+def test_invalid_frames_are_refused():
     whole = b"".join(visit_frame(1, (1,), packet=pack(STATE, "fp32"), budget_ms=1.0))
     for place, value in (
         (0, b"\x00\x00"),  # the mark

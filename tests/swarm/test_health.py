@@ -1,4 +1,4 @@
-"""Whom to trust: canaries, probes and audits, over hosts that compute by a formula."""
+"""Canaries, probes and audits, over hosts that compute by a formula."""
 
 import asyncio
 from itertools import count
@@ -45,7 +45,7 @@ def known(*hosts):
     return dict.fromkeys(hosts, references(bundle_of(1), [0, 1]))
 
 
-def test_who_is_due():
+def test_which_hosts_are_due():
     blocks = frozenset({0, 1})
     swarm = Swarm(
         [
@@ -59,8 +59,8 @@ def test_who_is_due():
         ]
     )
     names = ("fresh", "gone", "late", "now", "old", "out")
-    asked = {"fresh": (9.5, 4), "old": (8.9, 7), "now": (0.0, 2)}
-    checks = due(swarm, known(*names), asked=asked, now=10.0, limits=LIMITS)
+    canaries = {"fresh": (9.5, 4), "old": (8.9, 7), "now": (0.0, 2)}
+    checks = due(swarm, known(*names), canaries=canaries, now=10.0, limits=LIMITS)
     assert [(check.host, check.block) for check in checks] == [("now", 0), ("old", 1)]
     assert checks[0].limit == 0.5
 
@@ -126,7 +126,7 @@ def hopped(health, name, after, blocks=(0,)):
 
 @pytest.mark.parametrize("hosts", ["a", "ab", "abc"])
 def test_an_audit_finds_who_lied_without_asking_anybody(hosts):
-    """However many hosts hold the block; the others may be frozen."""
+    """With any number of holders of the block, even if the others are frozen."""
 
     async def check(health, fakes):
         for name in hosts:
@@ -230,7 +230,7 @@ def test_audits_are_a_share():
     trusted(check, Limits(audit_share=0.2))
 
 
-def test_canaries_are_new_for_every_host_each_time():
+def test_every_host_gets_a_new_canary_each_time():
     """Hosts of one block share a question, so that many cost the gateway no more than one."""
 
     async def check(health, hosts):

@@ -44,7 +44,7 @@ def test_large_and_zero_values_survive(wire):
 
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_visible(wire, value):
+def test_non_finite_values_stay_visible(wire, value):
     state = np.ones((1, 2, 4), np.float32)
     state[0, 1, 2] = value
     back = unpack(pack(state, wire))
@@ -53,8 +53,8 @@ def test_what_is_not_finite_stays_visible(wire, value):
 
 
 @pytest.mark.parametrize(("wire", "less"), [("fp16", 3), ("int8", 2)])
-def test_what_was_added_travels_on_narrow_wires(wire, less):
-    """Twelve hops of small changes: errors of what is added do not gather in the state."""
+def test_small_changes_survive_narrow_wires(wire, less):
+    """Twelve hops of small changes: their rounding errors do not accumulate in the state."""
     steps = np.random.default_rng(1).normal(0, 0.2, (12, *STATE.shape)).astype(np.float32)
     exact, states, added = STATE, STATE, STATE
     for step in steps:

@@ -1,8 +1,8 @@
-"""Real hosts: three network namespaces, Ray across them with token and TLS, and what befalls them.
+"""Real hosts: three network namespaces, with Ray, token and TLS, under failures.
 
 All that happens, happens once, in the fixture; the tests read the head's log. h0 is the head, h1
 and h2 hold blocks. The head is killed and started again, a cable pulled and mended, a host killed.
-Each part of the story has five minutes at most: that is for what hangs.
+Each part of the story has five minutes at most, in case it hangs.
 """
 
 import json
@@ -72,7 +72,7 @@ def tell(place):
 
 
 def play(directory):
-    """The story; writes when what was done to "marks.json", as far as it came."""
+    """Play the story; writes the times of its events to "marks.json"."""
     marks = {"place": str(directory), "tag": f"ls{os.getpid()}"}
     bundle = make_bundle(pico())
     (directory / "bundle.pickle").write_bytes(pickle.dumps(bundle))

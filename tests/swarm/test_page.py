@@ -1,4 +1,4 @@
-"""The page's files and answers, without a browser: what goes out, and what is refused."""
+"""The page's files and answers without a browser, and refused requests."""
 
 import asyncio
 import json
@@ -162,7 +162,7 @@ def test_an_answer_has_classes_times_and_what_to_expect(workbench):
 
 
 def ls_predict(model, order):
-    """What `layershuffle predict` says of the packaged picture."""
+    """The prediction of `layershuffle predict` for the packaged picture."""
     from layershuffle.orders import order_of
     from layershuffle.predict import predict_files
 
@@ -183,20 +183,20 @@ def test_orders_in_rounds_and_passes_have_their_own_expectation(workbench):
 
 
 @pytest.mark.parametrize("order", ["3+7+1+2+0+4", "3,3,1"])
-def test_what_was_never_calibrated_is_not_promised(workbench, order):
+def test_uncalibrated_orders_have_no_expected_accuracy(workbench, order):
     file = asset("digit-pair.png").read_bytes()
     answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]
     assert (answer["expected"], answer["why"]) == (None, "no calibration of such orders")
 
 
 @pytest.mark.parametrize("order", ["", "12", "1,x", "3+3", ",".join(["0"] * 97)])
-def test_orders_that_are_none_are_refused_with_a_reason(workbench, order):
+def test_invalid_orders_are_refused_with_the_reason(workbench, order):
     answer = post(workbench, "/page/answer", order, asset("digit-pair.png").read_bytes())
     assert answer.status_code == 422
     assert answer.json()["error"]["cause"]
 
 
-def test_what_is_no_image_is_refused_with_a_reason(workbench):
+def test_files_that_are_no_images_are_refused_with_the_reason(workbench):
     assert post(workbench, "/page/answer", "0").status_code == 422
     answer = post(workbench, "/page/answer", "0", b"no image")
     assert answer.status_code == 422
@@ -237,5 +237,5 @@ def test_forms_of_other_sites_keep_no_model_busy(workbench, site):
 
 def test_models_that_differ_do_not_share_a_page(workbench):
     other = truncate(ls.load(OURS), "0,1,2")
-    with pytest.raises(ls.errors.UsageError, match="other depths"):
+    with pytest.raises(ls.errors.UsageError, match="differ in depth"):
         Workbench({"ours": workbench.models["ours"], "ordinary": other}, names={})

@@ -54,7 +54,7 @@ def scores(tab):
     return [int(tab.text(f"#{card} .right").split()[0]) for card in ("ours", "ordinary")]
 
 
-def test_one_look_tells_it_all(tab):
+def test_the_first_view_of_the_page(tab):
     assert tab.order() == FIRST
     assert tab.text("#ours .verdict") == "\u2713 right"
     assert tab.text("#ordinary .verdict").startswith("\u2717 it is ")
@@ -157,7 +157,7 @@ def test_everything_is_done_by_keyboard_alone(tab):
     assert tab.text("#ours .verdict").strip() == ""
 
 
-def test_other_pictures_are_answered_for(tab):
+def test_other_pictures_are_classified(tab):
     label = tab.text("#picture-text")
     tab.page.click("text=Next pair")
     tab.settled()
@@ -216,7 +216,7 @@ def test_a_finger_drags_blocks_and_draws(browser, address):
         assert tab.page.evaluate("() => window.scrollY") == before  # it drew and did not scroll
 
 
-def test_motion_is_left_out_where_it_is_not_wanted(browser, address):
+def test_reduced_motion_is_respected(browser, address):
     with visit(browser, address, reduced_motion="reduce") as tab:
         tab.settled()
         durations = tab.page.evaluate(

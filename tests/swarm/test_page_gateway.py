@@ -43,7 +43,7 @@ def local(site):
 
 
 def state_of(event):
-    """What an event says."""
+    """The content of an event."""
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     return json.loads(event[6:])
@@ -171,7 +171,7 @@ def test_a_viewer_does_not_hold_up_the_end_of_the_server():
 # --- what the gateway lets through ----------------------------------------------------------------
 
 
-def test_there_is_no_page_unless_it_is_wanted():
+def test_the_page_is_off_by_default():
     async def test(site):
         return [(await site.client.get(path)).status_code for path in ("/", "/page/facts")]
 
@@ -262,7 +262,7 @@ def test_the_token_works_from_the_page_itself_alone(headers, status):
 
 
 def test_a_form_breaks_nothing_and_wrong_methods_are_refused():
-    """What any site may send without asking: GET, and a form without headers of its own."""
+    """Any site may send GET, and forms without custom headers."""
     options, broken = page()
 
     async def test(site):

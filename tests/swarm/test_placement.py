@@ -1,4 +1,4 @@
-"""Which host runs on which machine: pure decisions, with times as arguments."""
+"""Decisions about which host runs on which machine, with times as arguments."""
 
 import pytest
 from fake_hosts import DEPTH, PLAN, A, B, plan_of

@@ -1,4 +1,4 @@
-"""Plans: YAML in, YAML out, and what is refused."""
+"""Plans: round trips through YAML, and refused plans."""
 
 import subprocess
 import sys

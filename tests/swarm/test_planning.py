@@ -348,7 +348,7 @@ def test_a_plan_of_many_hosts_says_why_numbers_are_missing():
     assert "life are not simulated for more than 60 hosts" in text
 
 
-def test_hosts_as_people_write_them(tmp_path):
+def test_units_of_a_hosts_file(tmp_path):
     path = tmp_path / "HOSTS.yaml"
     path.write_text(
         "block_ms: 8\nhosts:\n  pi: {count: 2, memory_mb: 512, speed: 0.25, watts: 4,\n"
@@ -382,7 +382,7 @@ def test_accuracy_between_what_was_measured():
     assert bumpy.blocks_for(45) == 3
 
 
-# --- what cannot be -------------------------------------------------------------------------------
+# --- infeasible problems --------------------------------------------------------------------------
 
 ROOMY = {"h": HostSpec(count=3, memory_mb=8, availability=0.5)}
 
@@ -404,7 +404,7 @@ ROOMY = {"h": HostSpec(count=3, memory_mb=8, availability=0.5)}
         ({"h-1": HostSpec(memory_mb=9), "h": HostSpec(count=2, memory_mb=9)}, {}, "named 'h-1'"),
     ],
 )
-def test_impossible_wishes_are_told_by_what_is_short(hosts, asked, match):
+def test_infeasible_plans_name_what_is_short(hosts, asked, match):
     with pytest.raises(UsageError, match=match):
         plan(HostsFile(hosts=hosts), facts(), **{"objective": "throughput", **asked})
 

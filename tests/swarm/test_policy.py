@@ -135,7 +135,7 @@ def test_nobody_is_given_less_time_than_the_work_needs():
     assert visit.budget == pytest.approx(9 - 0.01)
 
 
-def test_enough_is_enough():
+def test_a_request_ends_with_as_many_blocks_as_the_plan_needs():
     a, b = host("a", 0, 1, 2), host("b", 3)
     assert next_of(a, b, most=3, done=(3,)).blocks == (0, 1)
     assert next_of(a, b, most=3, done=(0, 1, 3)) == Finish("enough")
@@ -147,7 +147,7 @@ def test_enough_is_enough():
     assert skips == {2: "the plan needs only 3 blocks per request"}
 
 
-def test_whoever_is_furthest_behind_its_share_goes_first():
+def test_the_host_furthest_behind_its_share_is_first():
     """a has run 10 blocks of 2 per request, b 4 of 0.5, c 2 of 0.25."""
     a = host("a", 0, share=2.0, served=10, compute=0.009)
     b, c = host("b", 1, share=0.5, served=4), host("c", 2, share=0.25, served=2)

@@ -1,4 +1,4 @@
-"""What follows when Ray's own processes die: decisions in virtual time, and what is swept up.
+"""The death of Ray's processes: decisions in virtual time, and removed leftovers.
 
 That real ones are killed: test_ray_kills.py, and test_swarm_up.py under requests.
 """
@@ -102,7 +102,7 @@ def kept(cluster, *, seconds, events=()):
     return run_virtual(go())
 
 
-def test_a_dead_ray_is_said_and_connected_to_anew_within_a_second(caplog):
+def test_a_dead_ray_is_reported_and_reconnected_within_a_second(caplog):
     cluster = Calls()
     dead = RayFailure("Ray's raylet ended", renewable=True)
     with caplog.at_level(logging.WARNING):
@@ -177,7 +177,7 @@ def test_a_gcs_that_does_not_start_again_is_still_a_loss():
         cluster.remove()
 
 
-def test_a_head_that_is_away_is_waited_for():
+def test_an_unreachable_head_is_waited_for():
     """Hosts that can be reached go on, and a new connection would end that."""
     cluster = Calls(losses={"lost": RayFailure("The head does not answer")})
     session = kept(cluster, seconds=50)
@@ -209,7 +209,7 @@ def listening():
 # --- hosts that start again ----------------------------------------------------------------------
 
 
-def test_hosts_begin_anew_when_what_ran_them_has_ended():
+def test_hosts_start_again_after_ray_has_ended():
     """The machines are the same, and their processes are not known any more."""
 
     async def check(coordinator, hosts):
@@ -257,7 +257,7 @@ def test_no_more_processes_start_at_once_than_there_are_cores():
 # --- what is left when the program was killed -----------------------------------------------------
 
 
-def test_leftovers_are_swept_and_what_is_in_use_stays(tmp_path, monkeypatch, caplog):
+def test_only_unused_leftovers_are_removed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     in_use, leftover, other = LocalCluster(["a"]), LocalCluster(["a"]), tmp_path / "ls-other"
     other.mkdir()

@@ -1,4 +1,4 @@
-"""One contract over two engines, and what is Ray's own: settings, token, nothing left behind."""
+"""The contract over two engines, and for Ray its settings, token, and leftovers."""
 
 import asyncio
 import importlib.util
@@ -266,7 +266,7 @@ def test_a_start_that_was_given_up_leaves_no_process():
     asyncio.run(go())
 
 
-def test_what_could_not_be_ended_is_ended_another_time():
+def test_a_host_that_could_not_be_ended_is_ended_later():
     async def go():
         ray = FakeRay()
         hosts = Making(ray)
@@ -337,12 +337,12 @@ def written(path, text, mode):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", ":6400", "auto"])
-def test_what_is_no_address(address):
+def test_invalid_addresses(address):
     with pytest.raises(UsageError, match="is no address"):
         check_answers(address)
 
 
-def test_where_nobody_answers(tmp_path):
+def test_addresses_without_a_server(tmp_path):
     new_token(tmp_path / "token")
     with (
         pytest.raises(UsageError, match="No swarm answers at '127"),

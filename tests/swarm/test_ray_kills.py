@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def killed(tmp_path_factory):
-    """What the program said, and what was left of it; once, however many pytest workers ask."""
+    """The output and leftovers of the program, run once for all pytest workers."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     return json.loads(once(tmp_path_factory, "ray_kills.json", kill_all).read_text())

@@ -1,4 +1,4 @@
-"""Scenarios: what breaks, how long until all is whole, and what the table says of it."""
+"""Scenarios: their faults, the time until all is healthy again, and the table."""
 
 import asyncio
 import os

@@ -139,7 +139,7 @@ def test_every_host_says_how_visits_get_there():
     assert "b over Ray: 10.0.0.2:6506 cannot be used" in table.splitlines()
 
 
-def test_words_of_a_host_that_no_encoding_carries():
+def test_errors_of_hosts_that_cannot_be_encoded():
     """A file name that is no UTF-8 stands in the error of a host as half a surrogate pair."""
 
     async def go(place):
@@ -151,7 +151,7 @@ def test_words_of_a_host_that_no_encoding_carries():
     assert run_in_virtual_time(go) == [(200, True), (200, True), (503, True)]
 
 
-def test_an_order_with_a_hole_is_degraded():
+def test_an_order_with_a_skipped_block_is_degraded():
     """The policy calls such a route complete; the client asked for a block that did not run."""
 
     async def go(place):
@@ -171,7 +171,7 @@ def test_an_order_with_a_hole_is_degraded():
         ('{"blocks": [3, 1, 0], "depth": 4, "versions": [0, 0, 1]}', "3,0"),
     ],
 )
-def test_steps_that_a_client_names_run_and_can_be_replayed(asked, without):
+def test_named_steps_run_and_can_be_replayed(asked, without):
     """Rounds, older states, passes, JSON; and what is left of them without a host of block 1."""
     image = picture(1)
 
@@ -236,7 +236,7 @@ def test_a_plan_of_blocks_side_by_side_is_refused_too():
         asyncio.run(go())
 
 
-def test_a_broken_pipeline_is_lost():
+def test_a_broken_pipeline_fails():
     async def go(place):
         place.router.routing = "sequential"
         place.blocks.faults["b"] = HostGone("its process is dead")
@@ -249,7 +249,7 @@ def test_a_broken_pipeline_is_lost():
     )
 
 
-def test_a_suspect_host_says_when_to_come_back():
+def test_retry_after_names_the_next_probe_of_a_suspect():
     async def go(place):
         place.blocks.faults |= {name: HostFailed("it raised") for name in HOSTS}
         return await place.classify(file_of(picture()), deadline_ms=1500)
@@ -367,7 +367,7 @@ def test_wrong_paths_and_methods():
     responses = run(go)
     assert [r.status_code for r in responses] == [405, 404, 404, 200]
     assert responses[0].json()["error"] == {
-        "cause": "Method Not Allowed", "hint": "see /docs for what there is", "id": None,
+        "cause": "Method Not Allowed", "hint": "see /docs for the paths and methods", "id": None,
     }  # fmt: skip
 
 
@@ -390,7 +390,7 @@ def test_keys_guard_all_but_the_health():
     assert statuses == [401, 401, 200, 200, 401, 401, 200, "Bearer", 200]
 
 
-def test_a_client_that_asks_too_often_is_told_when_to_come_back():
+def test_a_client_beyond_its_rate_gets_retry_after():
     async def go(place):
         statuses = [(await place.client.get("/v1/swarm")).status_code for _ in range(4)]
         last = await place.client.get("/v1/swarm")

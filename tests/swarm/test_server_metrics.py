@@ -1,4 +1,4 @@
-"""What the gateway counts, and says of its health."""
+"""The metrics and the health of the gateway."""
 
 from gateway_site import file_of, picture, run
 

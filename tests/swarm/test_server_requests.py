@@ -155,7 +155,7 @@ def test_a_body_is_measured_as_it_comes():
     assert announced.status_code == 413
 
 
-def test_a_body_that_does_not_come():
+def test_a_missing_body_times_out():
     async def chunks():
         yield PART
         await asyncio.Event().wait()

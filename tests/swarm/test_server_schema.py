@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of the gateway's OpenAPI description, with all of its checks."""
+"""Requests that schemathesis makes from the gateway's OpenAPI description, with all checks."""
 
 import asyncio
 import threading
@@ -69,7 +69,7 @@ def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json", timeout=60)
         for result in schema.get_all_operations():
             operation = result.ok()
-            # There is nothing about the other operations that could be wrong.
+            # The other operations have no invalid requests.
             takes_form = operation.method == "post"
             for mode in list(GenerationMode) if takes_form else [GenerationMode.POSITIVE]:
                 BOUNDS(given(case=operation.as_strategy(mode))(check))()

@@ -224,7 +224,7 @@ def test_a_busy_machine_is_no_failure():
     assert outcome.share("answered") >= 99
 
 
-def test_a_kill_is_felt_at_once_on_a_busy_machine():
+def test_a_kill_is_noticed_at_once_on_a_busy_machine():
     """No visit to the dead host is waited for longer than the notice of its death takes."""
     faults = [Fault(200, "host-2", "crash")]
     calm, killed = (
@@ -236,7 +236,7 @@ def test_a_kill_is_felt_at_once_on_a_busy_machine():
     assert killed.quantile(0.99) <= calm.quantile(0.99) + BUSY.notice_ms
 
 
-def test_a_frozen_host_is_felt_within_the_cap_on_a_busy_machine():
+def test_a_frozen_host_is_noticed_within_the_cap_on_a_busy_machine():
     outcome = run(
         spread(6, limits=Limits()),
         requests=400,
@@ -291,7 +291,7 @@ def test_a_slow_host_is_left_out_once_it_is_known():
     assert slow.quantile(0.95) <= 1.5 * fast.quantile(0.95)
 
 
-def test_who_leaves_loses_no_request():
+def test_leaving_hosts_lose_no_request():
     outcome = run(
         spread(6, replicas=2), faults=[Fault(30, "host-1", "leave")], arrivals=Arrivals(rate=100)
     )

@@ -15,7 +15,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_what_was_measured_is_kept():
+def test_measurements_are_cached():
     times = iter([0.123456, 2.0, 3.0])
     measure = times.__next__
     assert [stored_ms(b"a", measure) for _ in range(3)] == [0.123] * 3

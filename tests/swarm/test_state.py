@@ -1,4 +1,4 @@
-"""What the router knows of a host, event by event, against numbers worked out by hand."""
+"""The router's state of a host, event by event, against numbers worked out by hand."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_load_that_slows_every_host_raises_every_limit():
 
 
 @pytest.mark.parametrize(("outcome", "condition"), [("lost", "gone"), ("wrong", "shut-out")])
-def test_death_and_wrong_answers_are_for_good(outcome, condition):
+def test_death_and_wrong_answers_are_final(outcome, condition):
     host = state.failed(HOST, hop(outcome, why="because"), now=0.0, limits=LIMITS)
     assert (host.condition, host.why) == (condition, "because")
     assert not state.probe_due(host, now=1e9)

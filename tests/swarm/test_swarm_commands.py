@@ -1,4 +1,4 @@
-"""`layershuffle swarm ...` and `classify` as a user meets them, and the operator's endpoint."""
+"""`layershuffle swarm ...` and `classify`, and the operator's endpoint."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 
 
 def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
-    """Nobody measured what a photograph of something else would give."""
+    """The accuracy on other photographs was not measured."""
     answer = Classification(
         images=[ImageAnswer(top=[Guess(label="cat", index=0, probability=0.9)])],
         depth=2, blocks=[1, 0], versions=[0, 1], skipped=[], degraded=False, ending="complete",
@@ -284,8 +284,8 @@ def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
     served(tmp_path, work)
 
 
-def test_the_operators_door_refuses_what_it_does_not_know(tmp_path):
-    """A misspelt key would otherwise be left out without a word."""
+def test_the_operator_endpoint_refuses_unknown_keys(tmp_path):
+    """Otherwise a misspelt key would be ignored silently."""
 
     def work(operator, service):
         socket = httpx.HTTPTransport(uds=str(tmp_path / "s" / SOCKET))
@@ -322,13 +322,13 @@ def siblings(tmp_path):
 
 
 def answer(service, batch, **asked):
-    """What the swarm says."""
+    """The swarm's answer."""
     coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 30, **asked)
     return asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(HANGS)
 
 
 def whole_answer(service, batch, **asked):
-    """What it says with all blocks; on a busy machine hosts are late now and then."""
+    """Its answer with all blocks, repeated because hosts may be late on a busy machine."""
     for _ in range(100):
         got = answer(service, batch, **asked)
         if got.route.ending == "complete":
@@ -338,7 +338,7 @@ def whole_answer(service, batch, **asked):
 
 
 class Gate:
-    """Calls that get as far as `reached` and go on when they are `free` to."""
+    """Calls that set `reached` and then wait for `free`."""
 
     def __init__(self):
         self.reached, self.free = threading.Event(), threading.Event()

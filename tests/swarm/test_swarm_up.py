@@ -32,7 +32,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def layershuffle(*words):
-    """A client's command, in this process: one of its own would spend seconds on imports."""
+    """Run a client's command in this process, because a new one would import for seconds."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main(list(words))
@@ -57,7 +57,7 @@ def session_processes(leader):
 def swarm(tmp_path_factory):
     """`layershuffle swarm up` with three hosts: its supervisor, address and state directory.
 
-    The supervisor does what a service manager does: it starts again what has not ended well.
+    The supervisor restarts the program after failures, as a service manager does.
     """
     place = tmp_path_factory.mktemp("up")
     log = (place / "log").open("w+")
@@ -84,7 +84,7 @@ def swarm(tmp_path_factory):
         process.wait(END_SECONDS)
 
 
-def test_up_answers_and_says_what_to_type(swarm):
+def test_up_serves_and_prints_the_next_command(swarm):
     process, address, state = swarm
     text = (Path(state).parent / "log").read_text()
     steps = re.findall(r"^ *[\d.]+ s  (.+)$", text, re.MULTILINE)
@@ -160,7 +160,7 @@ def test_the_swarm_outlives_rays_own_processes(swarm):
 
 
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
-    """At the same address and state directory; what the killed one left is swept up."""
+    """It has the same address and state directory, and removes the leftovers of the killed one."""
     process, address, state = swarm
     gateway, log = listener_of(Path(state) / SOCKET), Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}

@@ -204,7 +204,7 @@ def test_a_client_without_the_key_gets_nothing(story):
 
 
 def test_answers_go_on_while_the_head_is_away(story):
-    """Whole ones, from the same processes, and the health says what is wrong until it is not."""
+    """They are complete and from the same processes; the health reports the failure meanwhile."""
     for health in story.away:
         assert health["ok"]
         assert "The head at 10.90.0.1:6400 does not answer" in health["why"]

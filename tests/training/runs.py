@@ -38,7 +38,7 @@ def settings(**changes: Any) -> FitSettings:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """All weights of the model that a run kept."""
+    """All weights of a run's saved model."""
     model = load_file(out / "model" / "model.safetensors")
     parts = out / "model" / "layershuffle.safetensors"
     return {**model, **(load_file(parts) if parts.is_file() else {})}
@@ -55,5 +55,5 @@ def assert_same_weights(
 
 
 def losses(events: list[dict[str, Any]]) -> list[float]:
-    """The losses that a run told."""
+    """The losses that a run reported."""
     return [event["loss"] for event in events if event["kind"] == "log"]

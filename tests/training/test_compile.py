@@ -1,4 +1,4 @@
-"""One graph for all blocks and all orders, no recompiles, and eager mode only said aloud.
+"""One graph for all blocks and orders, no recompiles, and eager mode only with a warning.
 
 The backends are aot_eager and eager: graphs, guards and gradients as with inductor, no C compiler.
 """
@@ -21,7 +21,7 @@ from layershuffle.compiling import BlockCompiler
 from layershuffle.stack import blocks_of, recomputing
 from layershuffle.training import fit
 
-# torch warns of its own doings while it traces.
+# torch's own warnings while it traces.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
@@ -33,6 +33,7 @@ JOB = sys.modules["layershuffle.training.job"]
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of other tests in the same process
 
 
 def deep_model(**changes):
@@ -95,7 +96,7 @@ def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
 
 
 class Counting(BlockCompiler):
-    """Notes which graph runs."""
+    """Records which graph runs."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -112,7 +113,7 @@ class Counting(BlockCompiler):
 
 
 def made_for(monkeypatch, kind):
-    """The compilers of that kind that runs are going to be given."""
+    """The compilers of that kind that runs create."""
     compilers = []
 
     def make(**given):
@@ -124,7 +125,7 @@ def made_for(monkeypatch, kind):
 
 
 def test_a_partial_batch_leaves_full_ones_their_graph():
-    """torch left to itself makes sizes symbols at the second one, and runs that graph for ever."""
+    """By default torch makes sizes symbolic at the second one, and always runs that graph."""
     model = deep_model()
     compiler = Counting(backend="eager")
     compiler.add(model)
@@ -279,7 +280,7 @@ class Breaking(Counting):
 
 @pytest.mark.parametrize("method", ["layershuffle", "layershuffle-predict"])
 def test_a_graph_that_fails_in_the_middle(tmp_path, monkeypatch, caplog, method):
-    """Of the run, and of a forward: its second block, when the first has guessed its position."""
+    """In the middle of the run and of a forward: in its second block, after a prediction."""
     # A graph per block, and yet no dropout that would show.
     model = NO_DROPOUT + "&drop_path_rate=1e-9"
     run = {"steps": 5, "eval_every": 5, "model": model, "method": method}
@@ -313,7 +314,7 @@ def test_recompiles_are_noticed_once(caplog):
     assert caplog.text.count("compiled again") == 1
 
 
-def test_a_compiled_model_is_saved_copied_and_unwrapped_as_ever(tmp_path):
+def test_a_compiled_model_is_saved_copied_and_unwrapped_as_usual(tmp_path):
     model = ls.load(NO_DROPOUT, seed=1)
     keys = list(model.state_dict())
     compiler = BlockCompiler(backend="eager")

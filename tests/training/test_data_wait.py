@@ -1,4 +1,4 @@
-"""The share of time spent waiting for data, by a clock that is set by hand; in a real run, too."""
+"""The share of time spent waiting for data, by a clock set by hand and in a real run."""
 
 import sys
 
@@ -41,14 +41,14 @@ def test_the_share_is_of_the_time_of_the_steps():
     assert meter.reset() == 0  # no time has passed
 
 
-def test_a_loader_that_is_too_slow_is_said():
+def test_a_slow_loader_is_reported():
     assert loader_bound({"waiting": LOADER_BOUND - 0.1}) == ""
     text = loader_bound({"waiting": 34.4})
     assert text == ", loader-bound: 34 % of the time waiting for data"
 
 
 def run(out, monkeypatch, *, reading, scoring, **changes):
-    """Events and result of a run with steps of 3 seconds, by a clock that these three move."""
+    """Events and result of a run with steps of 3 seconds, by a clock set by hand."""
     clock = Clock()
 
     def taking(seconds, method):
@@ -84,7 +84,7 @@ def shares(out, monkeypatch, *, reading, scoring):
 
 
 def test_a_run_tells_how_long_it_waited(tmp_path, monkeypatch):
-    """A batch is read ahead, and before that one more: five in the first four steps, then four."""
+    """Batches are read ahead, so five are read in the first four steps, then four."""
     waiting = shares(tmp_path, monkeypatch, reading=1, scoring=500)
     assert waiting == pytest.approx([100 * 5 / (5 + 12), 100 * 4 / (4 + 12)])
 

@@ -1,6 +1,6 @@
 """Two processes train as one does: DDP and FSDP2 on CPUs, over gloo.
 
-One pair of processes runs everything once; the tests look at what it left.
+One pair of processes runs everything once; the tests check its results.
 """
 
 import functools
@@ -33,7 +33,11 @@ from layershuffle.training.sharding import idle_parameters
 from layershuffle.training.state import TrainState
 
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
-HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
+HIDDEN = (
+    "parallel",
+    "compile",
+    "activation_checkpointing",
+)  # must not affect the weights
 GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
 DROP = {"method": "layershuffle-predict", "drop": 0.6, "accumulate": 2, "max_parallel": 3}
 FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
@@ -155,7 +159,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(models, tmp_path_factory):
-    """The directory of the runs, and what each process found."""
+    """The directory of the runs, and the results of each process."""
     out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
     given = (free_port(), models, out, results)
     both = [SERVER.Process(target=work, args=(rank, *given)) for rank in (0, 1)]
@@ -253,7 +257,7 @@ def test_own_orders_train_the_mean_of_two_gradients(pair, models):
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_stopped_in_one_process_and_taken_up_in_both(pair, name):
+def test_stopped_in_one_process_and_resumed_in_both(pair, name):
     out, both = pair
     for facts in both:
         assert facts[f"stopped {name}"].startswith(f"Stopped at step {STOPPED[name]} of 9")
@@ -262,7 +266,7 @@ def test_stopped_in_one_process_and_taken_up_in_both(pair, name):
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_stopped_in_two_processes_and_taken_up_by_one(pair, models, alone, name):
+def test_stopped_in_two_processes_and_resumed_by_one(pair, models, alone, name):
     out = pair[0] / f"for one {name}"
     fit(run(models, **ARMS[name]), out)
     assert_same_weights(weights(out), weights(alone(name)), tolerance=2e-5)

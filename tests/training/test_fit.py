@@ -1,4 +1,4 @@
-"""`fit`: exact resume after kill -9 and SIGTERM, golden losses, errors that leave the last state.
+"""`fit`: exact resume after kill -9 and SIGTERM, golden losses, errors that keep the last state.
 
 The oracle for the whole trainer is a plain PyTorch loop written out below.
 """
@@ -46,7 +46,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Runs of every arm that nobody killed: their directory and the losses of every step."""
+    """Uninterrupted runs of every arm: their directory and the losses of every step."""
     runs = {}
     for name, arm in ARMS.items():
         out, events = tmp_path_factory.mktemp(name), []
@@ -94,7 +94,7 @@ def test_killed_runs_end_at_the_same_weights(undisturbed, tmp_path, name, kind, 
     assert_same_weights(weights(out), weights(undisturbed[name][0]))
 
 
-def test_sigterm_saves_and_goes_on(undisturbed, tmp_path):
+def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
     out = tmp_path / "run"
 
     def ask_to_stop(event):
@@ -109,7 +109,7 @@ def test_sigterm_saves_and_goes_on(undisturbed, tmp_path):
 
 
 def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
-    """As on a GPU, where batches are sent without waiting; here it only shows on the loader."""
+    """As on a GPU, where batches are sent without waiting, which here is a flag of the loader."""
     seen = []
 
     def look_at_the_loader(phase, step):
@@ -253,7 +253,7 @@ def test_other_settings_in_one_directory(undisturbed):
         fit(settings(lr=2e-3), out)
 
 
-def test_a_run_that_never_began_binds_nobody(tmp_path):
+def test_settings_of_a_run_that_never_began_may_change(tmp_path):
     with pytest.raises(LayerShuffleError, match="There is no timm model"):
         fit(settings(model="timm:vit_tiny_patch16_22"), tmp_path)
     result = fit(settings(steps=1), tmp_path)
@@ -332,7 +332,7 @@ def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, caplog, has_bf16):
+def test_bf16_on_a_cpu_without_it_is_reported(tmp_path, monkeypatch, caplog, has_bf16):
     monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
     result = fit(settings(steps=1, precision="bf16", device="cpu"), tmp_path / "run")
     assert result.hardware["precision"] == "bf16"
@@ -340,7 +340,7 @@ def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, caplog, has_bf1
 
 
 def test_a_run_goes_on_in_the_precision_that_it_began_in(tmp_path):
-    """Whatever a probe would choose now: the record in the checkpoint is another processor's."""
+    """Regardless of a new probe: the record in the checkpoint is from another processor."""
     run, out = settings(steps=4, checkpoint_every=2, log_every=1, device="cpu"), tmp_path / "run"
 
     def stop(event):
@@ -357,7 +357,7 @@ def test_a_run_goes_on_in_the_precision_that_it_began_in(tmp_path):
     assert "precision bf16: tried elsewhere" in result.data["notes"]
 
 
-def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+def test_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="There is no GPU"):
         fit(settings(device="cuda"), tmp_path / "run")

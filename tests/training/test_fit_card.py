@@ -1,4 +1,4 @@
-"""What a run says of its checkpoint: accuracy and classes in the card, and when it is a guess."""
+"""Accuracy and classes in the card of a checkpoint, and warnings about few images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layershuffle.training import fit
 
 
 @pytest.mark.parametrize(("held_out", "warned"), [(32, True), (120, False)])
-def test_few_images_that_pick_the_checkpoint_are_named(tmp_path, held_out, warned):
+def test_few_images_that_select_the_checkpoint_are_reported(tmp_path, held_out, warned):
     data = f"digit-pairs?train=32&validation={held_out}&test=8"
     run = settings(data=data, steps=2, eval_every=1)
     result = fit(run, tmp_path / "run")

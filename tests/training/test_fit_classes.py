@@ -1,4 +1,4 @@
-"""A run names the classes of its model after the data, and prepares images as it says."""
+"""A run saves the class names of its data, and the preparation of its images."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def top1(model: Path | str, data: Path, **settings: Any) -> float:
 
 
 def stock_top1(model: Path, data: Path) -> float:
-    """How many images a stock pipeline puts into the folder that they are in, in percent."""
+    """The accuracy of a stock pipeline on the folders, in percent."""
     stock = transformers.pipeline("image-classification", model=str(model))
     files = sorted((data / "val").glob("*/*.png"))
     right = [stock(str(file))[0]["label"] == file.parent.name for file in files]
@@ -109,7 +109,7 @@ def test_a_stock_pipeline_is_right_by_name_as_often_as_eval_says(
 
 
 def test_data_in_another_order_score_the_same(data: Path, tmp_path: Path) -> None:
-    """The folders of a model with names may be numbered as they like."""
+    """For a model with names the order of the folders does not matter."""
     named, unnamed = (base(tmp_path / str(names), names) for names in (BASE, None))
     model: Any = ls.load(named)
     by_name = top1(named, data)

@@ -1,4 +1,4 @@
-"""On a GPU: no step waits for it, nothing is compiled again, memory that is not there is named."""
+"""On a GPU: no step waits for it, nothing is recompiled, and missing memory is reported."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loop by itself: streams that end and go on, given batches, the files of a checkpoint."""
+"""The training loop: streams over several epochs, fixed batches, checkpoint files."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A batch that does not fit: which one does, and what helps. The memory is simulated."""
+"""Batches that do not fit in (simulated) memory: the suggested batch and settings."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from layershuffle.training.warmup import largest_that_fits
 
 @pytest.fixture
 def room_for(monkeypatch):
-    """Makes linear layers run out of memory on more rows of images than that."""
+    """A function that makes linear layers run out of memory for more than `images` images."""
     forward = nn.Linear.forward
 
     def room(images, *, training=True):

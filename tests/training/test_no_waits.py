@@ -1,4 +1,4 @@
-"""No step makes the host wait for the device, as far as a CPU can tell (test_gpu_training.py)."""
+"""No step makes the host wait for the device, tested on a CPU (see test_gpu_training.py)."""
 
 import sys
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ READS = {torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.numpy, torch.Tensor.t
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what makes the host wait for values: .item(), float(), int(), bool(), masks."""
+    """Counts operations that wait for values: .item(), float(), int(), bool(), masks."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         Syncs.found += func in WAITS
@@ -68,7 +68,7 @@ def is_device(value):
         lambda ones: ones.tolist(),
     ],
 )
-def test_what_would_wait_is_seen(monkeypatch, wait):
+def test_waiting_calls_are_counted(monkeypatch, wait):
     monkeypatch.setitem(globals(), "__name__", "layershuffle.pretended")
     monkeypatch.setattr(Syncs, "found", 0)
     with Syncs():
@@ -81,7 +81,7 @@ def counting():
     counted = ExitStack()
 
     def count(phase, step):
-        # The first forward of a model tries once what it does between its blocks.
+        # The first forward of a model runs a trial of its loop.
         if phase == "forward" and step > 0:
             counted.close()
             counted.enter_context(Syncs())

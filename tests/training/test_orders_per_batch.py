@@ -22,7 +22,7 @@ SHUFFLED = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3)
 GROUPED = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4)
 
 
-def test_one_order_per_batch_is_drawn_as_ever():
+def test_one_order_per_batch_is_drawn_as_before():
     for step, micro_batch in [(0, 0), (7, 2)]:
         expected = ls.Shuffled().draw(12, seed=3, step=step, micro_batch=micro_batch)
         assert SHUFFLED.draw(step=step, micro_batch=micro_batch) == (expected,)
@@ -176,7 +176,7 @@ def group_loss(model, pixels, labels, order):
             return F.cross_entropy(model(pixels), labels) + guesses.loss()
 
 
-def test_killed_and_taken_up(tmp_path):
+def test_killed_and_resumed(tmp_path):
     run = settings(orders_per_batch=4, accumulate=2, activation_checkpointing=True)
     fit(run, tmp_path / "whole")
 

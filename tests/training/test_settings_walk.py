@@ -1,6 +1,6 @@
 """The settings of `fit` are made once and read where they are used: who reads them, in which order.
 
-docs/architecture.md lists these files for a reader; here a run says whether the list is true.
+docs/architecture.md lists these files; here a run verifies the list.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""What the blocks learnt: one file per question, answered by tables, figures and one finding.
+"""Analyses of what the blocks learnt: a module per question, with tables, figures and a finding.
 
-`ANALYSES` lists them. Each module offers `measure(subject) -> Measurement`, `finding(facts) -> str`
-and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, the sentence from
-the numbers alone.
+`ANALYSES` lists them. Each module has `measure(subject) -> Measurement`, `finding(facts) -> str`
+and `figures(tables) -> {file: Figure}`; figures depend only on the tables, the finding only on the
+facts.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class _Module(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """One question, and the module that answers it (imported when asked)."""
+    """One question, and the name of the module that answers it."""
 
     title: str
     question: str
     module: str
 
     def load(self) -> _Module:
-        """The module."""
-        # Imported when asked for: `analyze --list` must not wait for torch and UMAP.
+        """Import the module."""
+        # Imported late, because `analyze --list` must not wait for torch and UMAP.
         return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
 
 
@@ -98,7 +98,7 @@ ANALYSES = {
 
 
 def find_analysis(name: str) -> Analysis:
-    """The analysis of that name; raises `UsageError` with the nearest one."""
+    """The analysis with this name. Raises `UsageError` with the most similar name."""
     if name not in ANALYSES:
         hint = did_you_mean(name, ANALYSES, otherwise=f"one of {', '.join(ANALYSES)}")
         raise UsageError(f"There is no analysis {name!r}", hint=hint)
@@ -115,12 +115,12 @@ def run_analysis(
     device: Device = "auto",
     progress: Progress = unheard,
 ) -> None:
-    """Answer one question about one model into `out`, which is whole or absent at any moment.
+    """Run one analysis of one model, and write it to the directory `out` atomically.
 
     Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
-    settings, facts). `progress` hears of images and of what is made of them. Raises `DoesNotApply`
-    (a `UsageError`) for a model that the question does not apply to, and as `load` and `open_data`
-    do.
+    settings, facts). `progress` is called with the images done, and with later steps. Raises
+    `DoesNotApply` (a `UsageError`) for a model to which the question does not apply, and as `load`
+    and `open_data` do.
     """
     from layershuffle.analysis.subject import open_subject
     from layershuffle.files import staged_directory
@@ -131,16 +131,16 @@ def run_analysis(
         model_spec, data_spec, settings=settings, device=device, progress=progress
     )
     module = analysis.load()
-    # Everything is made before anything is written: an older answer stays if this one fails.
+    # Everything is computed before anything is written, so an older result survives a failure.
     measured = module.measure(subject)
     texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
-    # Drawn from what is written, so that a redrawn figure is the same file.
+    # Drawn from the written text, so a redrawn figure is the same file.
     pictures = draw(name, {file[:-4]: table_from(text) for file, text in texts.items()})
     summary = {
         "schema": SCHEMA,
         "name": name,
         "title": analysis.title,
-        "paragraph": module.finding(measured.facts),  # named as in older files
+        "paragraph": module.finding(measured.facts),  # the key of older files
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,
@@ -155,7 +155,7 @@ def run_analysis(
 
 
 def draw(name: str, tables: Tables) -> dict[str, bytes]:
-    """The figures of an analysis from its tables alone: file name -> SVG."""
+    """The figures of an analysis, drawn only from its tables: file name -> SVG."""
     from layershuffle.plotting import figure_bytes
 
     figures = find_analysis(name).load().figures(tables)

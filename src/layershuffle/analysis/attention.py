@@ -1,12 +1,12 @@
 """How far, and how evenly, do blocks look at each position? (paper, section 5: "attention maps")
 
-Distance: the mean distance in patches between the middle of a query patch and those of the patches
-it looks at, weighted by the attention to them; tokens that are no patches (class, registers) are
-left out on both sides. Entropy: that of a token's attention over all tokens, in nats; `even` is its
-share of the largest possible one, ln(tokens). Both are means over heads, tokens and images.
+Distance: the mean distance in patches between the centre of a query patch and those of the key
+patches, weighted by attention; tokens that are no patches (class, registers) are excluded on both
+sides. Entropy: that of a token's attention over all tokens, in nats; `even` is its share of the
+largest possible entropy, ln(tokens). Both are means over heads, tokens and images.
 
-Fused kernels do not show the attention matrix, so softmax(q k^T scale + mask) is computed again
-from what was handed to them. The hosts are left alone: the calls are seen by a TorchFunctionMode.
+Fused kernels do not return the attention matrix, so softmax(q k^T scale + mask) is computed again
+from their arguments. A TorchFunctionMode intercepts the calls; the hosts are not changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from layershuffle.analysis.results import Tables
 
-# Arguments of scaled_dot_product_attention that may come without their names.
+# Positional arguments of scaled_dot_product_attention.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LARGEST_PREFIX = 32  # tokens before the patches: class, distillation, registers
 
@@ -55,10 +55,10 @@ class Attention:
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Records the attention of every block: a block hook, and a mode that calls are made in.
+    """Records the attention of every block, as a block hook and a mode of torch.
 
-    `attentions` holds those since it was last emptied; `grid` (rows, columns) is the shape of
-    the last convolution before the blocks: the patches.
+    `attentions` holds the records since it was last cleared; `grid` (rows, columns) is the output
+    shape of the last convolution before the blocks, which makes the patches.
     """
 
     def __init__(self) -> None:
@@ -68,23 +68,23 @@ class AttentionWatch(TorchFunctionMode):
         self._step: Step | None = None
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone."""
+        """Return the input unchanged."""
         self._step = step
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Leaves the output alone."""
+        """The block has run."""
         del state, step
         self._step = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Calls `func` as it was called, and keeps attention weights."""
+        """Call `func`, and record attention weights."""
         kwargs = kwargs or {}
         if self._step is None:
             out = func(*args, **kwargs)
-            # Outside the blocks: the patch embedding is the last convolution before them.
+            # Outside of the blocks, where the patch embedding is the last convolution.
             if func is F.conv2d:
                 self.grid = (out.shape[-2], out.shape[-1])
             return out
@@ -93,19 +93,19 @@ class AttentionWatch(TorchFunctionMode):
             arguments = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
             self.attentions.append(Attention(self._step, _weights(arguments)))
         elif func is F.multi_head_attention_forward:
-            # torch's own layer calls its kernel inside this function, where no mode looks. It
-            # returns the weights if it is asked to.
+            # torch's own layer calls its kernel inside this function, which modes do not see, but
+            # the function can return the weights.
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             out, weights = func(*args, **kwargs)
             self.attentions.append(Attention(self._step, cast(Tensor, weights)))
-            return out, None  # the layer did not ask for weights and expects none
+            return out, None  # the layer expects no weights
         return func(*args, **kwargs)
 
 
 def _weights(arguments: dict[str, Any]) -> Tensor:
     """Attention weights from the arguments of `scaled_dot_product_attention`."""
     query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
-    # Causal masks belong to text; heads that share keys would need them repeated first.
+    # Causal masks are for text; grouped queries would need repeated keys.
     if arguments.get("is_causal") or arguments.get("enable_gqa"):
         raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
     scale = arguments.get("scale")
@@ -117,7 +117,7 @@ def _weights(arguments: dict[str, Any]) -> Tensor:
 
 
 def patch_distances(grid: tuple[int, int]) -> Tensor:
-    """Distances `[patches, patches]` between the middles of patches, in patches."""
+    """Distances `[patches, patches]` between the centres of patches, in patches."""
     rows, columns = torch.meshgrid(
         *(torch.arange(n, dtype=torch.float) for n in grid), indexing="ij"
     )
@@ -126,12 +126,12 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 
 
 def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Mean attention distance `[batch, heads, patches]` in patches; the patches come last."""
+    """Mean attention distance `[batch, heads, patches]` in patches; the last tokens are patches."""
     patches = grid[0] * grid[1]
-    # Prefix tokens have no place in the image; the rest of a row is divided by its own sum.
+    # Prefix tokens have no place in the image; the other weights of a row are normalised.
     between = weights[..., -patches:, -patches:]
     apart = patch_distances(grid).to(weights)
-    # A patch that looks at prefix tokens alone has no distance; 0 / 0 must not become NaN.
+    # A patch that attends only to prefix tokens has distance 0, not 0 / 0.
     mean: Tensor = (between * apart).sum(-1) / between.sum(-1).clamp_min(1e-30)
     return mean
 
@@ -153,7 +153,7 @@ def measure(subject: Subject) -> Measurement:
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
-            # Weights are batch x heads x tokens^2 per block: only one forward's are ever alive.
+            # Weights are batch x heads x tokens^2 per block, so only one forward's are kept.
             watch.attentions.clear()
             with watch:
                 subject.run(batch.images, order, watch)
@@ -170,7 +170,7 @@ def measure(subject: Subject) -> Measurement:
         columns |= mean.columns(name, clusters)
     table = position_table(columns)
     facts = _facts(table, tokens, watch.grid or (1, 1))
-    # The difference has an interval of its own: the same images look at both positions.
+    # The difference has its own interval, because the same images run at both positions.
     last_less_first = at_position(depth, depth - 1) - at_position(depth, 0)
     for name in ("distance", "even"):
         by_position = facts[f"{name}_by_position"]
@@ -188,7 +188,7 @@ def _add(
     grid: tuple[int, int] | None,
     first: int,
 ) -> int:
-    """Add the attention of one block's turn; the number of tokens."""
+    """Add the attention of one step. Returns the number of tokens."""
     weights, step = attention.weights, attention.step
     grid, tokens = _check_square(weights, grid), weights.shape[-1]
     entropy = entropies(weights)
@@ -198,7 +198,7 @@ def _add(
         "even": entropy / math.log(tokens),
     }
     for name, value in values.items():
-        # Heads and tokens of an image are one value of it: they go right and wrong together.
+        # One value per image, because its heads and tokens are not independent.
         of_image = value.double().flatten(1).mean(1)
         means[name].add(step.block, step.position, values=of_image, first=first)
     return tokens
@@ -261,7 +261,7 @@ def figures(tables: Tables) -> dict[str, Figure]:
     lines = new_figure(9.2, 3.6)
     for axes, each in zip(lines.subplots(1, 2), maps, strict=True):
         values, positions = each.values, range(len(each.values))
-        # The band is the range over blocks, which a mean alone would hide.
+        # The band is the range over blocks.
         axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
         axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
         style_axes(axes, f"{each.title}: mean over blocks, and their range")

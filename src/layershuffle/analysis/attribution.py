@@ -1,11 +1,11 @@
 """What does each block add to the right answer, by position? (paper's second abstract)
 
-The logits are an affine function of the last state once the final LayerNorm's scale is taken for
-the number that it is for that image: pooling, norm and linear head. So the centred logit, that of
-the right class less the mean over all classes, is a sum: what every block added to the stream,
-projected, plus the stem's part and a constant (the biases). A position encoding counts for the
-block it is given to. The sum is checked on every batch; models with more than that between blocks
-and logits (class attention, a pooler with tanh) fail the check and are refused.
+If the scale of the final LayerNorm is fixed at its value for an image, pooling, norm and linear
+head are an affine function of the last state. So the centred logit (that of the right class minus
+the mean over all classes) is a sum: the projected update of every block, the stem's part, and a
+constant (the biases). A position encoding counts as part of its block. The sum is checked on every
+batch; models with more than that between blocks and logits (class attention, a pooler with tanh)
+fail the check and are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
 
 
 class _FrozenScale(TorchFunctionMode):
-    """Computes norms with a fixed scale: that of this call, or that of an earlier pass."""
+    """Computes norms with a constant scale: that of this call, or one of an earlier pass."""
 
     def __init__(self, scales: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _FrozenScale(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """`F.layer_norm` and `F.rms_norm` in plain steps; all else as it is."""
+        """Compute `F.layer_norm` and `F.rms_norm` in plain steps; call other functions as usual."""
         if func is F.layer_norm:
             return self._norm(*args, **(kwargs or {}))
         if func is F.rms_norm:
@@ -79,7 +79,7 @@ class _FrozenScale(TorchFunctionMode):
         floor = torch.finfo(input.dtype).eps if eps is None else eps
         scale = torch.rsqrt(out.square().mean(dims, keepdim=True) + floor).detach()
         self.scales.append(scale)
-        # The replay runs the same norms in the same order, so scales pair up by counting.
+        # The replay calls the same norms in the same order, so scales match by their index.
         out = out * next(self._given, scale)
         out = out if weight is None else out * weight
         return out if bias is None else out + bias
@@ -100,18 +100,18 @@ class LogitSplit:
 
 @dataclass
 class _Updates:
-    """A block hook that records the state before the first block and behind every block."""
+    """A block hook that records the state before the first block and after every block."""
 
     states: list[Tensor] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Keeps the stem's state."""
+        """Record the output of the stem."""
         if step.position == 0:
             self.states = [state]
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Keeps the state behind the block."""
+        """Record the state after the block."""
         del step
         self.states.append(state)
 
@@ -122,14 +122,14 @@ def split_logits(
     """The parts of the right class's centred logit under `order`.
 
     Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
-    for a host that does more between its blocks than pass the state on.
+    for a host that computes something between its blocks.
     """
     refuse_loops(subject.model, images, forward=subject.logits)
     updates = _Updates()
     with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
         logit = _centred(subject.logits(images), labels)
-    # With the scale of the final norm held fixed, what follows the blocks is affine in their last
-    # state: its slope there projects every update, its value at zero is the constant.
+    # With a fixed scale of the final norm, everything after the blocks is affine in the last state:
+    # its gradient projects every update, its value at zero is the constant.
     last = updates.states[-1].detach().requires_grad_(True)
     with torch.enable_grad():
         frozen = _FrozenScale()
@@ -153,9 +153,8 @@ def split_logits(
 def _head(
     subject: Subject, images: Tensor, labels: Tensor, state: Tensor, *, mode: _FrozenScale
 ) -> Tensor:
-    """Centred logits `[batch]` when the blocks leave `state` behind."""
-    # The host's own forward, with the blocks replaced by their final state: pooling, norm and head
-    # are then whatever this host has.
+    """Centred logits `[batch]` if `state` is the state after the last block."""
+    # The host's own forward, with the blocks replaced by their final state.
     with walking(subject.model, lambda _call, _initial: state), mode:
         return _centred(subject.logits(images), labels)
 
@@ -165,7 +164,7 @@ def _centred(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_sum(split: LogitSplit) -> None:
-    # Relative to the largest part: large parts that cancel leave rounding errors of their own size.
+    # Relative to the largest part, because large parts that cancel leave rounding errors.
     total = torch.stack([split.stem, split.constant, *split.blocks]).sum(0)
     error = float((total - split.logit).abs().max())
     largest = max(float(part.abs().max()) for part in (split.logit, split.stem, *split.blocks))
@@ -187,7 +186,6 @@ def measure(subject: Subject) -> Measurement:
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
-            # The labels choose the logit that is split: each image has its own right class.
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
                 means.add(block, position, values=part, first=batch.first)

@@ -2,12 +2,12 @@
 
 Centred kernel alignment (Kornblith et al. 2019, arXiv 1905.00414) of a block's outputs (mean over
 tokens) on the same images at two positions: 1 for representations that differ by a rotation and a
-scale, near 0 for unrelated ones. The two positions come from two orders, and what ran before the
-block differs between them even if the position does not. So every pair of positions is compared
-between two independent Latin squares of orders: the diagonal then says how alike a block's
-outputs are at one position under two orders, and what is off the diagonal is to be held against it.
-CKA of few images is biased upwards; `floor` is its value when the images of one side are shuffled.
-Intervals are over images, under these two squares of orders.
+scale, near 0 for unrelated ones. The two positions come from two orders, in which other blocks ran
+before, even if the position is the same. So every pair of positions is compared between two
+independent Latin squares of orders: the diagonal shows the similarity at one position under two
+orders, which is the reference for all other pairs.
+CKA of few images is biased upwards; `floor` is its value if the images of one side are shuffled.
+Intervals are over images, for these two squares of orders.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def linear_cka(first: Tensor, second: Tensor) -> float:
 def cka_matrix(first: Tensor, second: Tensor) -> tuple[Floats, Floats]:
     """CKA `[positions, positions]` between features `[positions, images, width]`, and influences.
 
-    Influences `[positions, positions, images]`: how far each image moves each CKA, the derivative
-    by its weight: CKA (2 x'(X'Y)y / |X'Y|^2 - x'(X'X)x / |X'X|^2 - y'(Y'Y)y / |Y'Y|^2).
+    Influences `[positions, positions, images]`: the derivative of each CKA by the weight of each
+    image: CKA (2 x'(X'Y)y / |X'Y|^2 - x'(X'X)x / |X'X|^2 - y'(Y'Y)y / |Y'Y|^2).
     """
     x, y = (z.double() - z.double().mean(1, keepdim=True) for z in (first, second))
     own = [z.transpose(1, 2) @ z for z in (x, y)]
@@ -59,7 +59,7 @@ def cka_matrix(first: Tensor, second: Tensor) -> tuple[Floats, Floats]:
         for z, kernel, square in zip((x, y), own, squares, strict=True)
     ]
     values, influences = [], []
-    # All positions of `second` at a time, not all pairs: a pair is a matrix of width x width.
+    # All positions of `second` at a time, but not all pairs, each of which is width x width.
     for left, square, share in zip(x, squares[0], shares[0], strict=True):
         cross = y.transpose(1, 2) @ left
         above, below = cross.square().sum((1, 2)), (square * squares[1]).sqrt()
@@ -80,22 +80,22 @@ def measure(subject: Subject) -> Measurement:
         subject.progress("blocks", block, depth)
         matrix, moved = cka_matrix(ours, others)
         influence += moved / depth
-        # The two squares of orders are equals, so neither direction is the right one.
+        # Neither of the two squares of orders has precedence, so both directions are averaged.
         matrix = (matrix + matrix.T) / 2
         rows += [(block, p, q, float(value)) for (p, q), value in np.ndenumerate(matrix)]
         floors.append(linear_cka(ours[-1], others[-1][torch.from_numpy(shuffle)]))
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
-    # All images share the two squares, so orders are no reason for them to go together.
+    # All images share the two squares, so batches are no clusters.
     clusters = subject.clusters(images, by_batch=False)
     facts = {"images": images, **_facts(table, floor, influence, clusters)}
     return Measurement(tables={"cka": table}, facts=facts)
 
 
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:
-    """Outputs under two Latin squares of orders, the same for all images."""
+    """Outputs `[blocks, positions, images, width]` under two Latin squares of orders each."""
     depth, seed = subject.depth, subject.settings.seed
-    # Two squares of their own relabelling, so that their orders are independent.
+    # Each square has its own relabelling, so their orders are independent.
     orders = balanced_orders(depth, first=0, count=2 * depth, seed=seed)
     chunks: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in subject.batches():
@@ -115,11 +115,11 @@ def _facts(
 ) -> Facts:
     mean = _mean_matrix(table)
     depth = len(mean)
-    # Distance 0 is the baseline of all others: the same position, under two orders.
+    # Distance 0 is the reference for all others: the same position, under two orders.
     apart_by = abs(np.subtract.outer(np.arange(depth), np.arange(depth)))
     by_distance = [float(mean[apart_by == d].mean()) for d in range(depth)]
     blocks = [float(_matrix(table, b)[apart_by > 0].mean()) for b in range(depth)]
-    # The matrix is the mean of both directions, and every distance has as many cells of either.
+    # As in the matrix, every distance averages over both directions.
     moved = [influence[apart_by == d].mean(0) for d in range(depth)]
 
     def bounds(value: float, part: Floats) -> Interval:

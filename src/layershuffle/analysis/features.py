@@ -14,13 +14,13 @@ Token = Literal["class", "mean"]
 
 def pooled(state: Tensor, token: Token) -> Tensor:
     """One vector per image, `[batch, width]`: the first token, or the mean over all tokens."""
-    # To the host at once: the vectors of all images are kept until the last batch.
+    # To the CPU at once, because the vectors of all images are kept until the last batch.
     return (state[:, 0] if token == "class" else state.mean(dim=1)).float().cpu()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One block's turn: `vectors` `[rows, width]` per kind of token, the input's as "input"."""
+    """One step: `vectors` `[rows, width]` per kind of token, those of the input as "input"."""
 
     step: Step
     vectors: dict[str, Tensor]
@@ -28,9 +28,9 @@ class Turn:
 
 @dataclass
 class FeatureWatch:
-    """A block hook that records pooled outputs, and pooled inputs where asked.
+    """A block hook that records pooled outputs, and with `inputs` also pooled inputs.
 
-    Inputs are taken before a position encoding is added, if the model has one. Empty `turns`
+    Inputs are recorded before a position encoding is added, if the model has one. Clear `turns`
     between forwards.
     """
 
@@ -40,13 +40,13 @@ class FeatureWatch:
     _input: dict[str, Tensor] = field(default_factory=dict)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone."""
+        """Return the input unchanged."""
         del step
-        # Hooks run in order, and the encoding's comes last: this is what the other blocks left.
+        # Hooks run in order, and the encoding's hook comes last, so it is not yet added here.
         self._input = {"input": pooled(state, self.tokens[0])} if self.inputs else {}
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Pools the output."""
+        """Record the pooled output."""
         vectors = self._input | {str(token): pooled(state, token) for token in self.tokens}
         self.turns.append(Turn(step, vectors))

@@ -1,9 +1,9 @@
-"""95 % intervals of the numbers of an analysis, and what a finding may say of them.
+"""95 % intervals of the numbers of an analysis, and their texts in a finding.
 
-An interval covers other images and, where the images of a batch share their orders, other orders.
-It is made of how far each image moves the number (`ImageGroups.half_width`): images of one batch,
-and images that the data call a group, may move it together. Fewer than `FEWEST_CLUSTERS` batches or
-groups give none: the finding then says that there are too few images, and compares nothing.
+An interval covers the choice of images and, where the images of a batch share their orders, that of
+orders. It is computed from the influence of each image on the number (`ImageGroups.half_width`),
+which may be correlated within a batch or a group of the data. With fewer than `FEWEST_CLUSTERS`
+batches or groups there is none: the finding then reports too few images, and compares nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOO_FEW = "too few images for intervals: raise --images or lower --batch-size"
 def interval(
     value: float, half: float | None, *, limits: tuple[float, float] = (-math.inf, math.inf)
 ) -> Interval:
-    """The interval that reaches `half` to both sides, inside the limits of the quantity."""
+    """The interval `value` +- `half`, clipped to the limits; `None` without `half`."""
     if half is None:
         return None
     return {"low": max(limits[0], value - half), "high": min(limits[1], value + half)}
@@ -31,7 +31,7 @@ def apart(bounds: Interval, point: float = 0.0) -> bool:
 
 
 def with_bounds(value: float, bounds: Interval, *, form: str = ".2f", unit: str = "") -> str:
-    """ "0.18 (0.17 to 0.19)", the number alone without an interval; `form` of both."""
+    """The number with its interval, if any, as "0.18 (0.17 to 0.19)"; `form` is the format."""
     text = f"{value:{form}}{unit}"
     if bounds is None:
         return text
@@ -39,5 +39,5 @@ def with_bounds(value: float, bounds: Interval, *, form: str = ".2f", unit: str 
 
 
 def said_with(sentence: str, intervals: Mapping[str, Interval]) -> str:
-    """`sentence` with a full stop, and with a remark (`TOO_FEW`) if an interval is missing."""
+    """`sentence` with a full stop, and with the remark `TOO_FEW` if an interval is missing."""
     return f"{sentence}; {TOO_FEW}." if None in intervals.values() else f"{sentence}."

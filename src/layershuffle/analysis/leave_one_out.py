@@ -1,9 +1,9 @@
-"""What is lost when one block of an order is left out? (paper's second abstract)
+"""What does the model lose if one block of an order is left out? (paper's second abstract)
 
-Every drawn order is run whole and once without each of its blocks, on the same images; the change
-in cross-entropy (nats) and in top-1 (points) is filed under the block and the position it had. The
-blocks behind it move up by one position, as when a host is lost. All of a batch's orders go through
-one prefix trie, which runs their common beginnings once.
+Every drawn order is run completely and once without each of its blocks, on the same images; the
+change in cross-entropy (nats) and in top-1 (points) is assigned to the block and its position. The
+later blocks move forward by one position, as when a host is lost. All orders of a batch share one
+prefix trie, which runs common prefixes once.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from layershuffle.analysis.results import Tables
     from layershuffle.stats import ImageGroups
 
-_SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, against depth elsewhere
+_SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 
 
 def without(order: ExecutionOrder, position: int) -> ExecutionOrder:
-    """The order without what it runs at `position`."""
+    """The order without its block at `position`."""
     blocks = order.blocks[:position] + order.blocks[position + 1 :]
     return ExecutionOrder(blocks, order.depth)
 
@@ -65,7 +65,7 @@ def measure(subject: Subject) -> Measurement:
                 [order, *(without(order, position) for position in range(depth))]
                 for order in batch.orders
             ]
-            # An order and its variants share their beginnings: about half of all block runs.
+            # Common prefixes of an order and its variants are about half of all block runs.
             trie = build_trie([order for group in variants for order in group])
             executions += block_executions(trie)
             naive += sum(len(order) for group in variants for order in group)

@@ -1,10 +1,10 @@
 """Does a block switch itself off where it is out of place? (paper, section 5: "further analysis")
 
-A block adds two vectors to every token of the stream: that of its attention and that of its MLP.
-Their L2 norms, and their ratio to the norm of the token they are added to, are averaged over
-tokens and images per (block, position). What is added is read off the stream itself: a pre-norm
-block hands the stream to a norm before each branch, so a branch is the difference between what two
-norms in a row were given. That holds whatever scales stand behind the branch (LayerScale).
+A block adds two vectors to every token of the stream, from its attention and its MLP. Their L2
+norms, and the ratios to the norm of the token, are averaged over tokens and images per (block,
+position). The vectors are computed from the stream: a pre-norm block passes the stream to a norm
+before each branch, so a branch adds the difference between the inputs of two successive norms. This
+includes all scales after the branch (LayerScale).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
     from layershuffle.analysis.results import Tables
 
-# How host libraries call the module that attends; other children keep their own names.
+# Names of the attention module in the host libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What one branch of a block added: `stream` and `added` are `[batch, tokens, width]`."""
+    """One branch of a block: input `stream` and update `added`, `[batch, tokens, width]`."""
 
     name: str
     stream: Tensor
@@ -53,11 +53,11 @@ class Branch:
 
 @dataclass
 class BranchWatch:
-    """Splits what every block adds to the stream into its branches.
+    """Splits the update of every block into its branches.
 
-    Use it as a context manager: inside, the blocks carry hooks of torch. `branches` are those of
-    the block that ran last. Raises `DoesNotApply` for blocks that are not made of pre-norm branches
-    in a row.
+    Use it as a context manager, within which the blocks have torch hooks. `branches` are those of
+    the block that ran last. Raises `DoesNotApply` for blocks that are not a sequence of pre-norm
+    branches.
     """
 
     model: nn.Module
@@ -91,15 +91,15 @@ class BranchWatch:
         (_, _, start), *calls = self._seen
         norms = [k for k, (_, child, _) in enumerate(calls) if "Norm" in type(child).__name__]
         points = [calls[k][2] for k in norms]
-        # The first norm must be given the block's own input: what ran before it would otherwise
-        # belong to no branch.
+        # The first norm must get the block's input, or a computation before it would belong to no
+        # branch.
         if len(points) < 2 or norms[0] != 0 or points[0] is not start:
             raise _not_in_branches(block)
         ends = [*points[1:], out[0] if isinstance(out, tuple) else out]
         self.branches = []
         for at, stream, end in zip(norms, points, ends, strict=True):
-            # A norm behind a branch, or beside one, is followed by another norm or by nothing:
-            # the difference between two norms' inputs would then not be one branch.
+            # If a norm is followed by another norm or by nothing, it is not at the start of a
+            # branch, and the difference between two inputs is not one branch.
             if at + 1 == len(calls) or at + 1 in norms or stream is None or end is None:
                 raise _not_in_branches(block)
             name = calls[at + 1][0]
@@ -115,9 +115,9 @@ def _not_in_branches(block: nn.Module) -> DoesNotApply:
 
 @dataclass
 class _NormMeans:
-    """Running means per branch of added norm, stream norm, and their ratio.
+    """Running means per branch of the norms of update and stream, and of their ratio.
 
-    `first` is the number of the first image of the batch that runs.
+    `first` is the number of the first image of the current batch.
     """
 
     watch: BranchWatch
@@ -128,15 +128,15 @@ class _NormMeans:
     )
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone."""
+        """Return the input unchanged."""
         del step
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Adds up what the block that just ran has added."""
+        """Add the norms of the block that just ran."""
         del state
         for branch in self.watch.branches:
-            # In float64: squares of 768 fp32 numbers are summed here, then divided.
+            # In float64, because squares of 768 fp32 numbers are summed and then divided.
             added = branch.added.double().norm(dim=-1)
             stream = branch.stream.double().norm(dim=-1)
             depth = self.depth
@@ -168,7 +168,7 @@ def measure(subject: Subject) -> Measurement:
             columns |= mean.columns(column, clusters)
         tables.append(position_table(columns, branch=name))
         stream, ratio = columns["stream"], columns["ratio"]
-        # Of logarithms: blocks and positions change a ratio by a factor, not by a difference.
+        # Of logarithms, because blocks and positions change a ratio by a factor.
         home = home_effect(np.log(ratio))
         ratio_half = means[2].half_width(clusters, evenly(depth))
         # The derivative of a logarithm is 1 / ratio.

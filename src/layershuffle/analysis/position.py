@@ -1,13 +1,12 @@
 """Can the position of a block be read from its output, and from its input?
 
-Models with a prediction part are asked through it (paper, section 4.2: 99.99 %). Every model is
-also asked from outside: per block a linear classifier (discriminant analysis with a shrunk
-covariance) is fitted on frozen tokens of held-out training images and scored on test images. It
-sees what the prediction part sees: the token that the part pools (the mean of all tokens where
-there is no part), normalised over its features. It is fitted on the block's output, as the part is,
-and on its input, which says how much of the position is in the stream before the block runs. The
-input is what the other blocks left: a position encoding is added after the place where the input is
-read.
+If the model has a prediction part, its accuracy is measured (paper, section 4.2: 99.99 %). For
+every model, a linear classifier per block (discriminant analysis with a shrunk covariance) is
+fitted on frozen tokens of held-out training images and scored on test images. Its features are
+those of the prediction part: the token that the part pools (without a part, the mean of all
+tokens), normalised. It is fitted on the block's output, like the part, and on its input, which
+shows how much of the position is in the stream before the block runs. The input is recorded before
+a position encoding is added.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from layershuffle.analysis.results import Tables
 
-_SHARE = 0.5  # orders per image for fitting, of depth
+_SHARE = 0.5  # orders per image for fitting, as a share of the depth
 _SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}
 _PART = "the model's own prediction part"
 _PAPER = 99.99
@@ -88,7 +87,7 @@ def _bounds(accuracy: PositionMeans, clusters: ImageGroups | None) -> Interval:
     values = accuracy.mean()
     half = accuracy.half_width(clusters, evenly(len(values)))
     if clusters is not None and half == 0:
-        # All right, or none: nothing shows how errors come together, but other images may be wrong.
+        # If all or none are right, the spread is 0, but other images may be wrong.
         low, high = wilson_interval(values.mean(), clusters.effective(np.zeros(clusters.images)))
         return {"low": low, "high": high}
     return interval(float(values.mean()), half, limits=(0.0, 100.0))
@@ -107,9 +106,10 @@ def _token_of(model: nn.Module) -> Token:
 
 
 def _probed(turn: Turn, token: Token) -> dict[str, Tensor]:
-    """What the probes of input and output see, `[rows, width]`.
+    """The features of the probes of input and output, `[rows, width]`.
 
-    Normalised as in the prediction part, whose scale and shift a linear classifier can undo.
+    They are normalised as in the prediction part, but without its scale and shift, which a linear
+    classifier can represent.
     """
     vectors = {"input": turn.vectors["input"], "output": turn.vectors[token]}
     return {source: F.layer_norm(rows, rows.shape[-1:]) for source, rows in vectors.items()}
@@ -135,7 +135,7 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
         subject.progress("probes", number, len(vectors))
-        # Shrunk, because there may be more features than images; no iterations, so no seed.
+        # Shrunk, because there may be more features than images; a closed form needs no seed.
         probe = make_pipeline(
             StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
         )
@@ -149,7 +149,7 @@ def _score(
     probes: dict[tuple[str, int], Any],
     means: dict[str, PositionMeans],
 ) -> None:
-    """Count right guesses of the probes, and of the prediction part if there is one."""
+    """Count the correct predictions of the probes, and of the prediction part if there is one."""
     token = _token_of(subject.model)
     for order in batch.orders:
         watch = FeatureWatch((token,), inputs=True)
@@ -157,7 +157,7 @@ def _score(
             subject.run(batch.images, order, watch)
         for turn in watch.turns:
             block, position = turn.step.block, turn.step.position
-            # A probe per block: one for all would have to find the block out first.
+            # A probe per block, because a common one would have to recognise the block first.
             for source, rows in _probed(turn, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
                 right = 100.0 * torch.from_numpy(predicted == position)
@@ -165,7 +165,7 @@ def _score(
         for guess in guesses.items if guesses else ():
             block, position = guess.step.block, guess.step.position
             right = 100.0 * (guess.logits.argmax(-1) == position)
-            # Only models with a prediction part get this source; it is added when first met.
+            # Only models with a prediction part have this source.
             part = means.setdefault(_PART, PositionMeans(subject.depth))
             part.add(block, position, values=right, first=batch.first)
 

@@ -1,6 +1,6 @@
-"""Means per (block, position): their table, the effect of a block's home position, their picture.
+"""Means per (block, position): tables, the effect of a block's home position, heat maps.
 
-The home position of block i is position i, the one that it had in pretraining.
+The home position of block i is position i, its position in pretraining.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
-# Up to so many blocks, and maps on a page, every cell carries its number.
+# Up to these numbers of blocks, and of maps in a figure, every cell shows its number.
 _WRITTEN, _WRITTEN_MAPS = 12, 4
-# Half intervals that the colours of a map span at least. 144 values that differ by chance alone lie
-# 2.7 half intervals apart (5.3 standard deviations), which is then a third of the colours.
+# Least range of the colours of a map, in half intervals. 144 values that differ only by chance span
+# 2.7 half intervals (5.3 standard deviations), which is then a third of the colours.
 _SPAN = 8.0
-_LIGHT = 0.5  # luma of a cell that takes dark ink
+_LIGHT = 0.5  # luma above which a cell has dark text
 
 
 class PositionMeans:
-    """A running mean per (block, position), and how far every image moves each of them."""
+    """A running mean per (block, position), with the influence of every image on each of them."""
 
     def __init__(self, depth: int) -> None:
         self._sums: Floats = np.zeros((depth, depth))
         self._counts: Floats = np.zeros((depth, depth))
-        # In float32, as only spreads are made of them; the means are sums in float64.
+        # In float32, because they are only used for spreads; the means are summed in float64.
         self._parts: list[tuple[int, int, int, NDArray[np.float32]]] = []
 
     def add(self, block: int, position: int, *, values: Tensor, first: int) -> None:
-        """Count the values `[n]` of image number `first` and those that follow it."""
+        """Add the values `[n]` of the images `first`, `first + 1`, ..."""
         numbers = values.detach().double().cpu().numpy()
         self._sums[block, position] += numbers.sum()
         self._counts[block, position] += len(numbers)
         self._parts.append((block, position, first, numbers.astype(np.float32)))
 
     def mean(self) -> Floats:
-        """Means `[block, position]`; raises `UsageError` if a cell was never met."""
+        """Means `[block, position]`. Raises `UsageError` if a cell has no value."""
         missing = int((self._counts == 0).sum())
         if missing:
             raise UsageError(
@@ -59,7 +59,8 @@ class PositionMeans:
         return self._sums / self._counts
 
     def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:
-        """Half the 95 % interval of the sum of the means times `weights` `[block, position]`."""
+        """Half the 95 % interval of the mean weighted by `weights` `[block, position]`; `None` for
+        too few images."""
         if clusters is None:
             return None
         means, influence = self.mean(), np.zeros(clusters.images)
@@ -87,22 +88,23 @@ class PositionMeans:
 
 
 def evenly(depth: int) -> Floats:
-    """Weights of the mean over all cells."""
+    """Weights `[depth, depth]` of the mean over all cells."""
     return np.full((depth, depth), 1.0 / depth**2)
 
 
 def at_position(depth: int, position: int) -> Floats:
-    """Weights of the mean over blocks at one position."""
+    """Weights `[depth, depth]` of the mean over blocks at one position."""
     weights = np.zeros((depth, depth))
     weights[:, position] = 1.0 / depth
     return weights
 
 
 def home_less_elsewhere(depth: int) -> Floats:
-    """Weights of the home cells' mean less that of the others: the excess of `HomeEffect`.
+    """Weights `[depth, depth]` of the home cells' mean minus that of the others, the excess of
+    `HomeEffect`.
 
-    Taking the mean of every block and of every position out changes nothing of it, because each
-    block and each position has one home cell.
+    Subtracting the mean of every block and of every position does not change it, because each block
+    and each position has one home cell.
     """
     home = np.eye(depth)
     return home / depth - (1.0 - home) / max(1, depth**2 - depth)
@@ -110,12 +112,12 @@ def home_less_elsewhere(depth: int) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class HomeEffect:
-    """How cells with position == block differ from the others.
+    """The difference between cells with position == block and the others.
 
-    `home` and `elsewhere` are plain means. `excess` is the mean of the home cells less that of the
-    others after the mean of each block and of each position is taken out: blocks differ, and so do
-    positions, and neither is a block being out of place. `correlation` is Spearman's, between that
-    residual and |position - block|.
+    `home` and `elsewhere` are plain means. `excess` is the mean of the home cells minus that of the
+    others after the means of each block and of each position are subtracted, because differences
+    between blocks or positions are no effect of the home position. `correlation` is Spearman's,
+    between that residual and |position - block|.
     """
 
     home: float
@@ -125,27 +127,30 @@ class HomeEffect:
 
 
 def home_effect(values: Floats) -> HomeEffect:
-    """The numbers of `HomeEffect` for values `[block, position]`."""
+    """The `HomeEffect` of values `[block, position]`."""
     from scipy.stats import spearmanr
 
     depth = len(values)
     at_home = np.eye(depth, dtype=bool)
-    # What a model with an effect per block and one per position (no interaction) leaves over.
-    rest = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True) + values.mean()
+    # The residual of a model with an effect per block and one per position (no interaction).
+    residual = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True)
+    residual += values.mean()
     block, position = np.indices(values.shape)
-    # Spearman's correlation is not defined where nothing is left to rank but rounding errors.
-    flat = np.allclose(rest, 0.0, atol=1e-12 + 1e-9 * float(np.abs(values).max())) or depth < 3
-    correlation = 0.0 if flat else spearmanr(rest.ravel(), abs(block - position).ravel()).statistic
+    # Spearman's correlation is undefined if the residual is only rounding errors.
+    tolerance = 1e-12 + 1e-9 * float(np.abs(values).max())
+    correlation = 0.0
+    if depth >= 3 and not np.allclose(residual, 0.0, atol=tolerance):
+        correlation = spearmanr(residual.ravel(), abs(block - position).ravel()).statistic
     return HomeEffect(
         home=float(values[at_home].mean()),
         elsewhere=float(values[~at_home].mean()),
-        excess=float(rest[at_home].mean() - rest[~at_home].mean()),
+        excess=float(residual[at_home].mean() - residual[~at_home].mean()),
         correlation=float(correlation),
     )
 
 
 def position_table(columns: Mapping[str, Floats], **labels: str) -> DataFrame:
-    """One row per (block, position); `labels` are constant columns in front."""
+    """A table with a row per (block, position); `labels` are constant first columns."""
     block, position = np.indices(next(iter(columns.values())).shape)
     table = DataFrame({"block": block.ravel(), "position": position.ravel()})
     for place, (name, label) in enumerate(labels.items()):
@@ -161,11 +166,11 @@ def grid(table: DataFrame, name: str, *, row: str = "block", column: str = "posi
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """A heat map of `values` `[y, x]`; `meaning` names its colours.
+    """A heat map of `values` `[y, x]`; `meaning` is the label of its colours.
 
-    `halves` `[y, x]`: half the 95 % interval of every value, NaN where there are too few images,
-    `None` where the values have none. `signed`: changes, whose sign matters: their colours part at
-    0. `limits`: those of the quantity itself, as 0 and 100 % are.
+    `halves` `[y, x]`: half the 95 % interval of every value, NaN for too few images, `None` if the
+    values have no intervals. `signed`: the colours diverge at 0. `limits`: those of the quantity,
+    as 0 and 100 %.
     """
 
     title: str
@@ -177,26 +182,26 @@ class Map:
 
     @property
     def colours(self) -> str:
-        """The colour map: light in the middle for signed values."""
+        """The name of the colour map: diverging for signed values."""
         return "RdBu_r" if self.signed else "cividis"
 
     @property
     def colourless(self) -> bool:
-        """Whether there were too few images for colours that are not noise."""
+        """Whether there were too few images to show differences by colours."""
         unknown = self.halves is not None and bool(np.isnan(self.halves).all())
         return unknown and self.limits is None
 
     def colour_range(self) -> tuple[float, float]:
-        """The values at the ends of the colours, never nearer than `_SPAN` half intervals."""
+        """The values at the ends of the colours, at least `_SPAN` half intervals apart."""
         if self.limits is not None:
             return self.limits
         values, width = self.values, 0.0
         if self.halves is not None:
-            # Colours that end at the extremes would show noise as strongly as an effect.
+            # Colours that end at the extremes would show noise as clearly as an effect.
             width = _SPAN * float(np.nanmedian(self.halves))
         low, high = float(values.min()), float(values.max())
         if self.signed:
-            # One value everywhere, 0, has no range of its own.
+            # If all values are 0, any range will do.
             reach = max(-low, high, width / 2) or 1.0
             return -reach, reach
         middle, width = (low + high) / 2, max(high - low, width)
@@ -205,7 +210,7 @@ class Map:
 
 def read_map(table: DataFrame, name: str, **words: Any) -> Map:
     """The map of a column with its half intervals, if the table has them; `words` as in `Map`."""
-    # Tables that were written before there were intervals have no such column.
+    # Tables of older versions have no intervals.
     halves = grid(table, f"{name}_half") if f"{name}_half" in table else None
     return Map(values=grid(table, name), halves=halves, **words)
 
@@ -213,21 +218,21 @@ def read_map(table: DataFrame, name: str, **words: Any) -> Map:
 def draw_maps(
     maps: Sequence[Map], *, y: str = "block", x: str = "position", columns: int = 2
 ) -> Figure:
-    """Heat maps side by side.
+    """A figure of heat maps in `columns` columns.
 
-    Cells with x == y are framed: there a block runs at its home position.
+    Cells with x == y, at which a block runs at its home position, are framed.
     """
     columns = min(columns, len(maps))
     lines = -(-len(maps) // columns)
     figure = new_figure(5.0 * columns, 4.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, each in zip(panels, maps, strict=False):
-        # Numbers are legible in few and large cells only.
+        # Numbers are legible only in few, large cells.
         _draw_map(axes, each, written=len(each.values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS)
         style_axes(axes, f"{each.title}{': too few images' if each.colourless else ''}")
         axes.set(xlabel=x, ylabel=y)
         axes.spines["bottom"].set_visible(False)
-    # A page of five maps in two columns has a sixth panel.
+    # Five maps in two columns leave a sixth panel empty.
     for axes in panels[len(maps) :]:
         axes.set_visible(False)
     return figure
@@ -237,7 +242,7 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     from matplotlib.patches import Rectangle
 
     values, depth = each.values, len(each.values)
-    # Numbers alone, where nobody knows how far apart two colours would have to be.
+    # Without intervals, only numbers are shown, no colours.
     shades = np.zeros_like(values) if each.colourless else values
     low, high = (0.0, 1.0) if each.colourless else each.colour_range()
     mesh = axes.pcolormesh(
@@ -245,7 +250,7 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
         cmap="Greys" if each.colourless else each.colours,
         vmin=low,
         vmax=high,
-        # With hundreds of cells an SVG of vectors would weigh megabytes.
+        # With hundreds of cells, vectors in an SVG would take megabytes.
         rasterized=not written,
     )
     axes.set_aspect("equal")
@@ -258,7 +263,7 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
         bar.set_label(each.meaning, color=INK)
         bar.ax.tick_params(colors=INK, length=0)
         bar.outline.set_visible(False)
-    # By how light the cell is: signed maps are dark at both ends.
+    # By the luma of the cell, because signed maps are dark at both ends.
     colours = np.asarray(mesh.cmap(mesh.norm(shades)))[..., :3]
     light = colours @ np.array([0.299, 0.587, 0.114]) > _LIGHT
     if written:
@@ -271,7 +276,7 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
 
 def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None:
     largest = float(np.abs(values).max())
-    # Three digits at most, whatever the size of the values.
+    # At most three digits, for values of any size.
     form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
     for (row, column), value in np.ndenumerate(values):
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.0}
@@ -280,9 +285,9 @@ def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None
 
 
 def home_clause(verb: str, excess: float, *, bounds: Interval, form: str, unit: str = "") -> str:
-    """What a finding says of home positions against others; "" where there is no interval.
+    """A clause on home positions against others for a finding; "" without an interval.
 
-    `verb`: what a block does, as in "adds"; `form` and `unit` of the difference `excess`.
+    `verb`: as in "adds"; `form` and `unit`: format and unit of the difference `excess`.
     """
     if bounds is None:
         return ""

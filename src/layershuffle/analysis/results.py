@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a measurement gives: tables by file name without suffix, and single numbers."""
+    """The result of a measurement: tables by file name without suffix, and single numbers."""
 
     tables: Tables
     facts: Facts
@@ -31,7 +31,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """An analysis as its directory holds it."""
+    """An analysis, read from its directory."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class Result:
 def table_text(table: DataFrame) -> str:
     """The table as CSV; floats with six digits."""
     floats = table.select_dtypes("float")
-    # Adding 0.0 makes a zero of a negative zero, which would else be written as "-0".
+    # Adding 0.0 turns a negative zero into zero, or it would be written as "-0".
     text: str = table.assign(**(floats + 0.0)).to_csv(
         index=False, float_format="%.6g", na_rep="nan", lineterminator="\n"
     )
@@ -53,14 +53,14 @@ def table_text(table: DataFrame) -> str:
 
 
 def table_from(text: str) -> DataFrame:
-    """The table that `table_text` wrote; numbers are numbers again."""
+    """The table in the text of `table_text`."""
     from pandas import read_csv
 
     return read_csv(io.StringIO(text))
 
 
 def read_analysis(out: Path) -> Result:
-    """The analysis in that directory. Raises `UsageError` if there is none."""
+    """The analysis in the directory `out`. Raises `UsageError` if there is none."""
     summary = read_summary(out)
     if summary is None:
         raise UsageError(
@@ -85,11 +85,11 @@ def read_analysis(out: Path) -> Result:
 
 
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """The content of summary.json, `None` where there is no analysis."""
+    """The content of summary.json, `None` if there is no analysis."""
     path = out / SUMMARY
     if not path.is_file():
         return None
-    # A file of that name that is not ours is no analysis: nothing of it may be replaced.
+    # Another program's file of that name is no analysis, and must not be replaced.
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -99,7 +99,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raises `UsageError` if `out` holds anything but an older analysis: writing replaces it."""
+    """Raises `UsageError` if `out`, which will be replaced, holds other files than an analysis."""
     if not out.exists():
         return
     ours = {SUMMARY, *((read_summary(out) or {}).get("files", ()))}

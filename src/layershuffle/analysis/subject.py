@@ -1,4 +1,4 @@
-"""What an analysis looks at: a model, its test images, and the orders that the images run in."""
+"""The subject of an analysis: a model, its test images, and the orders that the images run in."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ from layershuffle.stack import depth_of, running, with_hooks
 from layershuffle.stats import ImageGroups
 
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
-# Below this the spread of the few clusters is itself too uncertain to judge a difference by.
+# With fewer clusters, their spread is too uncertain to judge a difference.
 FEWEST_CLUSTERS = 10
 
 
 def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
-    """Order number `index` of an endless sequence; each `depth` of them make one Latin square.
+    """Order number `index` of an endless sequence, in which each `depth` orders are a Latin square.
 
-    In a square every block stands at every position in exactly one order, so that few orders fill
-    every (block, position). The squares are E. J. Williams' (1949): with an even number of blocks
-    every block also follows every other one exactly once, so that no block always sees the output
-    of the same predecessor. A random relabelling of the blocks makes every single order a uniform
-    permutation.
+    In a square every block is at every position in exactly one order, so few orders cover every
+    (block, position). The squares are E. J. Williams' (1949): with an even number of blocks, every
+    block also follows every other one exactly once, so no block always has the same predecessor. A
+    random relabelling of the blocks makes every single order a uniform permutation.
     """
     square, row = divmod(index, depth)
     blocks = Stream(seed, square).shuffled(range(depth))
@@ -57,17 +56,17 @@ def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
 
 
 def balanced_orders(depth: int, *, first: int, count: int, seed: int) -> list[ExecutionOrder]:
-    """Orders number `first` to `first + count - 1` of that sequence."""
+    """Orders number `first` to `first + count - 1` of the sequence of `balanced_order`."""
     return [balanced_order(depth, index, seed=seed) for index in range(first, first + count)]
 
 
 class DoesNotApply(UsageError):
-    """This model or these data have nothing to say on the question; the cause says why."""
+    """The question does not apply to this model or these data; the cause gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Images `[n, channels, height, width]`, labels `[n]`, and the orders they all run in.
+    """Images `[n, channels, height, width]`, labels `[n]`, and the orders that they all run in.
 
     `first` is the number of the first image.
     """
@@ -80,7 +79,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A wrapped model in eval mode on its device, and where its images come from."""
+    """A wrapped model in eval mode on its device, and its data."""
 
     model: nn.Module
     spec: str
@@ -107,17 +106,17 @@ class Subject:
             return self.logits(images)
 
     def batches(self, *, split: str = "test", share: float = 1.0) -> Iterator[Batch]:
-        """The images, each batch with orders of its own.
+        """The images, each batch with its own orders.
 
-        An image runs in `share` of `depth` orders where the settings name no number; small sets in
-        more, so that every block is seen at every position. `split` is "test" or "holdout", which
-        are training images that no test score is made of. Raises `DataError` if there are none.
+        Unless the settings give a number, an image runs in `share` x `depth` orders, or in more for
+        small sets, so every block runs at every position. `split` is "test" or "holdout" (training
+        images that are used for no test score). Raises `DataError` if there is no image.
         """
         settings = self.settings
         part = self._split(split)
-        # A stream does not know its size: it is read until there are as many images as asked for.
+        # The size of a stream is unknown: it is read up to the number in the settings.
         count = math.ceil((part.size or settings.images) / settings.batch_size)
-        # Every batch takes the next rows of the square: all of them together must fill the table.
+        # Every batch takes the next rows of the square; all batches together must fill the table.
         orders = settings.orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
         )
@@ -133,10 +132,11 @@ class Subject:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
 
     def clusters(self, images: int, *, by_batch: bool) -> ImageGroups | None:
-        """Which of the first `images` test images may be wrong together; `None` for too few.
+        """Groups of the first `images` test images that may be wrong together; `None` for too few.
 
-        They share a group of the data, or, with `by_batch`, a batch and so its orders. An interval
-        needs `FEWEST_CLUSTERS` of either. Raises `DataError` for other groups than images.
+        These share a group of the data or, with `by_batch`, a batch and hence its orders. An
+        interval needs `FEWEST_CLUSTERS` of either. Raises `DataError` if the data have groups for
+        fewer images.
         """
         columns = []
         if by_batch:
@@ -147,7 +147,7 @@ class Subject:
                 raise DataError(
                     f"There are {images} images, but groups for {len(groups)}", place=self.data.spec
                 )
-            columns.append(groups[:images].numpy() + images)  # apart from the numbers of batches
+            columns.append(groups[:images].numpy() + images)  # distinct from the numbers of batches
         if not columns:
             columns.append(np.arange(images)[:, None])
         if min(len(np.unique(column)) for column in columns) < FEWEST_CLUSTERS:
@@ -162,15 +162,15 @@ class Subject:
     def _split(self, name: str) -> Split:
         if name == "test":
             return self.data.splits[name]
-        # Opened only when asked for: most questions need no training images.
+        # Opened only if needed, because most analyses use no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
         if split.size is None:
             return split
         return limited_test(split.dataset, split.size, limit=self.settings.images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-        """DeviceBatches up to the wanted number of images, which a stream does not know of."""
-        left = self.settings.images  # the last batch is cut, so that every image counts once
+        """Batches up to the number of images in the settings, where a stream is cut off."""
+        left = self.settings.images
         for images, labels in DeviceBatches(
             split,
             self.data.finish,
@@ -192,9 +192,9 @@ def open_subject(
     device: Device,
     progress: Progress,
 ) -> Subject:
-    """The model on that device, and its test images."""
+    """The subject with the model on `device` and its test images."""
     model = load(model_spec)
-    # fp32 on either device: the questions are about small differences between states.
+    # In fp32 on any device, because the analyses measure small differences between states.
     model.to(device_of(device))
     data = _open(data_spec, model, settings, train=False)
     return Subject(model=model, spec=model_spec, data=data, settings=settings, progress=progress)
@@ -210,6 +210,6 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
     )
     view = resized_as(image_view(model), settings.resize)
     data, names = open_data(spec, view, options=options), class_names_of(model)
-    # Most questions are not about classes; those that are refuse other ones (`require_classes`).
+    # Most analyses do not use the classes; the others check them (`require_classes`).
     fits = class_difference(data.classes, names, outputs=num_classes_of(model)) is None
     return in_order_of(data, names) if fits else data

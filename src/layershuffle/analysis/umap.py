@@ -1,19 +1,19 @@
 """Do a block's outputs show its position? UMAP of outputs, coloured by position (paper, Figure 4).
 
-As in the paper every image runs alone through a fresh uniform order, and the outputs of one block
-over all images are reduced to two dimensions. Images are grouped by their next block to be quick;
-a sample of a group comes out as it would alone. One pass serves all blocks. What the paper leaves
-open is done both ways: an output is the class token, or the mean over all tokens. Beside the
-picture stand numbers from the original space, as UMAP can make clusters that are not there:
+As in the paper, every image runs in its own uniform order, and the outputs of one block over all
+images are reduced to two dimensions. Images are grouped by their next block for speed, which does
+not change their outputs. One pass serves all blocks. The paper does not define an output: both the
+class token and the mean over all tokens are used. Numbers from the original space accompany the
+figure, because UMAP can create clusters that do not exist:
 
 - purity: the share of a point's nearest neighbours whose position differs by at most one; `chance`
   is that share among all other points; `purity_half` is half the 95 % interval, over images.
   Silhouette: scikit-learn's, by position.
 - early cut: distances between the centroids of positions k and k + 1. `early_gap` is the larger one
   of k = 0, 1 over the median of the others: above 1, the step away from the first positions is
-  longer than a usual step. `early_held` is the share of neighbours, of points before that cut,
-  that are before it too. Early outputs are called detached from `early_gap` 2 and `early_held`
-  0.95 on. Both need four positions.
+  longer than a usual step. `early_held` is the share of the neighbours of points before that cut
+  that are before it, too. Early outputs are called detached if `early_gap` is at least 2 and
+  `early_held` at least 0.95. Both need four positions.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def measure(subject: Subject) -> Measurement:
     """points.csv (token, block, image, position, x, y), joint.csv (the same) and blocks.csv.
 
     blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
-    silhouette, early_gap, early_held. Raises `UsageError` for a block that is not there or too few
-    images.
+    silhouette, early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
     """
     block, depth = subject.settings.block, subject.depth
     if block is not None and block >= depth:
@@ -69,7 +68,7 @@ def measure(subject: Subject) -> Measurement:
             f"{len(positions)} images are too few for {neighbours} neighbours",
             hint="raise --images or lower --neighbours",
         )
-    # Every image has an order of its own, so batches are no reason for images to go together.
+    # Every image has its own order, so batches are no clusters.
     clusters = subject.clusters(len(positions), by_batch=False)
     points: list[DataFrame] = []
     rows: list[dict[str, Any]] = []
@@ -111,7 +110,7 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     start = 0
     for batch in subject.batches():
         count = len(batch.images)
-        # By the number of the image, not of the batch: the same for every batch size.
+        # By the number of the image, so orders do not depend on the batch size.
         orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
@@ -129,12 +128,12 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
 def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
     """UMAP coordinates `[points, 2]` of `[points, width]`; the same for the same seed."""
     with warnings.catch_warnings():
-        # At its import umap warns that its variant on Tensorflow is missing, which is not used.
+        # umap warns at its import that Tensorflow is missing, which is not used.
         warnings.filterwarnings(
             "ignore", message="Tensorflow not installed", category=ImportWarning
         )
         from umap import UMAP
-    # One job: with several, UMAP would not keep to its random state.
+    # One job, because with several UMAP ignores its random state.
     model = UMAP(n_neighbors=neighbours, random_state=seed, n_jobs=1)
     with torch_threads(None):
         coordinates: Array = model.fit_transform(vectors)
@@ -144,11 +143,11 @@ def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
 def describe(
     vectors: Array, positions: Array, *, neighbours: int, clusters: ImageGroups | None = None
 ) -> dict[str, float]:
-    """The numbers of the module's docstring; NaN where they are not defined."""
+    """The numbers of the module's docstring; NaN if undefined."""
     from sklearn.metrics import silhouette_score
 
     near = _neighbours(vectors, neighbours)
-    # Positions one apart count as near: consecutive outputs of one stream differ by one update.
+    # Neighbouring positions count as near, because their states differ by one update.
     close = abs(positions[:, None] - positions[None, :]) <= 1
     # scikit-learn refuses a single cluster, and clusters of one point each.
     silhouette = float("nan")
@@ -189,7 +188,7 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
     depth = int(positions.max()) + 1
     if depth < 4 or len(np.unique(positions)) < depth:
         return float("nan"), float("nan")
-    # Centroids in float64: the gap between two of them may be small beside their norms.
+    # Centroids in float64, because the gap between two of them may be small against their norms.
     centres = np.stack([vectors[positions == k].mean(0, dtype="f8") for k in range(depth)])
     gaps = np.linalg.norm(np.diff(centres, axis=0), axis=1)
     cut = int(gaps[:2].argmax())
@@ -198,7 +197,7 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
 
 
 def _points(places: Array, **columns: Any) -> DataFrame:
-    """Coordinates `[points, 2]` behind the columns that name the points."""
+    """A table of `columns`, then the coordinates `places` `[points, 2]`."""
     x, y = places.astype("f8").round(3).T
     return DataFrame({**columns, "x": x, "y": y})
 
@@ -206,7 +205,7 @@ def _points(places: Array, **columns: Any) -> DataFrame:
 def _joint(
     subject: Subject, features: dict[Token, Array], positions: Array
 ) -> tuple[DataFrame, Facts]:
-    """One embedding of all blocks at all positions, of as many images as UMAP takes quickly."""
+    """One embedding of all blocks at all positions, for as many images as UMAP embeds quickly."""
     depth, neighbours = subject.depth, subject.settings.neighbours
     images = min(len(positions), max(1, _JOINT_POINTS // depth))
     token = next(iter(features))
@@ -218,7 +217,7 @@ def _joint(
     clusters = subject.clusters(images, by_batch=False)
     facts: Facts = {"token": token, "images": images, "chance": 1.0 / depth, "intervals": {}}
     for name, labels in (("same_position", at), ("same_block", block)):
-        # The points of an image are one value of it.
+        # One value per image, because its points are not independent.
         shares = (labels[near] == labels[:, None]).reshape(images, -1).mean(1)
         facts[name] = float(shares.mean())
         half = _half_width(shares, clusters)
@@ -233,7 +232,7 @@ def _token_facts(blocks: DataFrame) -> Facts:
     numbers = {name: float(large[name]) for name in names}
     half = None if np.isnan(large.purity_half) else float(large.purity_half)
     return {
-        # JSON has no NaN: where a number is not defined it is null.
+        # JSON has no NaN: an undefined number is null.
         **{name: None if np.isnan(value) else value for name, value in numbers.items()},
         "intervals": {"purity": interval(numbers["purity"], half, limits=(0.0, 1.0))},
         "purities": blocks.purity.tolist(),
@@ -263,7 +262,7 @@ def finding(facts: Facts) -> str:
 
 
 def _against(share: float, bounds: Interval, chance: float) -> str:
-    """The share with its interval, and whether it can be told from chance."""
+    """The share with its interval, and whether it differs from chance."""
     text = with_bounds(share, bounds, form=".0%")
     if bounds is None or apart(bounds, chance):
         return f"{text}, {chance:.0%} by chance,"
@@ -271,7 +270,7 @@ def _against(share: float, bounds: Interval, chance: float) -> str:
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
-    """umap.svg: the block shown large; umap-blocks-TOKEN.svg: all blocks; umap-joint.svg."""
+    """umap.svg: the chosen block; umap-blocks-TOKEN.svg: all blocks; umap-joint.svg."""
     points, blocks, joint = tables["points"], tables["blocks"], tables["joint"]
     shown = blocks[blocks.shown == 1].block.iloc[0]
     by_token = dict(iter(points.groupby("token", sort=False)))
@@ -294,7 +293,7 @@ def figures(tables: Tables) -> dict[str, Figure]:
 def _page(
     panels: list[tuple[str, DataFrame, str]], *, columns: int, size: float, raster: bool = True
 ) -> Figure:
-    """Scatter plots (title, points, column that colours them); a bar for each colour."""
+    """A figure of scatter plots (title, points, column of the colour), with a colour bar each."""
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
     side = 4.4 if len(panels) <= 2 else 2.4

@@ -1,5 +1,5 @@
-"""`layershuffle bench`: speed and memory of one machine in one run; clocks for `benchmarks/`.
+"""`layershuffle bench`: measure speed and memory of a machine; also clocks for `benchmarks/`.
 
-A claim about speed is a *paired ratio*: two sides are timed in turn many times; the median of the
-ratios counts, and the range is given. A throughput stands only with hardware, dtype and batch.
+A claim about speed is a *paired ratio*: two sides are timed alternately many times, and the median
+of the ratios is reported with the range. A throughput is only given with hardware, dtype and batch.
 """

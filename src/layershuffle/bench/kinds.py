@@ -38,7 +38,7 @@ from layershuffle.progress import Progress, unheard
 from layershuffle.stack import depth_of, running, with_hooks
 
 FILES, LEAST_INPUT_STEPS = 256, 4
-# As in recipes/digits-paper.yaml: twelve donors, as the paper has, and a hundred merges.
+# As in recipes/digits-paper.yaml: twelve donors and a hundred merges, as in the paper.
 DONORS, MERGES = 12, 100
 _QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
 
@@ -47,7 +47,7 @@ _QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
 
 
 def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Forwards, each batch in an order of its own, weights and states in `config.precision`."""
+    """Measure forwards, each batch in its own order; weights and states in `config.precision`."""
     workload = config.workload()
     flops = flops_of(workload.model, image_view(workload.model)).forward
     ceiling = matmul_ceiling(config.device, config.precision)
@@ -69,14 +69,14 @@ def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchRep
                 logits_of(workload.model(batch))
 
     with torch.inference_mode(), compiler.limits():
-        # Compiles here, or falls back before any step is timed.
+        # Compile, or fall back to eager mode, before any step is timed.
         compiler.or_eager(lambda: forwards(WARM_UP))
         graphs_before, memory = compiler.graphs, Memory(config.device)
         timer = PhaseTimer(config.device)
         with syncs.counted(config.device):
             forwards(config.steps)
         peak = memory.peak()
-        # Hooks cost time: the phases come from steps of their own, after the timed ones.
+        # Hooks cost time, so phases are measured in further steps, after the timed ones.
         with with_hooks(workload.model, timer):
             forwards(PHASED)
     timer.begin("data")
@@ -106,7 +106,7 @@ def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchRep
 def bench_orders(
     config: BenchConfig, *, progress: Progress = unheard, effort: Effort = _QUICK
 ) -> BenchReport:
-    """Sweeps of orders over one batch. A score is one image under one of 64 random orders."""
+    """Measure sweeps of 64 random orders over one batch. A score is one image under one order."""
     workload = converted(config.workload(), config.precision)
     facts: dict[str, str] = {}
     seconds: list[float] = []
@@ -133,9 +133,9 @@ def bench_orders(
 
 
 class EndlessBatches(Sampler[list[int]]):
-    """Batches of the numbers below `count`, ascending and from the start again, without end.
+    """Endless batches of the numbers below `count`, in ascending order, repeated.
 
-    So a few files make as many batches, of the size asked for, as the processes can read.
+    So a few files give any number of batches of any size.
     """
 
     def __init__(self, count: int, *, batch: int) -> None:
@@ -150,19 +150,19 @@ class EndlessBatches(Sampler[list[int]]):
 def bench_input(
     config: BenchConfig, *, progress: Progress = unheard, files: int = FILES
 ) -> BenchReport:
-    """Reading for `config.model` without end; the batches of the cold start are left out.
+    """Measure reading of images for `config.model`, without the batches of the cold start.
 
-    A step is one batch from every process: each of them reads in every step.
+    A step is one batch from every process.
     """
     view = image_view(load(random_spec(config.model)))
     with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as place:
         write_photographs(Path(place), files)
         data = open_data(f"folder:{place}", view, options=DataOptions(holdout=None))
         split = data.splits["train"]
-        # One long iterator: starting it again for every pass hid up to half of the rate.
+        # One long iterator, because a restart per pass reduced the rate by up to a half.
         loader = DataLoader(
             split.dataset,
-            # Few files in the page cache: this measures decoding, not the disk.
+            # Few files, which are in the page cache, so decoding is measured, not the disk.
             batch_sampler=EndlessBatches(split.size or 1, batch=config.batch),
             num_workers=config.workers,
             pin_memory=config.device == "cuda",
@@ -192,7 +192,7 @@ def steady(
 ) -> list[float]:
     """Seconds of `steps` steps, no fewer than four, of one batch from each of `workers` processes.
 
-    The two batches that every process reads ahead while it starts are taken first and not timed.
+    The two batches that every process prefetches at its start are not timed.
     """
     each = max(1, workers)
     deque(islice(batches, 2 * each), maxlen=0)
@@ -209,11 +209,11 @@ def steady(
 
 
 def bench_merge(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Merges per second, and the memory that a hundred of them add to that of twelve models."""
+    """Measure merges per second, and the memory of a hundred merges beside twelve models."""
     workload = converted(config.workload(), config.precision)
     group = merge_group(workload.model, DONORS)
     plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
-    # Not timed: the first merge pays for imports and caches.
+    # Not timed, because the first merge includes imports and caches.
     group.merge(plans[0])
     seconds: list[float] = []
     for plan in plans[1:]:
@@ -236,7 +236,7 @@ def bench_merge(config: BenchConfig, *, progress: Progress = unheard) -> BenchRe
 
 
 class Bench(Protocol):
-    """A kind of bench; `progress` hears of what it repeats."""
+    """A kind of bench; `progress` is called for every repetition."""
 
     def __call__(self, config: BenchConfig, *, progress: Progress = ...) -> BenchReport: ...
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, and what a run uses of it."""
+"""The peak performance of this machine, and the resources that a run uses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from layershuffle.models import logits_of
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5
-# torch's warning at every sync. Its notice that this mode is a prototype has other words.
+# Part of torch's warning at every sync, but not of its notice that this mode is a prototype.
 _SYNC = "called a synchronizing CUDA operation"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
 def matmul_ceiling(device: str, precision: str) -> float:
-    """FLOP per second of a large square matrix product, measured: no model exceeds it."""
+    """Measured FLOP per second of a large square matrix product, an upper bound for models."""
     size = _SIZE[device]
     a, b = factors(device, precision)
     seconds = []
@@ -38,14 +38,14 @@ def matmul_ceiling(device: str, precision: str) -> float:
             a @ b
         _wait(device)
         seconds.append((time.perf_counter() - started) / _CALLS)
-    # The fastest round: other work on the machine only ever makes one slower.
+    # The fastest round, because other work on the machine can only slow it down.
     return 2 * size**3 / min(seconds)
 
 
 def factors(device: str, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two square matrices of normal numbers, the same ones always.
+    """Two fixed square matrices of normal numbers.
 
-    Ones would not do: equal bits draw less power, and some processors run faster on them.
+    Not ones, because equal bits take less power, and some processors run faster on them.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (_SIZE[device], _SIZE[device])
@@ -62,7 +62,7 @@ def _wait(device: str) -> None:
 class Flops:
     """Floating-point operations per image in matrix products and attention.
 
-    `forward` is that of a forward alone, `training` that of forward and backward.
+    `forward`: of a forward alone; `training`: of forward and backward.
     """
 
     forward: int
@@ -70,19 +70,19 @@ class Flops:
 
 
 def flops_of(model: nn.Module, view: ImageView) -> Flops:
-    """The FLOPs of `model` for one image; counted on a copy on the meta device."""
+    """The FLOPs of `model` for one image, counted on a copy on the meta device."""
     sketch = copy.deepcopy(model).to("meta").float()
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
         logits = logits_of(sketch(image))
-        # The counter goes on: what is read after the backward pass holds the forward pass too.
+        # The counter continues, so its value after the backward pass includes the forward pass.
         forward = counter.get_total_flops()
         F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device="meta")).backward()  # type: ignore[no-untyped-call]
     return Flops(forward, counter.get_total_flops())
 
 
 class Memory:
-    """Peak memory: of the GPU since this was made, else of this process since it started."""
+    """Peak memory of the GPU since the creation of this object, else of this process."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
@@ -99,25 +99,25 @@ class Memory:
 
     @property
     def of(self) -> str:
-        """Whose memory it is."""
+        """A description of the memory."""
         return "tensors on the GPU" if self._on_gpu else "this process, libraries included"
 
 
 class Syncs:
-    """How often the host waited for the GPU."""
+    """The number of times that the host waited for the GPU."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def counted(self, device: str) -> Iterator[None]:
-        """Count inside, by torch's own warnings."""
+        """Count torch's warnings on synchronisation within."""
         if device != "cuda":
             yield
             return
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as caught:
-            # Otherwise Python shows a warning once per place, and every sync is to count.
+            # Otherwise Python shows a warning only once per line of code.
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:

@@ -1,4 +1,4 @@
-"""The report of a bench: a throughput is never given without hardware, dtype and batch."""
+"""The report of a bench. A throughput is never given without hardware, dtype and batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileMode:
-    """Whether the blocks were compiled. `reason`: why they ran in eager mode."""
+    """Whether the blocks were compiled. `reason`: the reason for eager mode."""
 
     name: str = "eager"
     reason: str | None = None
@@ -45,7 +45,7 @@ class CompileMode:
 
 
 def mode_of(compiler: BlockCompiler, *, graphs_before: int) -> CompileMode:
-    """How the blocks ran. `graphs_before`: graphs at the end of the warm-up."""
+    """The mode in which the blocks ran. `graphs_before`: graphs at the end of the warm-up."""
     return CompileMode(
         name="compiled" if compiler.on else "eager",
         reason=compiler.reason,
@@ -67,11 +67,11 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """The outcome of one bench. A field that does not apply is `None` or empty.
+    """The result of one bench. A field that does not apply is `None` or empty.
 
-    `mfu`: share of `ceiling` (FLOP/s of a matrix product measured in this run) that the model's own
-    FLOPs took. `phases`: median milliseconds of a step by phase. `memory`: bytes at the peak, and
-    whose memory it is. `syncs`: how often per step the host waited for the GPU. `facts`: the rest.
+    `mfu`: the model's FLOP/s as a share of `ceiling`, the FLOP/s of a matrix product in this run.
+    `phases`: median milliseconds of a step by phase. `memory`: peak bytes, and a description of the
+    memory. `syncs`: times per step that the host waited for the GPU. `facts`: other results.
     """
 
     kind: str
@@ -92,7 +92,7 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
     """The throughput of steps that took `seconds` with `images` each."""
     return Throughput(
         unit=unit,
-        # The median, because a few slow steps of a shared machine do not move it.
+        # The median, which a few slow steps on a shared machine do not change.
         median=images / statistics.median(seconds),
         low=images / max(seconds),
         high=images / min(seconds),
@@ -102,10 +102,10 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSteps:
-    """What was measured, before it becomes a report.
+    """The measurements of a bench of steps.
 
-    `seconds`: those of every timed step. `phases`: seconds by phase of the steps after those.
-    `memory`: bytes at the peak, and whose they are. `syncs`: number in all timed steps together.
+    `seconds`: time of every timed step. `phases`: seconds by phase of further steps. `memory`: peak
+    bytes, and a description of the memory. `syncs`: total number in all timed steps.
     """
 
     seconds: list[float]
@@ -124,9 +124,9 @@ class TimedSteps:
         ceiling: float,
         facts: Mapping[str, Any],
     ) -> BenchReport:
-        """The report. `flops` per image; `ceiling` was measured before, and is again here."""
+        """The report. `flops` per image; `ceiling` as measured before; this measures it again."""
         rate = throughput(self.seconds, conditions.batch)
-        # Twice, and the higher one: other work on the machine may have slowed one of them.
+        # The higher of two, because other work on the machine may have slowed one of them.
         ceiling = max(ceiling, matmul_ceiling(device, conditions.dtype))
         return BenchReport(
             kind=kind,
@@ -138,7 +138,7 @@ class TimedSteps:
             flops_per_image=flops,
             phases={name: 1e3 * value for name, value in median_phases(self.phases).items()},
             memory=self.memory,
-            # None and not 0: on a CPU nothing was counted.
+            # None, not 0, because nothing was counted on a CPU.
             syncs=self.syncs / len(self.seconds) if device == "cuda" else None,
             facts=facts,
             versions=versions(),
@@ -146,7 +146,7 @@ class TimedSteps:
 
 
 def report_text(report: BenchReport) -> str:
-    """The report for people; `dataclasses.asdict` gives it for programs."""
+    """The report as text; `dataclasses.asdict` gives it for programs."""
     rate = report.rate
     steps = f"{rate.low:,.1f} to {rate.high:,.1f}, {rate.steps} steps"
     rows = {f"{rate.unit}/s": f"{rate.median:,.1f} ({steps})"}

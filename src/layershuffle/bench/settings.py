@@ -1,6 +1,6 @@
-"""The settings of `layershuffle bench`, and what "auto" comes to on this machine.
+"""The settings of `layershuffle bench`, and their resolved values on this machine.
 
-The command line imports this file: torch comes only when a configuration is resolved.
+The command line imports this file, so torch is only imported to resolve a configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layershuffle.compiling import BlockCompiler
 
 WARM_UP, PHASED = 3, 5
-"""Steps before the timed ones, which do not count, and after them, to see the phases."""
+"""Numbers of steps before the timed ones, not counted, and after them, to measure the phases."""
 KINDS = {
     "train": "training steps as fit takes them: images per second, and where the time goes",
     "eval": "forwards, each batch in an order of its own",
@@ -30,7 +30,7 @@ KINDS = {
 
 
 class BenchSettings(Settings):
-    """What is measured, and on what."""
+    """The subject and the conditions of a measurement."""
 
     model: str | None = None
     """Model spec, built with random weights (default: ViT-B/16 on a GPU, the digits model on a
@@ -38,18 +38,18 @@ class BenchSettings(Settings):
     batch: Positive | None = None
     """Images per step (default: 640 on a GPU, 64 on a CPU)."""
     steps: Annotated[int, Field(ge=5)] = 20
-    """Steps or merges that are timed."""
+    """Number of timed steps or merges."""
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
-    """auto: bf16 on GPUs that have it, fp32 elsewhere. train: as fit has it; others have weights
-    and states in bf16 either way."""
+    """auto: bf16 on GPUs that support it, else fp32. train: as in fit; other kinds have weights and
+    states in bf16 for both bf16 values."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     compile: bool | None = None
     """Compile the blocks (default: on a GPU yes, on a CPU no)."""
     orders_per_batch: Positive = 1
-    """train: groups of the images of a forward, each with an order of its own."""
+    """train: groups of the images of a forward, each with its own order."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """input: loader processes (default: the cores but one, at most 16)."""
 
@@ -94,14 +94,14 @@ class BenchConfig:
 
 
 def resolve(settings: BenchSettings) -> BenchConfig:
-    """The configuration on this machine. Raises `UsageError` for a GPU that is not there."""
+    """The configuration on this machine. Raises `UsageError` for a missing GPU."""
     import torch
 
     from layershuffle.bench.workloads import VIT_B
     from layershuffle.data.loading import loader_processes
 
     device = device_of(settings.device)
-    # On CPUs bf16 is no default: it was slower for the digits model, and faster for a ViT-S/16.
+    # bf16 is not the default on CPUs: it was slower for the digits model, faster for a ViT-S/16.
     has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported()
     # 640 is a batch size of the paper.
     model, batch = (VIT_B, 640) if device == "cuda" else ("bundled:digits", 64)

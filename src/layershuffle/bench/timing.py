@@ -1,7 +1,7 @@
-"""Clocks: two sides timed in turn, and the phases of steps.
+"""Clocks: time two sides alternately, and the phases of steps.
 
-Two sides run in turn, so that a busy machine slows both alike. On a CPU the clock is the processor
-time of this process, which waiting does not touch; on a GPU it is the GPU's own, by events.
+Two sides run alternately, so a busy machine slows both equally. On a CPU the clock is the processor
+time of this process, which excludes waiting; on a GPU it is the GPU's clock, by events.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from layershuffle.hooks import Step
 from layershuffle.machine import collector_paused
 
 Side = Callable[[], float]
-"""Does its work once and returns the seconds that it took."""
+"""Does its work once and returns the seconds."""
 
-# Sides that take microseconds would otherwise run a million times per pair.
+# Otherwise sides of microseconds would run a million times per pair.
 _MOST_TURNS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured: `pairs` of at least `seconds` each, after `warm_up` runs of a side."""
+    """The amount of measurement: `pairs` of at least `seconds` each, after `warm_up` runs."""
 
     pairs: int = 9
     seconds: float = 1.0
@@ -54,7 +54,7 @@ class Pairs:
 
 
 def cpu_timed(work: Callable[[], object]) -> Side:
-    """`work` on the clock of this process: processor time of all its threads, in seconds."""
+    """A side that times `work` by the processor time of all threads of this process."""
 
     def side() -> float:
         started = time.process_time()
@@ -65,7 +65,7 @@ def cpu_timed(work: Callable[[], object]) -> Side:
 
 
 def gpu_timed(work: Callable[[], object]) -> Side:
-    """`work` on the current GPU's clock, from its first kernel to its last, in seconds."""
+    """A side that times `work` by the current GPU's clock, from its first kernel to its last."""
 
     def side() -> float:
         first, last = _gpu_event(), _gpu_event()
@@ -80,20 +80,20 @@ def gpu_timed(work: Callable[[], object]) -> Side:
 
 
 def timed_on(device: str, work: Callable[[], object]) -> Side:
-    """`work` on the clock of the device, "cpu" or "cuda"."""
+    """A side that times `work` by the clock of the device, "cpu" or "cuda"."""
     return gpu_timed(work) if device == "cuda" else cpu_timed(work)
 
 
 def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
-    """Time both sides in turn.
+    """Time both sides alternately.
 
-    Each side runs `effort.warm_up` times before that, so that what is built once is not measured.
+    Each side first runs `effort.warm_up` times, so one-time costs are not measured.
     """
     if effort is not SMOKE:
-        gc.collect()  # in a large process it takes as long as a whole smoke test
-    # A collection while the clock runs would hit one of the sides by chance.
+        gc.collect()  # in a large process it takes as long as a smoke test
+    # A garbage collection during the measurement would slow one of the sides by chance.
     with collector_paused():
-        # The fastest run counts: the first one may hold imports and compilation.
+        # The fastest run, because the first one may include imports and compilation.
         turn_seconds = sum(min(side() for _ in range(effort.warm_up)) for side in (a, b))
         # An effort of 0 seconds, as in a smoke test, still takes one turn.
         turns = min(_MOST_TURNS, math.ceil(effort.seconds / max(turn_seconds, 1e-6))) or 1
@@ -102,9 +102,9 @@ def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
 
 
 def _pair(a: Side, b: Side, *, turns: int, first: int) -> tuple[float, float]:
-    gc.collect(0)  # garbage of the pair before; a whole collection takes long in a large process
+    gc.collect(0)  # of the previous pair; a full collection takes long in a large process
     total_a = total_b = 0.0
-    # Who goes first changes from turn to turn: the second side finds warmer caches.
+    # The first side alternates, because the second side has warmer caches.
     for turn in range(first, first + turns):
         if turn % 2:
             total_b += b()
@@ -116,10 +116,10 @@ def _pair(a: Side, b: Side, *, turns: int, first: int) -> tuple[float, float]:
 
 
 class PhaseTimer:
-    """When each phase of a step began. As a block hook it tells blocks and head apart.
+    """Records the beginning of each phase of a step. As a block hook it separates blocks and head.
 
-    On a GPU a beginning is an event in the stream, so the host never waits for it. torch.profiler
-    would slow small steps down, and its ranges miss the kernels of the backward thread.
+    On a GPU a beginning is an event in the stream, so the host does not wait. torch.profiler would
+    slow down small steps, and its ranges miss the kernels of the backward thread.
     `clock`: seconds on the host, for work that runs there.
     """
 
@@ -131,7 +131,7 @@ class PhaseTimer:
         self._beginnings: list[tuple[str, Any]] = []
 
     def begin(self, phase: str) -> None:
-        """End the phase before and begin this one."""
+        """End the previous phase and begin this one."""
         if not self._on_gpu:
             self._beginnings.append((phase, self._clock()))
             return
@@ -140,19 +140,19 @@ class PhaseTimer:
         self._beginnings.append((phase, event))
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """As a hook: a block begins, unless activation checkpointing only runs it again."""
+        """As a hook: a block begins, except if activation checkpointing recomputes it."""
         if not step.replay:
             self.begin("blocks")
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """As a hook: a block ended. The head follows, or another block at once."""
+        """As a hook: a block has ended; the head or another block follows."""
         del state
         if not step.replay:
             self.begin("head")
 
     def steps(self, first: str) -> list[dict[str, float]]:
-        """Seconds by phase of every whole step; a step begins with the phase `first`."""
+        """Seconds by phase of every complete step; a step begins with the phase `first`."""
         if self._on_gpu:
             torch.cuda.synchronize()
         steps: list[dict[str, float]] = []
@@ -162,7 +162,7 @@ class PhaseTimer:
                 steps.append({})
             if steps:
                 steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
-        # Only a step that a later beginning ended is whole; the last one may have been cut off.
+        # A step is complete if another one began after it.
         is_whole = bool(self._beginnings) and self._beginnings[-1][0] == first
         return steps if is_whole else steps[:-1]
 

@@ -1,4 +1,4 @@
-"""`bench train`: the training loop of `fit`, timed on one generated batch that lies ready."""
+"""`bench train`: time the training loop of `fit` on one generated batch in memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from layershuffle.training.warmup import largest_forward
 
 
 def bench_train(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Training steps of `fit` in shuffled orders.
+    """Measure training steps of `fit` in shuffled orders.
 
-    Raises `TrainingError` that names a batch that fits where this one does not.
+    If the batch does not fit into memory, raises `TrainingError` with a size that does.
     """
     workload, settings = config.workload(), fit_settings(config)
     flops = flops_of(host_of(workload.model), image_view(workload.model)).training
@@ -54,7 +54,7 @@ def bench_train(config: BenchConfig, *, progress: Progress = unheard) -> BenchRe
 
 
 def fit_settings(config: BenchConfig) -> FitSettings:
-    """The settings with which `fit` would take the same steps."""
+    """The settings of `fit` for the same steps."""
     return FitSettings(
         method="layershuffle",
         model=config.model,
@@ -65,7 +65,7 @@ def fit_settings(config: BenchConfig) -> FitSettings:
         precision=config.precision,
         compile=config.compile,
         workers=0,
-        log_every=1 << 30,  # logging asks the GPU for the loss, and so waits for it
+        log_every=1 << 30,  # logging the loss would synchronise with the GPU
     )
 
 
@@ -97,7 +97,7 @@ def training_state(
         ),
         compiler=compiler,
         images_per_forward=settings.batch_size,
-        # No end, no scores and no checkpoints: the batches decide how long this lasts.
+        # Without end, scores and checkpoints: it ends with the batches.
         steps=1 << 30,
         eval_every=1 << 30,
         select_by="sequential",
@@ -116,10 +116,10 @@ def time_training(
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = unheard,
 ) -> TimedSteps:
-    """Train for `warm_up`, `steps` and `phased` steps on one batch that lies ready.
+    """Train for `warm_up`, `steps` and `phased` steps on one batch in memory.
 
-    May be called again: the run continues. Raises `TrainingError` that names a batch that fits
-    where this one does not.
+    Another call continues the run. If the batch does not fit into memory, raises `TrainingError`
+    with a size that does.
     """
     device, compiler = state.accelerator.device, state.job.compiler
     timer, syncs, memory = PhaseTimer(device, clock=clock), Syncs(), Memory(device.type)
@@ -130,7 +130,7 @@ def time_training(
     def batches() -> Iterator[list[TrainingBatch]]:
         for _ in range(state.step, end):
             pixels = workload.pixels.to(device, non_blocking=True)
-            # Copied in every step, as a loader's batches are: the copy belongs to the phase `data`.
+            # Copied in every step, like a loader's batches; the copy is in the phase `data`.
             yield [(pixels, workload.labels.to(device, non_blocking=True))]
 
     with compiler.limits(), ExitStack() as counting, ExitStack() as hooks:
@@ -145,15 +145,15 @@ def time_training(
             if phase == "data" and step == last:
                 counting.close()
                 peak = memory.peak()
-                # Hooks slow steps down, so phases come from steps after the timed ones.
+                # Hooks slow down steps, so phases are measured after the timed ones.
                 hooks.enter_context(with_hooks(state.model, timer))
-            if phase != "report":  # logs and scores are not due here
+            if phase != "report":  # there are no logs and scores
                 timer.begin({"forward": "stem", "optimizer": "optimiser"}.get(phase, phase))
 
         try:
             train(state, batches=batches(), tell=_ignore, keep_best=_ignore, on_phase=on_phase)
         except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the tensors that do not fit
+            traceback.clear_frames(error.__traceback__)  # they hold large tensors
         else:
             times = timer.steps("data")
             return TimedSteps(
@@ -173,4 +173,4 @@ def time_training(
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """For the events and new best models of a run that has none."""
+    """Ignore events and new best models."""

@@ -1,4 +1,4 @@
-"""What is measured: models with random weights, generated images, orders. Nothing is downloaded."""
+"""Workloads: models with random weights, generated images, orders. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PICO = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=10&img_size=32&patch_size=16"
     "&embed_dim=16&num_heads=2&depth=12"
 )
-"""For smoke tests: 12 blocks that cost nothing."""
+"""For smoke tests: 12 tiny blocks."""
 WIDTH_64 = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
     "&patch_size=4&embed_dim=64&num_heads=4&mlp_ratio=2&depth=12"
@@ -56,8 +56,8 @@ PHOTO, JPEG_QUALITY = (500, 375), 90
 class Workload:
     """A wrapped model and a batch for it.
 
-    `pixels` uint8 `[batch, channels, height, width]` and `labels` `[batch]` are on the host, pinned
-    where the model is on a GPU; `finish` turns them into `images`, which are beside the model.
+    `pixels` uint8 `[batch, channels, height, width]` and `labels` int64 `[batch]` are on the host,
+    pinned if the model is on a GPU; `finish` converts pixels to `images`, on the model's device.
     """
 
     spec: str
@@ -69,28 +69,28 @@ class Workload:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that a result names."""
+        """The settings for the result file."""
         return {"model": self.spec, "batch": len(self.pixels)}
 
 
 def make_workload(spec: str, *, batch: int, device: str = "cpu") -> Workload:
     """The model of `spec` on `device`, in eval mode, with a batch of noise.
 
-    Raises `UsageError` for a spec that asks for trained weights.
+    Raises `UsageError` for a spec with trained weights.
     """
     model = load(random_spec(spec), seed=0)
     return workload_around(model, spec=spec, batch=batch, device=device)
 
 
 def workload_around(model: nn.Module, *, spec: str, batch: int, device: str = "cpu") -> Workload:
-    """As `make_workload`, around a wrapped model that exists already."""
+    """As `make_workload`, for an existing wrapped model."""
     model.to(device)
     view = image_view(model)
     generator = torch.Generator().manual_seed(0)
     shape = (batch, view.channels, view.height, view.width)
     pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     labels = torch.randint(num_classes_of(model), (batch,), generator=generator)
-    # As a loader hands them over: only from pinned memory does a copy not make the host wait.
+    # As from a loader: copies from pinned memory are asynchronous.
     if device == "cuda":
         pixels, labels = pixels.pin_memory(), labels.pin_memory()
     finish = PixelFinish(view)
@@ -101,21 +101,21 @@ def workload_around(model: nn.Module, *, spec: str, batch: int, device: str = "c
 
 
 def converted(workload: Workload, precision: str) -> Workload:
-    """The workload with weights and images in `precision`, as inference runs; changes its model."""
+    """The workload with weights and images in `precision`; converts its model in place."""
     dtype = DTYPES[precision]
     workload.model.to(dtype)
     return replace(workload, images=workload.images.to(dtype))
 
 
 def random_spec(spec: str) -> str:
-    """`spec` with random weights instead of trained ones: speed does not depend on them."""
+    """`spec` with random weights instead of trained ones, on which speed does not depend."""
     parsed = parse_spec(spec)
     name = {"timm": "pretrained", "hf": "pretrained", "torchvision": "weights"}.get(parsed.scheme)
-    # bundled: and dir: lie on the disk already, so nothing would be downloaded.
+    # Models of bundled: and dir: are local, so nothing is downloaded.
     if name is None:
         return spec
-    asked = parsed.settings.get(name)
-    if asked not in (None, False, "none"):
+    weights = parsed.settings.get(name)
+    if weights not in (None, False, "none"):
         raise UsageError(
             f"{spec!r} requests trained weights, but speed is measured with random ones",
             hint=f"leave {name} out",
@@ -135,7 +135,7 @@ def in_order_subsets(count: int, depth: int) -> list[ExecutionOrder]:
 
 
 def sweeps(depth: int) -> dict[str, Sequence[ExecutionOrder]]:
-    """The sets of orders that evaluations ask for, by name."""
+    """Typical sets of orders in evaluations, by name."""
     shuffle, blocks = random.Random(0), range(depth)
     return {
         "all truncations": [ExecutionOrder(tuple(blocks[: n + 1]), depth) for n in blocks],
@@ -152,7 +152,7 @@ def sweeps(depth: int) -> dict[str, Sequence[ExecutionOrder]]:
 def compare_with_trie(
     workload: Workload, orders: Sequence[ExecutionOrder], *, effort: Effort
 ) -> tuple[Pairs, dict[str, Any]]:
-    """Forwards one by one against the trie: times, and block runs both ways.
+    """Compare separate forwards with the trie: times, and numbers of block runs.
 
     Raises `AssertionError` unless both give the same logits, bit for bit.
     """
@@ -175,7 +175,6 @@ def compare_with_trie(
         return outputs
 
     assert all(map(torch.equal, one_by_one(), in_one_walk())), "outputs are bit-equal"
-    # Shared beginnings change no bit, so a wrong walk cannot hide in a tolerance.
     sides = (timed_on(images.device.type, work) for work in (one_by_one, in_one_walk))
     pairs = paired(*sides, effort=effort)
     runs = [sum(map(len, orders)), block_executions(build_trie(orders))]
@@ -186,19 +185,18 @@ def compare_with_trie(
 
 
 def photograph(seed: int, size: tuple[int, int] = PHOTO) -> Image.Image:
-    """Soft shapes with fine grain: its JPEG is about as large as that of a photograph."""
+    """An image of soft shapes with grain, whose JPEG is about as large as that of a photograph."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (size[1] // 16 + 1, size[0] // 16 + 1, 3), dtype=np.uint8)
     soft = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), np.float32)
-    # Smooth shapes alone would make a JPEG far smaller than that of a photograph.
     grain = draw.normal(0, 10, (*soft.shape[:2], 1))
     return Image.fromarray((soft + grain).clip(0, 255).astype(np.uint8))
 
 
 def write_photographs(directory: Path, count: int) -> None:
-    """Generated JPEG files of 500 x 375 in two class folders under train and val."""
+    """Write `count` generated JPEG files of 500 x 375 in two class folders under train and val."""
     for number in range(count):
-        # folder: wants both splits, although only train is read.
+        # `folder:` requires both splits, although only train is read.
         part, group = ("val" if number % 8 < 2 else "train"), number % 2
         folder = directory / part / f"class-{group}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,9 +208,9 @@ def write_photographs(directory: Path, count: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AddedMemory:
-    """Bytes of the donors, and what merges add to them: tensors by storage, objects by tracemalloc.
+    """Bytes of the donors, and those that merges add: tensors by storage, objects by tracemalloc.
 
-    Merges are views of their donors, so hardly anything should be added.
+    Merges are views of their donors, so they should add hardly any memory.
     """
 
     donors: int
@@ -221,20 +219,20 @@ class AddedMemory:
 
     @property
     def share(self) -> float:
-        """What is added, in percent of the donors."""
+        """The added bytes, in percent of the donors'."""
         return 100.0 * (self.tensors + self.objects) / self.donors
 
 
 def merge_group(model: nn.Module, donors: int) -> MergeGroup:
-    """`donors` models with weights of their own."""
-    # Copies do: memory and time of a merge do not depend on the values.
+    """A group of `donors` models with separate weights."""
+    # Copies are enough, because memory and time of a merge do not depend on the values.
     return MergeGroup([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
 
 
 def memory_of_merges(group: MergeGroup, *, merges: int) -> AddedMemory:
     """The memory that `merges` random merges add."""
     plans = sample_plans(len(group.donors), group.depth, count=merges, seed=0)
-    group.merge(plans[0])  # imports and caches come once, and are not counted
+    group.merge(plans[0])  # one-time imports and caches are not counted
     before = _storages(group.donors)
     gc.collect()
     tracemalloc.start()

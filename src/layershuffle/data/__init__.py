@@ -1,6 +1,6 @@
 """Labelled images for any host model: one spec string in, named splits out.
 
-`open_data("digit-pairs", view)` is the whole entry; `SOURCES` lists what a spec may say.
+`open_data("digit-pairs", view)` is the entry point; `SOURCES` lists the kinds of specs.
 """
 
 from layershuffle.data.class_names import match_classes

@@ -1,8 +1,8 @@
-"""Batches of a split on the model's device, as often as they are wanted.
+"""Batches of a split on the model's device, for any number of passes.
 
-Loader processes read the pixels, which travel as bytes and become float32 on the device. A split
-that is read again and again (the holdout between training steps, a test split under many merges)
-stays on the device, if it takes no more than a share of the memory that is free there.
+Loader processes read the pixels, which are copied as bytes and become float32 on the device. A
+split that is read repeatedly (the holdout between training steps, a test split for many merges)
+stays on the device, if it takes no more than a share of the free memory there.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader
 from layershuffle.data.contract import BatchFinish, Split
 
 PixelPlace = Literal["gpu", "host"]
-# The activations of a training need the rest; ImageNet's 50,000 test images are 7.5 GB.
-GPU_SHARE = 0.25  # of the GPU's memory that is free when the first batch arrives
+# The remaining memory is for activations; ImageNet's 50,000 test images take 7.5 GB.
+GPU_SHARE = 0.25  # of the GPU memory that is free when the first batch arrives
 
 
 class DeviceBatches:
     """Iterates over batches (images float32 [n, *view], labels int64 [n]) on `device`.
 
-    With `keep` the pixels stay after the first whole pass: on the GPU if all of them take at most
-    a quarter of its free memory, else in main memory if they take at most `host_bytes`; otherwise
-    every pass reads the files again. `processes` loader processes read ahead.
+    With `keep` the pixels are kept after the first complete pass: on the GPU if they take at most a
+    quarter of its free memory, else in main memory if they take at most `host_bytes`; otherwise
+    every pass reads the files again. `processes`: number of loader processes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DeviceBatches:
             split.dataset,
             batch_size=batch_size,
             num_workers=processes,
-            # Only from pinned memory can a copy to the GPU run without the host waiting for it.
+            # Only copies from pinned memory to the GPU are asynchronous.
             pin_memory=self.device.type == "cuda",
         )
 
@@ -71,22 +71,22 @@ class DeviceBatches:
                 place = self._place(pixels)
             sent = self._sent(pixels), self._sent(labels)
             if place is not None:
-                # Bytes, not finished images: in float32 they would take four times the memory.
+                # Bytes, because float32 images would take four times the memory.
                 stored.append(sent if place == "gpu" else (pixels, labels))
             yield self._finished(*sent)
         if place is not None:
-            # Only after a whole pass: a reader that stops early must not shorten the next ones.
+            # Only after a complete pass, or a reader that stops early would shorten the next ones.
             self._kept = stored
 
     def _finished(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.finish(self._sent(pixels)), self._sent(labels)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        # The host does not wait: torch does not reuse pinned memory before the GPU has read it.
+        # Asynchronous: torch does not reuse pinned memory before the GPU has read it.
         return tensor.to(self.device, non_blocking=True)
 
     def _place(self, pixels: Tensor) -> PixelPlace | None:
-        # A stream has no length, so it is unknown beforehand whether it fits.
+        # The length of a stream is unknown, so it may not fit.
         if self.split.size is None:
             return None
         size = self.split.size * pixels[0].numel()
@@ -95,9 +95,9 @@ class DeviceBatches:
 
 
 def place_for(size: int, *, gpu_free: int | None, host_bytes: int) -> PixelPlace | None:
-    """Where `size` bytes are kept: on the GPU, in main memory, or nowhere.
+    """The place to keep `size` bytes: the GPU, main memory, or `None`.
 
-    `gpu_free`: bytes free on the GPU, None without one.
+    `gpu_free`: free bytes on the GPU, None without a GPU.
     """
     if gpu_free is not None and size <= GPU_SHARE * gpu_free:
         return "gpu"

@@ -1,16 +1,16 @@
 """A copy of image data at the size that training needs, which is read many times faster.
 
-`build_cache` brings every image to `size` pixels on its shorter side (it enlarges none) and keeps
-it as a JPEG in the layout that `folder:` reads, in the order of the source within each class, so
-that `fit` holds out the same images. `verify_cache` reads every file back.
+`build_cache` shrinks every image to `size` pixels on its shorter side and saves it as a JPEG in the
+layout that `folder:` reads, in the order of the source within each class, so `fit` holds out the
+same images. `verify_cache` reads every file back.
 
     DIR/cache.json                  source, settings, counts, checksum of the manifest
     DIR/manifest/train-00000.jsonl  one line per image: file, SHA-256, bytes, source
     DIR/train/CLASS/00000012.jpg    image 12 of the training split; likewise val/ and test/
 
-Until it is whole the directory is called DIR.partial. The command may be killed at any moment:
-given again it continues, since each image is written whole or not at all and never made twice.
-Why `hf:` with `datasets` does not replace it: docs/decisions/019-benchmarks-and-the-cache.md.
+Until it is complete, the directory is called DIR.partial. The command may be killed at any moment
+and continues when it is run again, because each image is written atomically and only once.
+docs/decisions/019-benchmarks-and-the-cache.md says why `hf:` with `datasets` does not replace it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from layershuffle.text import shortened
 HEADER, MANIFEST = "cache.json", "manifest"
 SOURCE = "source"  # key of the header: image counts and checksum that identify the source
 SCHEMA = 1
-CHUNK = 128  # images per file of the manifest: what a killed process checks again at most
-# Nothing goes through this view: it only tells the sources that the images have three channels.
+CHUNK = 128  # images per file of the manifest, the most that are checked again after a kill
+# Only its number of channels is used.
 _VIEW = ImageView(channels=3, height=1, width=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 _FOLDERS = {"train": "train", "holdout": "val", "test": "test"}
 Header = dict[str, Any]
@@ -59,7 +59,7 @@ Header = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """A whole cache: images per split folder, bytes of all images, and what was left out.
+    """A complete cache: images per split folder, bytes of all images, and skipped images.
 
     `written`: number of images that this call wrote.
     """
@@ -73,7 +73,7 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class CachedSplit:
-    """One split: its folder in the cache, the table of its images, class folders by label."""
+    """One split: its folder in the cache, the table of its images, and class folders by label."""
 
     folder: str
     table: ImageTable
@@ -88,7 +88,7 @@ class CachedSplit:
 
 
 def default_out(spec: str, size: int) -> Path:
-    """A folder's neighbour (DIR-256), else NAME-256 here. Raises UsageError for patterns."""
+    """DIR-256 beside a folder DIR, else NAME-256. Raises UsageError for patterns."""
     place = parse_spec(spec)[1].rstrip("/")
     if Path(place).expanduser().is_dir():
         return Path(f"{place}-{size}").expanduser()
@@ -101,19 +101,19 @@ def default_out(spec: str, size: int) -> Path:
 def build_cache(
     spec: str, out: Path, *, settings: CacheSettings, progress: Progress = unheard
 ) -> CacheReport:
-    """Make the cache of `spec` in `out`, or continue it; a whole one is left as it is.
+    """Make the cache of `spec` in `out`, or continue it; a complete one is not changed.
 
     Raises UsageError if `out` holds something else or a cache with other settings, and DataError,
     naming the image, for one that cannot be read (unless `settings.skip_corrupt`).
     """
     made_by = {"schema": SCHEMA, "data": spec, "size": settings.size, "quality": settings.quality}
     if not out.exists():
-        # The source is opened first: for one that does not exist no directory is made.
+        # Opened first, so no directory is made for a missing source.
         parts, work = _open(spec), partial_of(out)
         with locked(work):
-            if not out.exists():  # another process may have made it while this one waited
+            if not out.exists():  # another process may have made it in the meantime
                 return _build(out, made_by, parts=parts, settings=settings, progress=progress)
-        # This process only made the directory for its lock: the other one has renamed its own.
+        # This directory contains only the lock, because the other process has renamed its own.
         shutil.rmtree(work, ignore_errors=True)
     header = read_header(out)
     require_same(out, header, expected=made_by)
@@ -122,14 +122,14 @@ def build_cache(
 
 
 def partial_of(out: Path) -> Path:
-    """The name of the directory until the cache is whole."""
+    """The path of the directory until the cache is complete."""
     return out.with_name(f"{out.name}.partial")
 
 
 def class_folders(classes: Sequence[str]) -> tuple[str, ...]:
     """A folder name per class, whose sorted order is the order of the classes.
 
-    The class names themselves where folders can have them; else 000-NAME, 001-NAME, ...
+    The class names if they are valid folder names in sorted order, else 000-NAME, 001-NAME, ...
     """
     plain = all(re.fullmatch(r"[^/\0.][^/\0]{0,99}", name) for name in classes)
     if plain and list(classes) == sorted(set(classes)):
@@ -140,7 +140,7 @@ def class_folders(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
-    """The image with `size` pixels on its shorter side, bicubic; unchanged if it has no more."""
+    """The image shrunk to `size` pixels on its shorter side, bicubic; unchanged if smaller."""
     shorter = min(image.size)
     if shorter <= size:
         return image
@@ -163,7 +163,7 @@ def _build(
         if folder.is_dir():
             remove_stale_stages(folder)
     header = read_header(work)
-    # Files without a header are no cache of ours: they are refused, not written over.
+    # Files without a header are no cache, and are refused instead of overwritten.
     if header is not None or names_in(work):
         require_same(work, header, expected=begun)
     else:
@@ -177,7 +177,7 @@ def _build(
         written, done = written + new, done + count
         progress("images", done, chunks.images)
 
-    # The header is made whole first: whoever sees the final name must find a complete cache.
+    # The header is completed first, so a directory with the final name is a complete cache.
     header = {**begun, **_counts(work, parts), "versions": {"pillow": version("pillow")}}
     write_text(work / HEADER, json.dumps(header, indent=2))
     with explained(out):
@@ -187,7 +187,7 @@ def _build(
 
 
 def _open(spec: str) -> list[CachedSplit]:
-    """The splits of the source. Raises UsageError for data that is not made of image files."""
+    """The splits of the source. Raises UsageError for data without image files."""
     data = open_data(spec, _VIEW, options=DataOptions(holdout=None))
     classes, parts = class_folders(data.classes), []
     for name, split in data.splits.items():
@@ -202,14 +202,14 @@ def _open(spec: str) -> list[CachedSplit]:
                 place=spec,
                 hint="folder: could not read the copy; leave these classes out of the source",
             )
-        # folder: reports val/ where there is no test/, so the copy has the splits of its source.
+        # `folder:` reports val/ without a test/, so the copy has the splits of its source.
         folder = "val" if name == "test" and "holdout" not in data.splits else _FOLDERS[name]
         parts.append(CachedSplit(folder, table, classes))
     return sorted(parts, key=lambda part: ("train", "val", "test").index(part.folder))
 
 
 def _source(parts: Sequence[CachedSplit]) -> str:
-    """A checksum that changes with the source: image 12 might be another one by now."""
+    """A checksum that changes with the images, labels or classes of the source."""
     content = [
         (p.folder, p.classes, [int(label) for label in p.table.labels], p.table.fingerprint())
         for p in parts
@@ -218,7 +218,7 @@ def _source(parts: Sequence[CachedSplit]) -> str:
 
 
 class _Chunks(Dataset[tuple[int, int]]):
-    """Reading item i makes the i-th missing chunk: (images written, images dealt with)."""
+    """Reading item i makes the i-th missing chunk. Items are (images written, images processed)."""
 
     def __init__(self, work: Path, parts: Sequence[CachedSplit], settings: CacheSettings) -> None:
         self._work, self._settings = work, settings
@@ -239,11 +239,11 @@ class _Chunks(Dataset[tuple[int, int]]):
         lines, written = [], 0
         for row in rows:
             path = self._work / part.file(row)
-            there = path.is_file()
-            line = self._line(part, row, path.read_bytes() if there else None)
-            written += not there and "file" in line
+            exists = path.is_file()
+            line = self._line(part, row, path.read_bytes() if exists else None)
+            written += not exists and "file" in line
             lines.append(json.dumps(line) + "\n")
-        # After its images: a chunk that has a record is never looked at again.
+        # After its images, because a chunk with a record is never checked again.
         write_text(self._record(part, number), "".join(lines))
         return written, len(rows)
 
@@ -266,16 +266,16 @@ class _Chunks(Dataset[tuple[int, int]]):
 
     def _encoded(self, table: ImageTable, row: int) -> bytes:
         size = self._settings.size
-        # The decoder may halve large JPEGs, but not below twice the size: bicubic does the rest.
+        # The decoder may halve large JPEGs down to twice the size, then they are resized.
         image = shrunk(table.image(row, least=2 * size), size)
-        image.info = {}  # no comments, profiles or rotation: pixels alone
+        image.info = {}  # without comments, profiles and rotation
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=self._settings.quality)
         return buffer.getvalue()
 
 
 def _counts(work: Path, parts: Sequence[CachedSplit]) -> Header:
-    """Counts and checksum of a finished cache. Raises DataError if a class has no image in it."""
+    """Counts and checksum of a finished cache. Raises DataError for a class without images."""
     images = {part.folder: 0 for part in parts}
     empty = {f"{part.folder}/{name}" for part in parts for name in part.classes}
     skipped, size = [], 0
@@ -287,7 +287,7 @@ def _counts(work: Path, parts: Sequence[CachedSplit]) -> Header:
         empty.discard(folder)
         images[folder.partition("/")[0]] += 1
         size += line["bytes"]
-    # folder: refuses classes without images, so such a copy could not be read.
+    # `folder:` refuses classes without images, so it could not read such a copy.
     if empty:
         raise DataError(
             f"No image could be read of {len(empty)} classes: {shortened(sorted(empty))}",
@@ -308,11 +308,11 @@ def _report(out: Path, header: Header, *, written: int = 0) -> CacheReport:
     )
 
 
-# --- what is on disk ------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def read_header(directory: Path) -> Header | None:
-    """The content of `cache.json`, None without one. Raises DataError if it cannot be read."""
+    """The content of `cache.json`, None if it is missing. Raises DataError if it is unreadable."""
     path = directory / HEADER
     try:
         header = json.loads(path.read_text("utf-8"))
@@ -326,7 +326,7 @@ def read_header(directory: Path) -> Header | None:
 
 
 def require_same(directory: Path, header: Header | None, *, expected: Header) -> None:
-    """Raises UsageError if `directory` is no cache, or one of another source or settings."""
+    """Raises UsageError if `directory` is no cache, or has another source or settings."""
     if header is None:
         raise UsageError(
             "the directory exists but holds no cache",
@@ -387,8 +387,8 @@ def _checksum(parts: list[Path]) -> str:
 def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard) -> int:
     """Read every image back and return their number.
 
-    Raises DataError, naming a few, if images are missing, differ from the manifest or are not in
-    it, and if the manifest itself has changed.
+    Raises UsageError if `out` is no cache, and DataError if images are missing, differ from the
+    manifest or are not in it, or if the manifest itself has changed.
     """
     again = f"delete {out} and make it again"
     header, parts = read_header(out), manifest_parts(out)
@@ -419,7 +419,7 @@ def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard)
 
 
 class _Checks(Dataset[tuple[list[str], list[str], list[str]]]):
-    """Item i: all images of the i-th file of the manifest, those missing and those changed."""
+    """Item i: (all, missing, changed) images of the i-th file of the manifest."""
 
     def __init__(self, out: Path, parts: list[Path]) -> None:
         self._out, self._parts = out, parts

@@ -1,8 +1,8 @@
 """`cifar100:DIR`: CIFAR-100 (Krizhevsky 2009), the python version, read by torchvision.
 
-The archive holds pickles. torchvision unpickles them only after their MD5 sums equal the published
-ones (`CIFAR10.__init__` checks all files before it opens any), which a test of ours holds; nothing
-else of this package unpickles a file. Nothing is downloaded.
+The archive holds pickles. torchvision unpickles them only if their MD5 sums equal the published
+ones (`CIFAR10.__init__` checks all files before it opens any; a test verifies that). Nothing else
+in this package unpickles a file. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ArrayTable:
         self.array, self.labels, self.channels = array, labels, channels
 
     def image(self, index: int, *, least: int | None = None) -> Image.Image:
-        """Image `index` in the mode of the view; it is there already, so `least` saves nothing."""
+        """Image `index` in the mode of the view; `least` has no effect."""
         del least
         image = Image.fromarray(self.array[index])
         return to_mode(image, self.channels, place=self.name(index))
@@ -51,7 +51,7 @@ class ArrayTable:
         return f"cifar100 image {index}"
 
     def fingerprint(self) -> str:
-        """Always the same: torchvision has compared the files with the published checksums."""
+        """A constant, because torchvision has verified the published checksums of the files."""
         return "cifar100"
 
 
@@ -60,13 +60,13 @@ def open_source(request: SourceRequest) -> ImageData:
 
     Raises DataError if the files are missing or not the published ones.
     """
-    # For its error: a model with other channels is refused before 150 MB are read.
+    # For its error, before 150 MB are read for a model with other channels.
     mode_for(request.view.channels)
     root = Path(request.place).expanduser()
-    # torchvision wants the parent; people name the folder that they unpacked.
+    # torchvision expects the parent of the unpacked folder, which users may name.
     root = root.parent if root.name == FOLDER else root
     names, test = _read(root, request, train=False)
-    # An evaluation needs none of the 50,000 training images, which take 150 MB of memory.
+    # An evaluation does not need the training images, which take 150 MB of memory.
     train = _read(root, request, train=True)[1] if request.options.train else None
     return assemble(request, Tables(classes=names, test=test, train=train))
 

@@ -1,7 +1,7 @@
-"""Classes of data and models are matched by their names, by index only where one has no names.
+"""Match the classes of data and models by name, or by index if one of them has no names.
 
-The index of a class is the place of its folder's name, or whatever a data set says; a model has an
-order of its own. The same classes in another order would be scored as wrong, without any error.
+The indices of classes come from sorted folder names or from the data set, but a model may have
+another order. Without matching, all of its answers would silently count as wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _IMAGENET_CLASSES = 1000
 
 
 def numbered(count: int) -> tuple[str, ...]:
-    """ "0", "1", ...: classes without names."""
+    """The names "0", "1", ... for classes without names."""
     return tuple(str(index) for index in range(count))
 
 
 def have_names(classes: ClassNames) -> bool:
-    """Whether classes have names, which numbers in their order are not."""
+    """Whether the classes have names other than "0", "1", ..."""
     return tuple(classes) != numbered(len(classes))
 
 
@@ -35,8 +35,8 @@ def match_classes(
 ) -> ImageData:
     """`data` with the classes and the class indices of a model.
 
-    `names`: of the model's classes, `None` if it has none; `outputs`: how many its head has.
-    Raises `DataError` that lists what differs.
+    `names`: the names of the model's classes, `None` if it has none; `outputs`: the number of
+    outputs of its head. Raises `DataError` with the differences.
     """
     difference = class_difference(data.classes, names, outputs=outputs)
     if difference is not None:
@@ -50,7 +50,7 @@ def match_classes(
 
 
 def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: int) -> str | None:
-    """Why a head with `outputs` outputs does not stand for these classes; `None` if it does."""
+    """The difference between these classes and those of a head with `outputs` outputs, if any."""
     if len(classes) != outputs:
         return f"the model has {outputs} outputs, the data has {len(classes)} classes"
     if names is None or _indices(classes, names) is not None:
@@ -72,13 +72,13 @@ def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: 
 
 
 def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
-    """`data` with its classes numbered in the order of `names`, which are its own in any order.
+    """`data` with its classes numbered in the order of `names`, a permutation of its own names.
 
-    Nothing changes where the model has no names; data without names take them over.
+    Nothing changes if the model has no names; data without names get those of the model.
     """
     if names is None:
         return data
-    # Numbers too: folders sort 0, 1, 10, 2, so their model names the classes in that order.
+    # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
     indices = _indices(data.classes, names)
     if indices is None and not have_names(names):
         return data
@@ -90,7 +90,7 @@ def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
 
 def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:
     """The index in `names` of every class, `None` unless both name the same classes."""
-    # Before names are compared one by one: ImageNet's words have two cranes.
+    # Checked first, because two classes of ImageNet have the name "crane".
     if tuple(classes) == tuple(names) or (_is_imagenet(classes) and _is_imagenet(names)):
         return list(range(len(names)))
     places = {_plain(name): index for index, name in enumerate(names)}
@@ -105,9 +105,9 @@ def _plain(name: str) -> str:
 
 
 def _is_imagenet(names: ClassNames) -> bool:
-    """Whether these are ImageNet's 1,000 classes in its order: as folders, or in words.
+    """Whether these are the 1,000 classes of ImageNet in its order, as folders or descriptions.
 
-    Models say "tench" or "tench, Tinca tinca" where folders say n01440764.
+    A model's name may be "tench" or "tench, Tinca tinca", a folder's n01440764.
     """
     if len(names) != _IMAGENET_CLASSES:
         return False
@@ -139,7 +139,7 @@ class RenumberedImages(Dataset[Item]):
         self.dataset, self.indices = dataset, indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Show the augmentation of `epoch`, if the data set has any."""
+        """Use the augmentation of `epoch`, if the data set has any."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -158,7 +158,7 @@ class RenumberedStream(IterableDataset[Item]):
         self.dataset, self.indices = dataset, indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle and augment anew."""
+        """Use the shuffle and the augmentation of `epoch`."""
         self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]  # of StreamedImages
 
     def __iter__(self) -> Iterator[Item]:

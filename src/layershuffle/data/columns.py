@@ -1,6 +1,6 @@
-"""Which columns of a Hugging Face data set are the image and the label, and what the labels mean.
+"""Find the image and label columns of a Hugging Face data set, and the meaning of the labels.
 
-By feature type, not by name: data sets call them image, img, jpg; label, fine_label, class.
+By feature type, not by name, because names vary: image, img, jpg; label, fine_label, class.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Features = Mapping[str, Any]
 class Columns:
     """The image and label columns and the classes, in the order of their indices.
 
-    `index` turns a cell of the label column into a class index; -1 means "no such class". It can be
-    pickled, as DataLoader workers that are not forked need.
+    `index` converts a cell of the label column to a class index; -1 means "no such class". It can
+    be pickled, for DataLoader workers that are not forked.
     """
 
     image: str
@@ -38,19 +38,19 @@ class Columns:
 
 
 def image_column(features: Features, *, column: str | None, place: str) -> str:
-    """The one column of images. Raises DataError if there is none, UsageError if it is unclear."""
+    """The only image column. Raises DataError if there is none, UsageError if there are several."""
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     return _chosen(images, features, role="image", column=column, place=place)
 
 
 def label_column(features: Features, *, column: str | None, place: str) -> str:
-    """The label column: the one ClassLabel, else "label", else the one of integers or strings."""
+    """The label column: the only ClassLabel, else "label", else the only integers or strings."""
     labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not labels:
         # webdataset's own columns (__key__, __url__) are strings too.
         plain = [name for name, kind in features.items() if _plain_label(kind)]
         labels = [name for name in plain if not name.startswith("__")]
-        # Beside other texts and numbers (captions, sizes) only this name says what it is.
+        # Among other strings and numbers (captions, sizes), this name identifies it.
         if "label" in labels:
             labels = ["label"]
     return _chosen(labels, features, role="label", column=column, place=place)
@@ -61,8 +61,8 @@ def label_meaning(
 ) -> tuple[tuple[str, ...], Callable[[Any], int]]:
     """(classes, cell -> class index) of a label column.
 
-    ClassLabel: its own names. Strings: the sorted values of the training split. Integers: numbered
-    up to the largest training label. `values` is only called for the last two.
+    ClassLabel: its names. Strings: the sorted values of the training split. Integers: numbers up to
+    the largest training label. `values` is only called for the last two.
     """
     if isinstance(feature, datasets.ClassLabel):
         return tuple(feature.names), as_index
@@ -70,19 +70,19 @@ def label_meaning(
     if feature.dtype in ("string", "large_string"):
         names = tuple(sorted(present))
         table = {name: index for index, name in enumerate(names)}
-        # A partial, not a closure: loader processes that are not forked must pickle it.
+        # A partial, because loader processes that are not forked cannot pickle a closure.
         return names, partial(_looked_up, table)
     return numbered(max(present, default=-1) + 1), as_index
 
 
 class HubTable:
-    """One map-style Hugging Face split; images stay undecoded until they are read."""
+    """A map-style Hugging Face split; images are decoded when they are read."""
 
     def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
-        # Labels are read once, in whole columns: row by row would decode every image.
+        # Labels are read once, as a column, because reading rows would decode every image.
         self.labels = [columns.index(cell) for cell in data[columns.label]]
         names = [name for name in (columns.image, "__key__") if name in data.column_names]
-        # Reading a row reads all of its columns, and only these are needed from here on.
+        # Reading a row reads all of its columns, so the others are dropped.
         data = data.select_columns(names)
         self.data = data.cast_column(columns.image, datasets.Image(decode=False))
         self.reader = record_reader(columns, channels=channels, place=place)
@@ -102,8 +102,8 @@ class HubTable:
         return f"row {index} of {self.reader.name(self.data[index])}"
 
     def fingerprint(self) -> str:
-        """What the library knows the data by, and the sizes of the files that it keeps them in."""
-        # The fingerprint says how the data came about, not whether its files are still the same.
+        """The library's fingerprint of the data, and the sizes of their files."""
+        # The fingerprint identifies how the data were made, not whether the files have changed.
         sizes = [os.stat(file["filename"]).st_size for file in self.data.cache_files]
         return f"{self.data._fingerprint} {sizes}"
 

@@ -1,12 +1,12 @@
 """The types that every data source shares: options in, named splits of (image, label) out.
 
-A source is a function `SourceRequest -> ImageData`. Items are pixels, a byte each, or for images
-that are drawn by a formula what names them; what the model takes is made of whole batches of items,
-where the model is (`ImageData.finish`).
+A source is a function `SourceRequest -> ImageData`. Items are pixels as bytes, or keys of images
+that a formula draws; `ImageData.finish` converts whole batches of items to the model's input, on
+the model's device.
 
-The split names say what each part is for, so that a checkpoint is never picked on the images whose
-score is reported: "train" is fitted, "holdout" (a part of the training data) picks the
-checkpoint, "test" is reported.
+The split names state the purpose of each part, so a checkpoint is never picked on the images whose
+score is reported: "train" is fitted, "holdout" (a part of the training data) picks the checkpoint,
+"test" is reported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from layershuffle.errors import DataError, UsageError
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
 
-# `max_test` always takes the same images, whatever seed the run has: scores stay comparable.
+# `max_test` takes the same images for every seed of a run, so scores are comparable.
 TEST_SHUFFLE_SEED = 0
-# Nor does the holdout move with the seed: sibling models, whose blocks are merged, must have
-# trained on the same images, and what picks or probes any of them must be new to all of them.
+# The holdout does not depend on the seed either: sibling models whose blocks are merged must have
+# trained on the same images, and the held-out images must be new to all of them.
 HOLDOUT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What the caller wants from a source.
+    """Options of a source.
 
     seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`
     and `formula`).
@@ -54,7 +54,7 @@ class DataOptions:
     train: bool = True
 
     def __post_init__(self) -> None:
-        # `FitSettings` checks these too, but users of the Python interface come here without it.
+        # `FitSettings` checks these too, but users of the Python interface do not use it.
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise UsageError(
                 f"holdout must be in (0, 1), got {self.holdout}",
@@ -68,10 +68,10 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of the data. `size` is None for a stream, whose length is not known beforehand.
+    """One part of the data. `size` is None for a stream, whose length is unknown.
 
     `groups` int64 [size, k]: images with a number in common may be wrong together (pairs of one
-    handwritten digit, frames of one video); None where images are taken as independent.
+    handwritten digit, frames of one video); None if images are treated as independent.
     """
 
     dataset: Dataset[Item]
@@ -80,11 +80,11 @@ class Split:
 
 
 class BatchFinish(Protocol):
-    """The last step from the items of a source to what the model takes, on the items' device."""
+    """The conversion of a source's items to the model's input, on the items' device."""
 
     @property
     def view(self) -> ImageView:
-        """What the images are fitted to."""
+        """The view of the resulting images."""
         ...
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
@@ -96,7 +96,7 @@ class BatchFinish(Protocol):
 class ImageData:
     """Labelled images, fitted to a view.
 
-    `finish` makes float32 [n, *view], normalised, of a batch of items.
+    `finish` converts a batch of items to float32 [n, *view], normalised.
     `notes` are sentences for the report (where the holdout came from, what was skipped);
     `skipped` counts the unreadable images that `skip_corrupt` dropped.
     """
@@ -121,9 +121,9 @@ class SourceRequest:
 
 
 class SharedEpoch:
-    """The epoch a data set shows, 0 at first.
+    """The current epoch of a data set, initially 0.
 
-    In shared memory, so that DataLoader workers that outlive an epoch see the next one as well.
+    It is in shared memory, so persistent DataLoader workers see changes.
     """
 
     def __init__(self) -> None:
@@ -135,17 +135,17 @@ class SharedEpoch:
         return int(self._value)
 
     def set(self, epoch: int) -> None:
-        """Make `epoch` the epoch, in every process that has this object."""
+        """Set the epoch, in every process that has this object."""
         self._value.fill_(epoch)
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) from the parts: the first 8 bytes of SHA-256 over "a/b/c".
+    """A seed in [0, 2**63) from `parts`: the first 63 bits of SHA-256 over "a/b/c".
 
     Stateless, and the same on every machine and library version.
     """
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode("ascii")).digest()
-    # One bit less than the digest gives: the seed then fits a signed 64-bit integer as well.
+    # 63 bits, so the seed fits a signed 64-bit integer.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -168,7 +168,7 @@ def stratified_holdout(
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
-        # Each class has draws of its own, so a class more or less moves no image of the others.
+        # Each class has its own draws, so another class does not move images of this one.
         shuffle = torch.randperm(count, generator=generator_for("holdout", seed, label))
         held_out += members[shuffle[:cut]].tolist()
         training += members[shuffle[cut:]].tolist()
@@ -190,7 +190,7 @@ def limited_test(
 def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:
     """Raises DataError if a label is not one of 0..classes-1."""
     table = torch.as_tensor(labels, dtype=torch.int64)
-    # Without this, min() below would raise an error of torch that names no file.
+    # Otherwise min() would raise an error without the place.
     if len(table) == 0:
         raise DataError(
             "There are no labelled images", place=place, hint="name data with images, a class each"

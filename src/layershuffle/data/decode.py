@@ -1,13 +1,13 @@
-"""Image files to pixels of a known mode, with errors that name the file.
+"""Decode image files to pixels of a known mode, with errors that name the file.
 
-Training reads through `read_pixels`: torchvision decodes JPEGs that hold what the model takes (RGB,
-or grey for one channel), and Pillow all the rest (`read_image`): CMYK, other file types, and files
-that torchvision refuses. Both give the same bytes for the same JPEG. Why, and what it is worth:
-docs/decisions/011-input.md.
+Training uses `read_pixels`: torchvision decodes JPEGs with the model's channels (RGB or grey), and
+Pillow everything else (`read_image`): CMYK, other file types, and files that torchvision refuses.
+Both give the same bytes for the same JPEG. docs/decisions/011-input.md gives the reasons and the
+gain.
 
-Whatever the file holds (grey, palette, alpha, CMYK, 16 bits), the host model sees RGB or 8-bit
-grey. Transparency is dropped and EXIF rotation ignored, as torchvision's own loader does, so that
-scores stay comparable; 16-bit images are scaled, not clipped as Pillow's `convert` would.
+All files (grey, palette, alpha, CMYK, 16 bits) become RGB or 8-bit grey. Transparency is dropped
+and EXIF rotation ignored, as in torchvision's loader, so scores are comparable; 16-bit images are
+scaled, not clipped as by Pillow's `convert`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from layershuffle.errors import DataError, UsageError
 
-# What Pillow's decoders raise on damaged files. DecompressionBombWarning is only ever raised
-# where warnings are errors; the size check below catches the same images elsewhere.
+# Errors of Pillow's decoders for damaged files. DecompressionBombWarning is only raised if warnings
+# are errors; the size check below catches the same images otherwise.
 DECODE_ERRORS = (
     OSError,
     SyntaxError,
@@ -68,10 +68,10 @@ def pixel_tensor(image: Image.Image) -> Tensor:
 
 @cache
 def decodes_jpeg() -> bool:
-    """Whether the installed torchvision decodes JPEG; it has announced to give that up."""
+    """Whether the installed torchvision decodes JPEG, which is deprecated."""
     if not hasattr(torchvision.io, "decode_jpeg"):
         return False
-    # The function may exist and still raise when it is called, so a small image is tried.
+    # The function may exist but fail, so a small image is tried.
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "JPEG")
     return _decoded(buffer.getvalue(), 3) is not None
@@ -85,24 +85,24 @@ def _content(path: Path, place: str | Path) -> bytes:
 
 
 def _is_plain_jpeg(content: bytes, channels: int) -> bool:
-    """By its header alone: a JPEG with the model's channels that is not too large."""
+    """Whether the header is that of a JPEG with the model's channels that is not too large."""
     try:
         with Image.open(io.BytesIO(content)) as image:
-            # No conversion is left to torchvision: only then are its bytes equal to Pillow's.
+            # torchvision's bytes equal Pillow's only without a conversion.
             small = image.width * image.height <= MAX_PIXELS
             return small and image.format == "JPEG" and image.mode == mode_for(channels)
     except (*BOMBS, *DECODE_ERRORS):
-        return False  # Pillow says what is wrong when it reads the whole file
+        return False  # Pillow will raise when it reads the file
 
 
 def _decoded(content: bytes, channels: int) -> Tensor | None:
-    """None if torchvision refuses the file."""
+    """The pixels by torchvision; None if it refuses the file."""
     modes = torchvision.io.ImageReadMode
     with warnings.catch_warnings():
-        # torchvision 0.29 warns that its decoders will go. The note NO_JPEG says so once they have.
+        # torchvision 0.29 warns that its decoders are deprecated. Without them there is NO_JPEG.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            # A bytearray, because torch warns about memory that it may not write to.
+            # A bytearray, because torch warns about read-only memory.
             encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             pixels: Tensor = torchvision.io.decode_jpeg(
                 encoded, mode=modes.RGB if channels == 3 else modes.GRAY
@@ -117,8 +117,8 @@ def read_image(
 ) -> Image.Image:
     """The image in `source` (a file or its bytes) as mode "RGB" (3 channels) or "L" (1 channel).
 
-    With `least`, a JPEG whose shorter side is twice that or more may come in half, a quarter or an
-    eighth of its size, but not below `least`: its decoder leaves out what would not be seen.
+    With `least`, a JPEG whose shorter side is at least twice that may be decoded to a half, a
+    quarter or an eighth of its size, but not below `least`, which is faster.
     Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
     """
     try:
@@ -130,7 +130,7 @@ def read_image(
                 scale = least / min(image.size)
                 size = math.ceil(image.width * scale), math.ceil(image.height * scale)
                 image.draft(None, size)
-            # Pillow opens files lazily: damage shows here at the latest, inside of this `try`.
+            # Pillow opens files lazily, so this raises errors of damaged files within the `try`.
             image.load()
             return to_mode(image, channels, place=place)
     except BOMBS as error:
@@ -140,18 +140,18 @@ def read_image(
 
 
 def unreadable(error: Exception, place: str | Path) -> DataError:
-    """What to raise for an image that cannot be read because of `error`."""
-    # The text of an error of the system repeats the place.
+    """The error for an image that cannot be read because of `error`."""
+    # The text of an OSError repeats the place.
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:
-    """The image as "RGB" or "L", a copy. Raises DataError where the pixel range is unknown."""
+    """A copy of the image as "RGB" or "L". Raises DataError if its pixel range is unknown."""
     if image.mode.startswith("I") or image.mode == "F":
         image = _eight_bits(image, place)
     if image.mode in ("P", "PA"):
-        # Straight P -> RGB warns about palettes whose transparency is given as bytes.
+        # A direct P -> RGB warns about palettes whose transparency is given as bytes.
         image = image.convert("RGBA")
     if channels == 1 and image.mode not in ("L", "1", "LA", "La"):
         image = image.convert("RGB")  # CMYK -> L exists, but skips the colour conversion
@@ -177,7 +177,7 @@ def _eight_bits(image: Image.Image, place: str | Path) -> Image.Image:
             place=place,
             hint="convert the image to 8 or 16 bits per channel",
         )
-    # 65535 / 257 = 255: full scale stays full scale.
+    # 65535 / 257 = 255
     return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))
 
 

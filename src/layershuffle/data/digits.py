@@ -1,14 +1,14 @@
 """`digit-pairs`: two real handwritten digits on one small canvas, 100 classes, no download.
 
 scikit-learn ships 1,797 grey digits of 8x8 pixels. They are split by instance (70 / 10 / 20
-percent, per class) *before* pairs are made, so no handwriting of the test set was ever seen in
-training. A pair is two digits of one split, one per half of a 12x20 canvas at a random offset;
-its label is 10 * left + right. That makes top-1 and top-5 mean something, and shows the effect of
-the paper (arXiv 2407.04513) in minutes on a CPU.
+percent, per class) *before* pairs are made, so no handwriting of the test set is seen in training.
+A pair is two digits of one split, one per half of a 12x20 canvas at a random offset; its label is
+10 * left + right. With 100 classes top-1 and top-5 are meaningful, and the effect of the paper
+(arXiv 2407.04513) is visible in minutes on a CPU.
 
-All draws come from one fixed data seed, never from the seed of a run: every run of every method
-sees the same images. Pair k depends on row k of the draws alone, so a smaller set is the
-beginning of the larger one. Spec: `digit-pairs`, or with numbers of pairs
+All draws use one fixed data seed, not the seed of a run, so every run of every method sees the same
+images. Pair k depends only on row k of the draws, so a smaller set is a prefix of a larger one.
+Spec: `digit-pairs`, or with numbers of pairs
 `digit-pairs?train=2000&validation=500&test=1000`.
 """
 
@@ -43,19 +43,20 @@ SHARES = {"train": 0.7, "validation": 0.1, "test": 0.2}
 PAIRS = {"train": 20_000, "validation": 2_000, "test": 5_000}
 CLASSES = tuple(f"{label:02d}" for label in range(100))
 
-# The view of the model that ships with this package: close to the mean and spread of the canvases.
+# The view of the bundled model, close to the mean and standard deviation of the canvases.
 DIGIT_VIEW = ImageView(
     channels=1, height=12, width=20, mean=(0.2,), std=(0.35,), interpolation="bilinear"
 )
 
-# A digit stays whole and inside its half, so two digits never cover each other.
+# A digit is completely inside its half, so two digits never overlap.
 _ROW_OFFSETS = CANVAS[0] - DIGIT + 1
 _COLUMN_OFFSETS = CANVAS[1] // 2 - DIGIT + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairDraws:
-    """What one split is made of: digit instances, offsets; each [n, 2], left then right."""
+    """The draws of one split: indices of digits, row and column offsets; each int64 [n, 2], left
+    then right."""
 
     digits: Tensor
     rows: Tensor
@@ -74,14 +75,14 @@ def digit_images() -> tuple[Tensor, Tensor]:
 
 @cache
 def digit_instances() -> dict[str, Tensor]:
-    """Which of the 1,797 digits belong to each split: ascending indices, disjoint, stratified."""
+    """The indices of the digits of each split: int64 [n], ascending, disjoint, stratified."""
     _, values = digit_images()
     parts: dict[str, list[Tensor]] = {name: [] for name in SHARES}
     for value in range(10):
         members = torch.nonzero(values == value).flatten()
         generator = generator_for("digit-split", DATA_SEED, value)
         members = members[torch.randperm(len(members), generator=generator)]
-        # Cuts at rounded sums, not sums of rounded shares: no digit is left over or used twice.
+        # Rounded sums of shares, so no digit is left over or used twice.
         first = round(SHARES["train"] * len(members))
         second = round((SHARES["train"] + SHARES["validation"]) * len(members))
         cuts = (members[:first], members[first:second], members[second:])
@@ -91,10 +92,10 @@ def digit_instances() -> dict[str, Tensor]:
 
 
 def draw_pairs(split: str, count: int) -> PairDraws:
-    """The draws of the first `count` pairs of a split; a pure function of its arguments.
+    """The draws of the first `count` pairs of a split, a pure function of its arguments.
 
-    One row of six integers per pair, reduced to their ranges by a remainder: with 62 random bits
-    the bias is below 1e-15, and row k is the same however many rows are drawn.
+    Each pair is a row of six integers, reduced to their ranges by a remainder: with 62 random bits
+    the bias is below 1e-15, and row k does not depend on `count`.
     """
     instances = digit_instances()[split]
     generator = generator_for("digit-pairs", DATA_SEED, split)
@@ -126,11 +127,10 @@ def compose(draws: PairDraws) -> tuple[Tensor, Tensor]:
 
 
 class DigitPairs(Dataset[Item]):
-    """Digit pairs in one uint8 tensor of ink; a larger view is filled bilinearly by `finish`.
+    """Digit pairs in one uint8 tensor of ink; `finish` enlarges them to a larger view, bilinearly.
 
     `digits` int64 [n, 2]: the handwritten digits of each pair, left and right.
-    `__getitems__` fetches a whole batch by one index; torch's DataLoader and Subset call it by
-    themselves.
+    torch's DataLoader and Subset call `__getitems__`, which fetches a whole batch by one index.
     """
 
     def __init__(self, split: str, count: int) -> None:
@@ -151,7 +151,7 @@ class DigitPairs(Dataset[Item]):
 
 
 def pair_counts(settings: Mapping[str, str]) -> dict[str, int]:
-    """Pairs per split: the defaults, changed by the spec's settings. Raises UsageError."""
+    """Pairs per split: the defaults, overridden by the spec's settings. Raises UsageError."""
     counts = dict(PAIRS)
     for name, text in settings.items():
         # isdecimal alone would also accept the digits of other scripts.
@@ -183,7 +183,7 @@ def open_source(request: SourceRequest) -> ImageData:
         )
     counts = pair_counts(request.settings)
     test = DigitPairs("test", counts["test"])
-    # A digit that is hard to read is so in all its pairs, on the left and on the right.
+    # A digit that is hard to read is hard in all of its pairs, on the left and on the right.
     tested = limited_test(test, len(test), limit=request.options.max_test, groups=test.digits)
     splits = {"test": tested}
     if request.options.train:
@@ -194,7 +194,7 @@ def open_source(request: SourceRequest) -> ImageData:
         spec=request.spec,
         classes=CLASSES,
         splits=splits,
-        # Ink ends at 16, so dividing by 255 would leave nearly black images.
+        # The largest ink is 16, so a division by 255 would give nearly black images.
         finish=PixelFinish(request.view, LEVELS),
         notes=_notes(request.view),
     )

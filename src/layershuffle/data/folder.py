@@ -1,7 +1,7 @@
-"""`folder:DIR`: one folder per class under DIR/train and DIR/val, as ImageNet is usually kept.
+"""`folder:DIR`: one folder per class under DIR/train and DIR/val, as usual for ImageNet.
 
-The class index is the place of the folder's name in sorted order, as in torchvision's ImageFolder.
-`validation/` and `test/` are accepted for `val/`; with both a validation and a test folder the
+The class index is the index of the folder's name in sorted order, as in torchvision's ImageFolder.
+`validation/` and `test/` are accepted for `val/`; with both a validation and a test folder, the
 first picks the checkpoint and the second is reported.
 
 Images of the reported split that are wrong together (frames of one video, photographs of one
@@ -36,7 +36,7 @@ GROUPS_FILE = "groups.csv"
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]`.
 
-    `others` names the files beside them that are no images of a known kind.
+    `others` names the other files, which are no images of a known kind.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class FolderTable:
         return self.files[index]
 
     def fingerprint(self) -> str:
-        """SHA-256 over the paths and sizes of the files. Raises DataError if one is gone."""
+        """SHA-256 over the paths and sizes of the files. Raises DataError if one is missing."""
         digest = hashlib.sha256()
-        # Names and sizes, not contents: to continue a cache must not mean to read a million files.
+        # Paths and sizes, not contents, because a million files would have to be read.
         for path in self.files:
             try:
                 size = os.stat(path).st_size
@@ -84,10 +84,10 @@ def open_source(request: SourceRequest) -> ImageData:
     """
     root = Path(request.place).expanduser()
     channels = request.view.channels
-    # For its error: other channels are refused before any folder is listed.
+    # For its error, before any folder is listed.
     mode_for(channels)
     train, validation, test = split_folders(root, need_train=request.options.train)
-    # Without training data (eval) the reported split names the classes.
+    # Without training data (eval), the classes come from the reported split.
     reference = train or test
     classes = class_names(reference)
     for other in (validation, test):
@@ -118,7 +118,7 @@ def open_source(request: SourceRequest) -> ImageData:
 
 
 def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | None, Path]:
-    """(train, validation, test) folders of DIR; validation only if it is beside a test folder."""
+    """(train, validation, test) folders of DIR; validation only if there is a test folder too."""
     if not root.is_dir():
         fault = "is a file" if root.exists() else "does not exist"
         raise DataError(
@@ -148,8 +148,8 @@ def class_names(split: Path) -> tuple[str, ...]:
 
 
 def require_same_classes(left: Path, right: Path, *, classes: Sequence[str]) -> None:
-    """Raises DataError, naming a few, if `right` has other class folders than `classes`."""
-    # Indices come from the sorted names, so one folder more would shift all labels after it.
+    """Raises DataError if `right` has other class folders than `classes`, those of `left`."""
+    # Indices come from the sorted names, so another folder would shift all labels after it.
     other = class_names(right)
     missing = [name for name in classes if name not in set(other)]
     extra = [name for name in other if name not in set(classes)]
@@ -183,15 +183,15 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
             )
         files += images
         labels += [label] * len(images)
-        # Hidden files such as .DS_Store come by themselves: a note about them would only alarm.
+        # Hidden files such as .DS_Store are not worth a note.
         left_out += [f"{name}/{other}" for other in others if not other.startswith(".")]
     return FolderTable(files, labels, channels=channels, others=left_out)
 
 
 def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
-    """The group of every file, int64 [n, 1], from DIR/groups.csv; None without that file.
+    """The group number of every file, int64 [n, 1], from DIR/groups.csv; None without that file.
 
-    Raises DataError if it cannot be read or leaves a file out.
+    Raises DataError if it cannot be read or lacks a file.
     """
     path = root / GROUPS_FILE
     if not path.is_file():
@@ -206,7 +206,7 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
             hint="its first line is file,group and another one is for example val/cat/1.jpg,anna",
         ) from error
     names = [Path(file).relative_to(root).as_posix() for file in files]
-    # A group for some images only would count the others as independent, or as one group.
+    # Images without a group would count as independent, or as one group.
     if absent := [name for name in names if not named.get(name)]:
         raise DataError(
             f"{len(absent)} images have no group: {shortened(absent)}",
@@ -227,9 +227,8 @@ def _other_files(split: Path, table: FolderTable) -> str:
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
     """(image paths, names of other files) anywhere below a folder, sorted."""
     images, others = [], []
-    # Sorted in place: os.walk visits the folders in this order, and so the order of images is the
-    # same on every file system.
-    # Links are followed, as torchvision's ImageFolder does.
+    # Sorted in place, because os.walk visits the folders in this order, which must be the same on
+    # every file system. Links are followed, as in torchvision's ImageFolder.
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         folders.sort()
         for name in sorted(names):

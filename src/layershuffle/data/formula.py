@@ -1,9 +1,9 @@
-"""`formula`: images made from formulas where the model is, any number of classes, no files.
+"""`formula`: images from formulas, drawn on the model's device, any number of classes, no files.
 
-A class is one draw of a formula's parameters; an instance of it moves the parameters, the phases,
-the place and the colours a little. Image k of class c is a pure function of (data seed, c, k). The
-splits use ranges of k that do not meet, and classes that look alike are left out. Items are the
-pairs (c, k), of 16 bytes; `FormulaFinish` draws whole batches of them on the device of the model.
+A class is one draw of a formula's parameters; an instance varies the parameters, the phases, the
+place and the colours slightly. Image k of class c is a pure function of (data seed, c, k). The
+splits use disjoint ranges of k, and similar classes are left out. Items are the pairs (c, k) of 16
+bytes; `FormulaFinish` draws whole batches of them on the device of the model.
 
 Spec: `formula`, or `formula?kind=fractal&classes=1000&size=224&train=3000000`; the kinds are in
 `layershuffle.data.formula_kinds`.
@@ -44,23 +44,23 @@ from layershuffle.text import did_you_mean
 DATA_SEED = 0
 RANGE = 1 << 30  # instances of a class that each split may use
 FIRST = {"train": 0, "validation": RANGE, "test": 2 * RANGE}
-PER_CLASS = {"train": 1000, "validation": 10, "test": 20}  # images, unless the spec says how many
+PER_CLASS = {"train": 1000, "validation": 10, "test": 20}  # default numbers of images
 DEFAULTS = {"kind": "orbits", "classes": "100", "size": "64"}
 LIMITS = {"classes": (2, 2048), "size": (16, 512)}
 
-# Classes differ by at least this mean of absolute differences of ink, 0 to 255, between their
-# instances without noise; a class whose own ink deviates less from its mean is nearly empty.
+# Least mean absolute difference of ink, 0 to 255, between the instances of two classes without
+# noise; a class whose ink deviates less from its mean is nearly empty.
 MARGIN = 32
-_SKETCH = 32  # pixels of a side of what is compared
-_TRIES = 4  # candidates per class, before a kind is called exhausted
+_SKETCH = 32  # side of the compared images in pixels
+_TRIES = 4  # candidates per class, before a kind is exhausted
 
-# Pixels drawn at a time: few enough on a CPU that their intermediate values stay in its cache.
+# Pixels drawn at a time; on a CPU, intermediate values must fit into its cache.
 _CPU_PIXELS, _GPU_PIXELS = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTable:
-    """Parameters float32 [classes, p] of the classes, and how many candidates were too alike."""
+    """Parameters float32 [classes, p] of the classes, and the number of rejected candidates."""
 
     parameters: Tensor
     rejected: int
@@ -68,13 +68,13 @@ class ClassTable:
 
 @cache
 def class_table(kind: str, count: int) -> ClassTable:
-    """The first `count` candidates that differ from all before them: see `MARGIN`.
+    """The first `count` candidates that differ from all previous ones by `MARGIN`.
 
-    So the classes of a smaller set are the first ones of a larger set. Raises UsageError if too few
-    of the candidates differ.
+    So a smaller set of classes is a prefix of a larger one. Raises UsageError if too few candidates
+    differ.
     """
     base = derived_seed("formula-classes", DATA_SEED, kind) & 0xFFFFFFFF
-    # A cached tensor made in an evaluation must serve a training as well.
+    # A cached tensor that is created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         states = mixed(torch.arange(_TRIES * count) ^ base)
         candidates = units(states, KINDS[kind].parameters)
@@ -83,7 +83,7 @@ def class_table(kind: str, count: int) -> ClassTable:
         for number, sketch in enumerate(_sketches(kind, candidates)):
             own = (sketch - sketch.sum() // sketch.numel()).abs()
             gaps = torch.cat([own[None], (sketches[: len(chosen)] - sketch).abs()])
-            # Whole numbers: no rounding of another processor can change which classes there are.
+            # Integers, so the classes do not depend on a processor's rounding.
             if int(gaps.sum(dim=1).min()) < MARGIN * sketch.numel():
                 continue
             sketches[len(chosen)] = sketch
@@ -108,7 +108,7 @@ def _sketches(kind: str, parameters: Tensor) -> Iterator[Tensor]:
 
 @cache
 def _parameters(kind: str, count: int, device: torch.device) -> Tensor:
-    """The table on a device, sent there once."""
+    """The parameters of the classes on a device, cached."""
     with torch.inference_mode(False):
         return class_table(kind, count).parameters.to(device)
 
@@ -116,12 +116,12 @@ def _parameters(kind: str, count: int, device: torch.device) -> Tensor:
 def draw_images(keys: Tensor, *, kind: str, classes: int, size: int) -> Tensor:
     """Images float32 [n, 3, size, size] in [0, 1] of keys int64 [n, 2], (class, instance).
 
-    Every image depends on its own key alone, bit for bit on a CPU, in whatever batch it is drawn.
-    On a GPU it may differ by rounding.
+    Every image depends only on its key, not on its batch, bit for bit on a CPU. On a GPU it may
+    differ by rounding.
     """
     labels, instances = keys.unbind(1)
     base = derived_seed("formula", DATA_SEED, kind) & 0xFFFFFFFF
-    # Both steps are bijections: no two instances of a class have the same state.
+    # Both steps are bijections, so no two instances of a class have the same state.
     states = mixed(mixed(labels ^ base) ^ instances)
     parameters = _parameters(kind, classes, keys.device)[labels]
     drawn = units(states, COLOUR_UNITS + PLACE_UNITS + parameters.shape[1])
@@ -131,7 +131,7 @@ def draw_images(keys: Tensor, *, kind: str, classes: int, size: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FormulaFinish:
-    """From keys to what the model takes, where the keys are: a GPU draws its own images."""
+    """Draws the images of keys, on the keys' device, and fits them to the view."""
 
     view: ImageView
     kind: str
@@ -151,7 +151,7 @@ class FormulaFinish:
 
 
 class FormulaKeys(Dataset[Item]):
-    """The keys of one split, class after class: image i is instance i // classes of its class."""
+    """The keys of one split: image i is instance i // classes of class i % classes."""
 
     def __init__(self, split: str, size: int, *, classes: int) -> None:
         self._first, self._size, self._classes = FIRST[split], size, classes
@@ -160,7 +160,7 @@ class FormulaKeys(Dataset[Item]):
         return self._size
 
     def __getitem__(self, index: int) -> Item:
-        # Sequences end by it: `for item in keys` would not stop otherwise.
+        # Required by iteration: `for item in keys` would not end otherwise.
         if not 0 <= index < self._size:
             raise IndexError(index)
         label = index % self._classes

@@ -1,8 +1,8 @@
-"""`hf:NAME_OR_DIR[:CONFIG]`: any labelled images the Hugging Face `datasets` library reads.
+"""`hf:NAME_OR_DIR[:CONFIG]`: any labelled images that the Hugging Face `datasets` library reads.
 
-A hub name, a local folder (class folders, parquet) or a `save_to_disk` directory; whole or, with
-`streaming`, read as it comes. Undecoded records go through this package's own decoder, so that a
-corrupt image is named. With a validation and a test split the first picks the checkpoint; a
+A hub name, a local folder (class folders, parquet) or a `save_to_disk` directory, as tables or with
+`streaming`. This package decodes the records, so errors name corrupt images. With a validation and
+a test split, the first picks the checkpoint; a
 test split without labels (all -1, as ImageNet's) does not count.
 """
 
@@ -46,13 +46,13 @@ def open_source(request: SourceRequest) -> ImageData:
 
 
 def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageData:
-    """ImageData from the loaded splits, as tables or as streams."""
+    """ImageData of the loaded splits, as tables or as streams."""
     train = _first(splits, TRAIN_NAMES)
     if train is None and request.options.train:
         raise _no_split("train", splits, request.spec)
     columns = find_columns(request, splits, train=train)
     validation, test, notes = reported_splits(request, splits, columns=columns)
-    # Only now: in an evaluation, too, the training split names the classes if it is there.
+    # Only now, because the training split also names the classes in an evaluation.
     if not request.options.train:
         train = validation = None
     parts = {"train": train, "validation": validation, "test": test}
@@ -80,7 +80,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
     place, config = split_config(request.place)
     root = Path(place).expanduser()
     streaming = request.options.streaming
-    # datasets would take a mistyped path for the name of a data set on the hub.
+    # datasets would treat a mistyped path as the name of a data set on the hub.
     if place.startswith(("/", "~", ".")) and not root.is_dir():
         raise DataError(
             "The data folder does not exist",
@@ -88,7 +88,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
             hint="correct the path; hub names look like owner/name",
         )
     try:
-        # load_dataset refuses what save_to_disk wrote, and load_from_disk reads nothing else.
+        # load_dataset refuses directories of save_to_disk, and load_from_disk reads only those.
         if _saved_by_datasets(root):
             loaded = datasets.load_from_disk(str(root))
             named = loaded if isinstance(loaded, Mapping) else {"train": loaded}
@@ -103,7 +103,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
 
 
 def split_config(place: str) -> tuple[str, str | None]:
-    """("name", "config") of "name:config"; a directory that exists is never cut."""
+    """("name", "config") of "name:config"; an existing directory is not split."""
     if Path(place).expanduser().is_dir() or ":" not in place:
         return place, None
     name, _, config = place.rpartition(":")
@@ -131,7 +131,7 @@ def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: An
 def reported_splits(
     request: SourceRequest, splits: Mapping[str, Any], *, columns: Columns
 ) -> tuple[Any, Any, tuple[str, ...]]:
-    """(validation or None, test, notes). Raises DataError if there is neither or names differ."""
+    """(validation or None, test, notes). Raises DataError if both are missing or classes differ."""
     validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)
     notes: tuple[str, ...] = ()
     if validation is not None and test is not None and _unlabelled(test, columns):
@@ -140,7 +140,7 @@ def reported_splits(
         if split is not None:
             _require_same_names(split, columns, request.spec)
     if test is None:
-        # A validation split by itself is reported, as in the other sources.
+        # A validation split without a test split is reported, as in other sources.
         validation, test = None, validation
     if test is None:
         raise _no_split("validation or test", splits, request.spec)
@@ -170,14 +170,14 @@ def _unlabelled(data: Any, columns: Columns) -> bool:
         return True
     if isinstance(data, datasets.Dataset):
         return all(columns.index(cell) < 0 for cell in data[columns.label])
-    # To look at all labels of a stream would take as long as a pass over the data.
+    # Only the first, because all labels of a stream would take a pass over the data.
     first = next(iter(data.select_columns([columns.label])), None)
     return first is None or columns.index(first[columns.label]) < 0
 
 
 def _require_same_names(data: Any, columns: Columns, place: str) -> None:
     feature = (data.features or {}).get(columns.label)
-    # With other names the same index would mean another class in each of the splits.
+    # With other names, an index would mean different classes in the splits.
     if isinstance(feature, datasets.ClassLabel) and tuple(feature.names) != columns.classes:
         raise DataError(
             f"splits have different classes: {len(columns.classes)} in training, "

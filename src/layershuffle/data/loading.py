@@ -1,14 +1,14 @@
 """`open_data`: from one spec string to labelled images that fit a model.
 
     digit-pairs                         real handwritten digits, shipped with scikit-learn
-    formula                             images made from formulas, where the model is
+    formula                             images from formulas, drawn on the model's device
     folder:DIR                          class folders under DIR/train and DIR/val
     hf:NAME_OR_DIR[:CONFIG]             Hugging Face datasets, hub or local
-    cifar100:DIR                        CIFAR-100 as torchvision keeps it
+    cifar100:DIR                        CIFAR-100 in torchvision's layout
     wds:SHARDS                          tar shards, wds:TRAIN_PATTERN,VAL_PATTERN or a directory
 
-The table below is all there is. A source's module is imported when its scheme is asked for, so
-the digits do not wait for the libraries of the others.
+The table below lists all sources. A source's module is imported when its scheme is used, so the
+digits do not wait for the libraries of the others.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from layershuffle.text import did_you_mean, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """One kind of data. `settings` are the keys allowed after "?"; `module` has `open_source`.
+    """One kind of data. `settings`: keys allowed after "?"; `module`: contains `open_source`.
 
-    `extra`: what has to be installed for it, and of that the package which is imported.
+    `extra`: the extra that must be installed, and the package of it that is imported.
     """
 
     form: str
@@ -44,7 +44,7 @@ class DataSource:
     extra: tuple[str, str] | None = None
 
     def open(self, request: SourceRequest) -> ImageData:
-        """The data behind the request. Raises what the source raises, `UsageError` without its
+        """The data of a request. Raises the errors of the source, and `UsageError` without its
         extra."""
         if self.extra is not None:
             require(*self.extra)
@@ -99,8 +99,8 @@ SOURCES: dict[str, DataSource] = {
 def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
     """(scheme, place, settings) of "scheme:place?key=value&key=value".
 
-    A "?" starts settings only where the scheme has some, so patterns such as a?.tar stay whole.
-    Raises UsageError for an unknown scheme or setting, naming the nearest valid one.
+    A "?" starts settings only if the scheme has any, so patterns such as a?.tar are not split.
+    Raises UsageError with the nearest valid name for an unknown scheme or setting.
     """
     # A spec without a place has no colon: digit-pairs?train=2000.
     scheme = spec.split(":", 1)[0].split("?", 1)[0]
@@ -108,17 +108,17 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
         raise _unknown_scheme(spec, scheme)
     rest = spec[len(scheme) :]
     query = ""
-    # Shard patterns may hold a "?" of their own, and wds has no settings.
+    # Shard patterns may contain a "?", and wds has no settings.
     if SOURCES[scheme].settings:
         rest, _, query = rest.partition("?")
     return scheme, rest.removeprefix(":"), _settings(query, scheme)
 
 
 def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None) -> ImageData:
-    """The labelled images named by `spec`, fitted to `view`.
+    """The labelled images of `spec`, fitted to `view`.
 
     Items of every split are (pixels uint8 [C, H, W] or a key of `formula`, class index); `finish`
-    of what is returned makes the model's float32 images of a batch of them.
+    of the result converts a batch of them to the model's float32 images.
     Raises UsageError for a bad spec, DataError for missing or broken data.
     """
     scheme, place, settings = parse_spec(spec)
@@ -136,17 +136,17 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
 
 
 def loader_processes(spec: str = "") -> int:
-    """How many processes should load images of `spec`: none for digits, which are in memory,
-    and for formulas, which are drawn where the model is."""
+    """The number of processes to load images of `spec`: 0 for digits, which are in memory, and for
+    formulas, which are drawn on the model's device."""
     if spec.startswith(("digit-pairs", "formula")):
         return 0
-    # One core stays for the process that trains; more than 16 loaders gain nothing but memory use.
+    # One core is left for the training process; more than 16 loaders only use more memory.
     return min(16, max(0, len(os.sched_getaffinity(0)) - 1))
 
 
 def _settings(query: str, scheme: str) -> dict[str, str]:
     settings: dict[str, str] = {}
-    # Blank values are kept, so that the source refuses `?image=` instead of ignoring it.
+    # Blank values are kept, so the source refuses `?image=` instead of ignoring it.
     for key, value in parse_qsl(query, keep_blank_values=True):
         names = SOURCES[scheme].settings
         if key not in names:
@@ -165,7 +165,7 @@ def _unknown_scheme(spec: str, scheme: str) -> UsageError:
         guess = f"did you mean folder:{spec}? "
     elif match:
         guess = f"did you mean {SOURCES[match].form}? "
-    # A bare path is the usual slip: the word before the colon was left out.
+    # A frequent mistake is a path without a scheme.
     elif "/" in spec or "." in spec:
         guess = f"for class folders write folder:{spec}; "
     else:

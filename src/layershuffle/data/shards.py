@@ -1,4 +1,4 @@
-"""Names of tar shards and the labels in them, without any library beyond the standard one."""
+"""Names of tar shards and the labels in them, with the standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("val", "validation")
 TEST_NAMES = ("test",)
 
-# 25 lines of our own here spare a dependency on braceexpand (decision 019).
+# These 25 lines replace a dependency on braceexpand (decision 019).
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HINT = (
@@ -37,12 +37,12 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def split_patterns(text: str) -> list[str]:
-    """The parts of "train,val": commas inside braces do not cut."""
+    """The parts of "train,val", split at commas outside of braces."""
     return [part for part in re.split(r",(?![^{}]*\})", text) if part]
 
 
 def find_shards(place: str) -> dict[str, list[Path]]:
-    """Shards by "train", "validation", "test"; with one reported part it is called "test".
+    """Shards by "train", "validation", "test"; a single reported part is called "test".
 
     Raises DataError for missing files, UsageError for a place without a second pattern.
     """
@@ -61,7 +61,7 @@ def find_shards(place: str) -> dict[str, list[Path]]:
 
 
 def existing_shards(pattern: str) -> list[Path]:
-    """The files of one pattern (braces, then * and ?). Raises DataError naming what is missing."""
+    """The files of one pattern (braces, then * and ?). Raises DataError for a missing file."""
     paths: list[Path] = []
     for name in expand_braces(str(Path(pattern).expanduser())):
         files = sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name]
@@ -88,7 +88,7 @@ def read_classes(shards: Sequence[Path]) -> tuple[str, ...] | None:
 
 
 def largest_label(shards: Sequence[Path]) -> int:
-    """The largest label in the shards, reading nothing but their small label members.
+    """The largest label in the shards; only label members are read.
 
     Raises DataError if a shard is no tar archive or there is no label.
     """
@@ -103,7 +103,7 @@ def largest_label(shards: Sequence[Path]) -> int:
 
 
 def require_tar(path: Path) -> None:
-    """Raises DataError, naming the shard, if its first header is not that of a tar archive."""
+    """Raises DataError if the file at `path` does not begin with a tar header."""
     try:
         with tarfile.open(path):
             return
@@ -114,7 +114,7 @@ def require_tar(path: Path) -> None:
 
 
 def json_label(cell: Any, *, place: str | Path) -> int:
-    """The "label" of a decoded .json member. Raises DataError if it is not there or no integer."""
+    """The "label" of a decoded .json member. Raises DataError if it is missing or no integer."""
     label = cell.get("label") if isinstance(cell, Mapping) else None
     # In Python True is an integer; as a label it is a mistake.
     if not isinstance(label, int) or isinstance(label, bool):
@@ -130,7 +130,7 @@ def _labels(path: Path) -> Iterator[int]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                # As webdataset does, at the first dot: a.b.cls is member "b.cls" of sample "a".
+                # Split at the first dot, as in webdataset: a.b.cls is member "b.cls" of sample "a".
                 kind = Path(member.name).name.partition(".")[2]
                 if kind in ("cls", "json") and (file := archive.extractfile(member)) is not None:
                     yield _label(file.read(), kind, f"{path} ({member.name})")
@@ -154,14 +154,14 @@ def _label(content: bytes, kind: str, place: str) -> int:
 
 
 def _in_folder(root: Path) -> dict[str, list[Path]]:
-    # Shards lie beside each other or in a folder per split; both forms are in use.
+    # Shards are in one folder or in a folder per split; both layouts are in use.
     splits: dict[str, list[Path]] = {}
     kinds = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
     for kind, names in kinds.items():
         shards = [p for n in names for p in (*root.glob(f"{n}-*.tar"), *root.glob(f"{n}/*.tar"))]
         if shards:
             splits[kind] = sorted(shards)
-    # With one reported part it is the one that is scored, as in the other sources.
+    # A single reported part is the one that is scored, as in other sources.
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits.pop("validation")
     if "test" not in splits:
@@ -179,7 +179,7 @@ def _choices(inside: str) -> list[str]:
     if match is None:
         return inside.split(",")
     first, last = match.groups()
-    # Only a leading zero asks for padding: {8..12} is 8, 9, 10, as in a shell.
+    # Only a leading zero means padding: {8..12} is 8, 9, 10, ..., as in a shell.
     width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
     step = 1 if int(first) <= int(last) else -1
     return [f"{n:0{width}d}" for n in range(int(first), int(last) + step, step)]

@@ -1,9 +1,8 @@
-"""Data that is read in one direction: shuffled through a buffer, split and augmented by identity.
+"""Streams of data: shuffled through a buffer, split and augmented by identity.
 
-A stream has no row numbers that survive another number of workers, so everything that a table
-decides by row is decided here by an identity, the SHA-256 of the record's key or, without keys, of
-the image's bytes: which images are held out, and how an image is augmented in an epoch. Both are
-pure functions of (seed, epoch, identity).
+Row numbers of a stream depend on the number of workers. So the held-out images and the augmentation
+of an image in an epoch are decided by an identity, the SHA-256 of the record's key or, without
+keys, of the image's bytes. Both are pure functions of (seed, epoch, identity).
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from layershuffle.data.transforms import (
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import one_line
 
-# Undecoded images kept for shuffling: about 200 MB of ImageNet.
+# Number of undecoded images, about 200 MB of ImageNet.
 SHUFFLE_BUFFER = 2_000
 
-# A truncated shard, a lost file or connection, a column of another type.
+# Raised for a truncated shard, a lost file or connection, or a column of another type.
 STREAM_ERRORS = (tarfile.TarError, OSError, EOFError, DatasetsError)
 
 Record = Mapping[str, Any]
 
 
 def identity(content: bytes) -> str:
-    """SHA-256 in hexadecimal: what a record is known by, however it is reached."""
+    """SHA-256 in hexadecimal, which identifies a record independently of its position."""
     return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordReader:
-    """Where a record keeps its image (Hugging Face's undecoded form), its label and its key.
+    """Reads the image (in Hugging Face's undecoded form), the label and the key of a record.
 
-    `index` turns a cell of the label column into a class index.
+    `index` converts a cell of the label column to a class index.
     """
 
     image: str
@@ -83,11 +82,11 @@ class RecordReader:
                 place=self.name(record),
                 hint="remove the record from the data",
             )
-        # Shards and parquet files bring the bytes along; class folders only name the file.
+        # Shards and parquet files contain the bytes; class folders only name the file.
         if cell["bytes"] is not None:
             return bytes(cell["bytes"])
         try:
-            with xopen(cell["path"], "rb") as file:  # streams name remote files as well
+            with xopen(cell["path"], "rb") as file:  # also opens remote files
                 return bytes(file.read())
         except OSError as error:
             raise DataError(
@@ -97,13 +96,13 @@ class RecordReader:
             ) from error
 
     def name(self, record: Record) -> str:
-        """What to call a record in a message."""
+        """The name of a record for messages."""
         cell = record[self.image]
         path = (cell or {}).get("path") or record.get("__key__") or "an unnamed record"
         return f"{self.place} ({path})"
 
     def checked_label(self, record: Record) -> int:
-        """The class index. Raises DataError if it is none of the classes."""
+        """The class index. Raises DataError if it is out of range."""
         label = self.index(record[self.label])
         if not 0 <= label < self.classes:
             raise DataError(
@@ -131,8 +130,8 @@ class IdentityCut:
 class StreamedImages(IterableDataset[Item]):
     """A Hugging Face stream as (image, label) items.
 
-    `cut` drops the images of the other part; `augment_seed` turns `transform` into a random one,
-    seeded per image and epoch. `set_epoch` reshuffles the stream and renews the augmentation.
+    `cut` drops the images of the other part; with `augment_seed`, `transform` is random and seeded
+    per image and epoch. `set_epoch` reshuffles the stream and changes the augmentation.
     """
 
     def __init__(
@@ -157,13 +156,13 @@ class StreamedImages(IterableDataset[Item]):
         for record in self._records():
             content = self.reader.content(record)
             digest = self.reader.identity(record, content)
-            # Before decoding, so that images of the other part cost no more than their bytes.
+            # Before decoding, to save the decoding of images of the other part.
             if self.cut is None or self.cut.keeps(digest):
                 yield self._item(record, content, digest)
 
     def _records(self) -> Iterator[Record]:
         try:
-            # This `try` contains only the reading: a bad image has its own error.
+            # This `try` contains only the reading, because bad images have their own error.
             yield from self.stream
         except STREAM_ERRORS as error:
             raise DataError(
@@ -186,7 +185,7 @@ class StreamedImages(IterableDataset[Item]):
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What a source found, as Hugging Face streams of undecoded records, with their readers.
+    """The splits of a source as Hugging Face streams of undecoded records, with their readers.
 
     Without `validation` the holdout is cut from `train` by identity.
     """
@@ -202,7 +201,7 @@ class Streams:
 def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
     """The named splits as streams; their sizes are None. Raises UsageError with `skip_corrupt`."""
     options = request.options
-    # Tables count and name what they leave out; a stream could only lose images silently.
+    # Unlike a table, a stream could only skip images silently.
     if options.skip_corrupt:
         raise UsageError(
             "unreadable images of a stream cannot be counted beforehand",
@@ -251,7 +250,7 @@ def _holdout_part(request: SourceRequest, streams: Streams, notes: list[str]) ->
         f"the holdout is about {options.holdout:g} of the training images, chosen by the hash of "
         f"their {'content' if reader.key is None else 'key'}, the same for every seed"
     )
-    # Not shuffled: all held-out images are read for every score.
+    # Not shuffled, because every score reads all held-out images.
     cut = _identity_cut(request, held_out=True)
     return StreamedImages(streams.train, reader, plain, cut=cut)
 

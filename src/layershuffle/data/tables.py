@@ -1,7 +1,7 @@
-"""From tables of labelled images to named splits.
+"""Build named splits from tables of labelled images.
 
-A source only says where image i is and what label it has (an `ImageTable`); everything after that
-(transform, augmentation, holdout, skipping of unreadable images) is the same for all of them.
+A source only provides image i and its label (an `ImageTable`); everything else (transform,
+augmentation, holdout, skipping of unreadable images) is the same for all sources.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from layershuffle.text import shortened
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What a source found. `holdout` are rows of `train`; without it a stratified share is cut.
+    """The tables of a source. `holdout`: (training, held-out) rows of `train`; without it a
+    stratified share is held out.
 
-    `validation` is a split of its own that picks the checkpoint instead of a cut. `test_groups`
-    int64 [n, k] are the groups of the test images, as `Split.groups`.
+    `validation`: a separate split that picks the checkpoint instead of a holdout. `test_groups`:
+    groups of the test images, int64 [n, k], as in `Split.groups`.
     """
 
     classes: tuple[str, ...]
@@ -54,7 +55,7 @@ class Tables:
 
 
 def assemble(request: SourceRequest, tables: Tables) -> ImageData:
-    """The named splits of the tables, as the request's options want them.
+    """The named splits of the tables, according to the request's options.
 
     Raises DataError for labels out of range, for empty splits, and with `skip_corrupt` if a split
     has no readable image left. Without `skip_corrupt` a bad image raises when it is read.
@@ -77,7 +78,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
             skipped += len(bad)
             notes.append(_skip_note(name, table, bad))
         rows[name] = good
-    # Scores always come from Pillow's pixels, whatever makes training faster.
+    # Scores always use Pillow's pixels; only training uses the faster transform.
     plain = PlainTransform(request.view)
     test = TransformedImages(tables.test, rows["test"], plain)
     groups = None if tables.test_groups is None else tables.test_groups[rows["test"]]
@@ -97,13 +98,13 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
 def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[int]]:
     """(readable, unreadable) rows. With `check` every image is decoded once, on all cores.
 
-    Without it all rows count as readable: looking at a million files is not for free.
+    Without it all rows count as readable, because checking a million files takes long.
     """
     rows = range(len(table.labels))
     if not check:
         return list(rows), []
 
-    # Threads are enough: Pillow releases the interpreter's lock while it decodes.
+    # Threads are enough, because Pillow releases the GIL while it decodes.
     def fails(row: int) -> bool:
         try:
             table.image(row)
@@ -135,7 +136,7 @@ def _training_splits(
     else:
         training, cut = _cut(request, tables, rows["train"], notes)
         holdout_images, size = TransformedImages(tables.train, cut, plain), len(cut)
-    # Without a holdout there is no such split at all: asking for one fails, and is never empty.
+    # Without a holdout there is no such split, not an empty one.
     uncut = options.holdout is None and tables.validation is None
     _require_images(training, size or uncut, request)
     fitted = _fitted(request, tables.train, training, notes)
@@ -160,11 +161,11 @@ def _cut(
         notes.append("all training images are trained on, none is held out")
         return good, []
     if tables.holdout is not None:
-        # A set, because a list would be searched once for every image.
+        # A set, for fast look-ups.
         readable = set(good)
         training, cut = ([row for row in part if row in readable] for part in tables.holdout)
         return training, cut
-    # Cut among the readable images: the share holds for what is really trained on.
+    # Among the readable images only, so the share is that of the used images.
     labels = [tables.train.labels[row] for row in good]
     training, cut = stratified_holdout(labels, request.options.holdout)
     notes.append(

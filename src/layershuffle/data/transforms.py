@@ -1,9 +1,9 @@
-"""What happens to an image from its decoder to the model: resized, cropped, batched, normalised.
+"""Transforms of images between decoder and model: resize, crop, normalise.
 
-First to the pixels a view asks for. Plain is the resize-and-crop of the view by Pillow, for
-evaluation: bit-equal to timm's transform, and scores do not depend on anything that made training
-faster. `PixelTransform` is the same by torch, for training. Augmented is timm's training transform
-with the view's settings. Then, of whole batches and where the model is, to normalised floats.
+First, an image becomes pixels of the view's size. `PlainTransform` resizes and crops with Pillow,
+for evaluation, bit-equal to timm's transform. `PixelTransform` does the same with torch, for faster
+training. `augment_transform` is timm's training transform with the view's settings. Then whole
+batches become normalised floats, on the model's device (`PixelFinish`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layershuffle.errors import DataError, UsageError
 Transform = Callable[[Image.Image], Tensor]
 _Size = tuple[int, int]
 
-# ITU-R 601 luma, the weights Pillow uses for RGB -> L: both routes to grey agree.
+# ITU-R 601 luma, the weights that Pillow uses for RGB -> L, so both conversions to grey agree.
 _LUMA = (0.299, 0.587, 0.114)
 
 _RESAMPLING = {
@@ -43,9 +43,9 @@ _RESAMPLING = {
 
 @dataclass(frozen=True)
 class PlainTransform:
-    """Resize and centre crop by Pillow; the same pixels for the same image, always.
+    """Resize and centre crop by Pillow, deterministic.
 
-    The view says which sides are resized; small images are enlarged.
+    `view.resize` decides which sides are resized; small images are enlarged.
     """
 
     view: ImageView
@@ -53,8 +53,8 @@ class PlainTransform:
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
         size, (left, top) = _size_and_corner(image.size, self.view)
-        # Resizing only the part that stays (`box=`) is 1.4 times as fast, but its boxes are
-        # 32-bit floats, and 1 byte in 30,000 differs. Scores must not change.
+        # Resizing only the cropped part (`box=`) is 1.4 times as fast, but its boxes are 32-bit
+        # floats, and 1 byte in 30,000 differs. Scores must not change.
         sized = image.resize(size, _RESAMPLING[self.view.interpolation])
         box = (left, top, left + self.view.width, top + self.view.height)
         return pixel_tensor(sized.crop(box)).contiguous()
@@ -62,10 +62,10 @@ class PlainTransform:
 
 @dataclass(frozen=True)
 class PixelTransform:
-    """`PlainTransform` on pixels, by torch's uint8 kernels: about 4 times as fast as Pillow.
+    """`PlainTransform` on pixels, with torch's uint8 kernels: about 4 times as fast as Pillow.
 
-    Rounds differently here and there: by 1 of 255 in 1 of 200 bytes when a photograph shrinks.
-    Raises UsageError for views that ask for the nearest pixel: torch chooses others than Pillow.
+    Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph. Raises
+    UsageError for the interpolation "nearest", for which torch and Pillow choose different pixels.
     """
 
     view: ImageView
@@ -79,8 +79,8 @@ class PixelTransform:
         view, size = self.view, (pixels.shape[-1], pixels.shape[-2])
         (width, height), (left, top) = _size_and_corner(size, view)
         if size != (width, height):
-            # torchvision.transforms.v2 gives the same bytes and takes 2 to 5 % longer per image.
-            # antialias as Pillow's filters have it: without it, shrinking would skip pixels.
+            # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
+            # With antialias, as in Pillow's filters, or shrinking would skip pixels.
             pixels = F.interpolate(
                 pixels[None], size=(height, width), mode=view.interpolation, antialias=True
             )[0]
@@ -90,21 +90,21 @@ class PixelTransform:
 def _size_and_corner(size: _Size, view: ImageView) -> tuple[_Size, _Size]:
     """The (width, height) to resize to, and the (left, top) of the crop that follows."""
     width, height = resized_size(size, view)
-    # Rounded as in torchvision's centre crop, with which this gave the same bytes.
+    # Rounded as in torchvision's centre crop.
     corner = round((width - view.width) / 2), round((height - view.height) / 2)
     return (width, height), corner
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
-    """(width, height) before the crop of an image of `size`, rounded as timm does.
+    """(width, height) of an image of `size` before the crop, rounded as in timm.
 
-    "squash": the uncropped size; "crop": as small as covers it.
+    "squash": the uncropped size; "crop": the smallest size that covers it.
     """
     width, height = size
     goal_width, goal_height = uncropped_size(view)
     if view.resize == "squash":
         return goal_width, goal_height
-    # timm leaves squares to torchvision's Resize, which rounds the longer side down.
+    # For squares timm uses torchvision's Resize, which rounds the longer side down.
     whole = int if goal_width == goal_height else round
     if goal_width * height >= goal_height * width:  # the width is the tight side
         return goal_width, max(goal_height, whole(goal_width * height / width))
@@ -112,15 +112,15 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
 
 
 def uncropped_size(view: ImageView) -> tuple[int, int]:
-    """(width, height) of which the crop keeps the share `crop_pct`: the view's own size."""
-    # 43 / (43 / 50) is a little less than 50, and must not become 49.
+    """(width, height) of which the crop keeps the share `crop_pct`."""
+    # 43 / (43 / 50) is slightly less than 50, but must not become 49.
     across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
     return across, down
 
 
 def plain_training_transform(view: ImageView, notes: list[str]) -> PlainTransform | PixelTransform:
-    """The faster of both transforms that this view allows; `notes` gets what slows it down."""
-    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
+    """The fastest deterministic transform for this view; a note is added if JPEGs are slow."""
+    # torch's nearest pixel differs from Pillow's, which scores use.
     if view.interpolation == "nearest":
         return PlainTransform(view)
     if not decodes_jpeg():
@@ -132,7 +132,7 @@ def augment_transform(view: ImageView) -> Transform:
     """timm's training transform at the view's size and interpolation, to pixels uint8 [C, H, W].
 
     Random resized crop (area 8 to 100 percent), horizontal flip, colour jitter 0.4: timm's
-    defaults. It draws from the global generators: call it inside `seeded_globals` only.
+    defaults. It draws from the global generators, so call it only inside `seeded_globals`.
     """
     from timm.data import create_transform  # timm takes seconds to import
 
@@ -140,7 +140,7 @@ def augment_transform(view: ImageView) -> Transform:
         input_size=(view.channels, view.height, view.width),
         is_training=True,
         interpolation=view.interpolation,
-        # Without normalising timm ends with uint8 pixels, which is what travels to the device.
+        # Without normalisation timm's last step gives uint8 pixels.
         normalize=False,
     )
     return cast(Transform, transform)
@@ -148,19 +148,18 @@ def augment_transform(view: ImageView) -> Transform:
 
 @contextmanager
 def seeded_globals(seed: int) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's global CPU generators inside; restore them afterwards.
+    """Seed Python's, numpy's and torch's global CPU generators within, and restore them afterwards.
 
-    This is the only place of this package that touches them: timm's and torchvision's transforms
-    draw from the global generators and take no generator of their own. Seeding each item by itself
-    makes it a pure function of its seed, whatever the worker count, the order and the resumption,
-    and restoring the states keeps the transforms from changing anybody else's draws.
+    timm's and torchvision's transforms draw from the global generators and accept no generator.
+    With a seed per item, each item is a pure function of its seed, independent of the number of
+    workers, the order and resumption. The restored states leave the draws of other code unchanged.
     torch.manual_seed would reseed the CUDA generators too, hence the state of a private generator.
-    Not safe for threads that draw at the same time: the generators are shared by the process.
+    Not thread-safe, because the process shares the generators.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         random.seed(seed)
-        # numpy takes seeds of 32 bits, Python and torch take all 63.
+        # numpy's seeds have 32 bits.
         np.random.seed(seed % 2**32)
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
         yield
@@ -187,19 +186,19 @@ class ImageTable(Protocol):
         """
 
     def pixels(self, index: int) -> Tensor:
-        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`; raises as it does."""
+        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`. Raises the same."""
 
     def name(self, index: int) -> str:
-        """What to call image `index` in a message."""
+        """The name of image `index` for messages."""
 
     def fingerprint(self) -> str:
-        """Another text for other images, as far as that shows without reading them."""
+        """A text that changes with the images, as far as possible without reading them."""
 
 
 class TransformedImages(Dataset[Item]):
     """The images `indices` of a table, each through one deterministic transform.
 
-    A `PixelTransform` (training) reads them without Pillow where that is possible.
+    With a `PixelTransform` (training) they are decoded without Pillow if possible.
     """
 
     def __init__(
@@ -219,13 +218,13 @@ class TransformedImages(Dataset[Item]):
 
 
 class AugmentedImages(Dataset[Item]):
-    """The images `indices` of a table, augmented anew in every epoch, without hidden state.
+    """The images `indices` of a table, with another augmentation in every epoch, without state.
 
-    What row i looks like in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed
-    of each single transform call. So a resumed run sees what the undisturbed run saw.
+    Row i in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed of every call of the
+    transform. So a resumed run sees the same images as an uninterrupted one.
 
-    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except
-    where its batch sampler wraps a seedable sampler (several processes): call it there yourself.
+    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except if
+    its batch sampler wraps a seedable sampler (several processes): then call it yourself.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class AugmentedImages(Dataset[Item]):
         self._epoch = SharedEpoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Show the augmentation of `epoch` from now on, in every worker."""
+        """Use the augmentation of `epoch` from now on, in every worker."""
         self._epoch.set(epoch)
 
     def __len__(self) -> int:
@@ -252,7 +251,7 @@ class AugmentedImages(Dataset[Item]):
 
 
 def normalise(images: Tensor, view: ImageView) -> Tensor:
-    """(images - mean) / std, per channel, a new tensor; images [..., C, H, W] in [0, 1]."""
+    """(images - mean) / std per channel, as a new tensor; images [..., C, H, W] in [0, 1]."""
     mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
     std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
     return (images - mean) / std
@@ -261,12 +260,12 @@ def normalise(images: Tensor, view: ImageView) -> Tensor:
 def match_channels(images: Tensor, channels: int) -> Tensor:
     """Images [..., C, H, W] with `channels` channels: grey is repeated, RGB becomes luma.
 
-    Raises DataError for every other pair of counts: there is no meaning to guess.
+    Raises DataError for other pairs of counts.
     """
     have = images.shape[-3]
     if have == channels:
         return images
-    # expand makes a view: three equal channels need the memory of one.
+    # expand makes a view, so three equal channels need the memory of one.
     if have == 1:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     if have == 3 and channels == 1:
@@ -281,7 +280,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinear") -> Tensor:
     """Images [N, C, H, W] at `size` (height, width), antialiased, clamped to [0, 1].
 
-    Returned untouched, bit for bit, when they already have that size.
+    Images of that size are returned unchanged.
     """
     if tuple(images.shape[-2:]) == size:
         return images
@@ -295,7 +294,7 @@ def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinea
 def fit_images(images: Tensor, view: ImageView) -> Tensor:
     """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
 
-    The whole image is kept: the aspect ratio gives way ("squash"), nothing is cropped.
+    Nothing is cropped; the aspect ratio changes ("squash").
     """
     resized = resize_images(images.float(), view.size)
     return normalise(match_channels(resized, view.channels), view)
@@ -303,10 +302,10 @@ def fit_images(images: Tensor, view: ImageView) -> Tensor:
 
 @dataclass(frozen=True)
 class PixelFinish:
-    """The last step from pixels to what the model takes: pixels / levels, then `fit_images`.
+    """The conversion of pixels to the model's input: pixels / levels, then `fit_images`.
 
-    It runs where the pixels are, so that a batch travels to a GPU as bytes. In fp32 the numbers are
-    the same, bit for bit, as if every image had been normalised by itself beforehand.
+    It runs on the device of the pixels, so a batch is copied to a GPU as bytes. In fp32 the result
+    is bit-equal to normalising every image separately.
     """
 
     view: ImageView
@@ -321,6 +320,6 @@ class PixelFinish:
 
 @cache
 def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on a device, sent there once: a copy per batch would make the host wait for it."""
-    with torch.inference_mode(False):  # first used in an evaluation, they must do in training too
+    """`values` on a device, cached, because a copy per batch would synchronise with the device."""
+    with torch.inference_mode(False):  # or they could not be used in training
         return torch.tensor(values, dtype=dtype, device=device)

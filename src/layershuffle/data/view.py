@@ -1,8 +1,8 @@
-"""How a host model wants its images: plain data.
+"""The image view of a host model: plain data.
 
-Every source of this package hands out images that went through an `ImageView`: the channels,
-size and normalisation the weights were trained with. The mismatch of a view is silent (the
-accuracy just drops), so the view is one validated value that travels from the model to the data.
+Every source of this package fits its images to an `ImageView`: the channels, size and normalisation
+with which the weights were trained. A mismatch is silent (the accuracy just drops), so the view is
+one validated value that is passed from the model to the data.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ImageView:
     """The input a host model expects.
 
     `mean` and `std` have one number per channel and apply to images in [0, 1]. `resize` is "crop"
-    (the shorter side is brought to its size, the aspect ratio stays) or "squash" (both sides are);
-    `crop_pct` is the share of the resized sides that the central crop then keeps at evaluation.
+    (the shorter side is resized to its target, the aspect ratio is kept) or "squash" (both sides
+    are); `crop_pct` is the share of the resized sides that the central crop keeps at evaluation.
     Raises UsageError if the numbers do not fit together.
     """
 
@@ -69,7 +69,7 @@ class ImageView:
 
 
 def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
-    """`view` with images resized that way; `None` and the view's own way leave it as it is."""
+    """`view` with another `resize`; `None` leaves it unchanged."""
     if resize is None or resize == view.resize:
         return view
     # squash keeps the whole image, so crop_pct is ignored.

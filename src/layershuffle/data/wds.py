@@ -50,7 +50,7 @@ _IMAGE, _KEY, _SHARD = "image", "__key__", "__url__"
 
 
 def open_source(request: SourceRequest) -> ImageData:
-    """Shards as ImageData. Raises DataError for missing or unreadable shards, images, labels."""
+    """Shards as ImageData. Raises DataError for missing or unreadable shards, images or labels."""
     mode_for(request.view.channels)
     shards = find_shards(request.place)
     if "train" not in shards and request.options.train:
@@ -59,7 +59,7 @@ def open_source(request: SourceRequest) -> ImageData:
             place=request.spec,
             hint="name a folder with train shards, or score with layershuffle eval",
         )
-    # A small test set may lack the last classes, so the training shards number them.
+    # A small test set may lack the last classes, so they are counted in the training shards.
     counted = shards.get("train", shards["test"])
     classes = read_classes(counted) or numbered(largest_label(counted) + 1)
     if not request.options.train:
@@ -70,8 +70,8 @@ def open_source(request: SourceRequest) -> ImageData:
 
 
 def held_out_shards(count: int, share: float) -> list[int] | None:
-    """Which of `count` shards are held out; None if the share is less than half a shard."""
-    # One shard at least stays for training.
+    """The indices of the held-out shards of `count`; None if the share is below half a shard."""
+    # At least one shard is left for training.
     number = min(round(share * count), count - 1)
     if number == 0:
         return None
@@ -105,11 +105,11 @@ def _tabled(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) ->
 def _cut(
     request: SourceRequest, train: Any, shards: Sequence[Path]
 ) -> tuple[tuple[list[int], list[int]], str]:
-    """((rows kept, rows held out), note): whole shards if the share has one, else keys."""
+    """((training rows, held-out rows), note): by whole shards if possible, else by keys."""
     share = request.options.holdout
     if share is None:
         return (list(range(len(train))), []), ""
-    # Whole shards can be left unread by a stream too, so both ways of reading hold out the same.
+    # By whole shards, which a stream can skip, so tables and streams hold out the same images.
     held_out = held_out_shards(len(shards), share)
     if held_out is not None:
         # __url__ is the library's column: the path of the shard that a row came from.
@@ -160,7 +160,7 @@ def _load(
     request: SourceRequest, shards: Sequence[Path], classes: tuple[str, ...]
 ) -> tuple[Any, Columns]:
     """One split with its image column called "image". Raises DataError."""
-    # One by one, because the library's own error does not say which shard is damaged.
+    # Checked one by one, because the library's error does not name the damaged shard.
     for path in shards:
         require_tar(path)
     files = {"train": [str(path) for path in shards]}  # the library's name for "the only split"
@@ -170,7 +170,7 @@ def _load(
         )
     except (*LOAD_ERRORS, tarfile.TarError) as error:
         raise DataError(
-            # datasets puts a sentence of its own around the error that says what happened.
+            # datasets wraps the error that explains the failure.
             f"cannot read the shards ({one_line(error.__cause__ or error)})",
             place=shortened([str(path) for path in shards]),
             hint=f"try tar -tf {shards[0]} and the like; samples need an image and a .cls or .json",

@@ -1,6 +1,6 @@
-"""Models made of other models: merges, soups and ensembles (paper, section 4.4).
+"""Combine several models: merges, soups and ensembles (paper, section 4.4).
 
-`settings`, `plans` and `rows` are plain data. `compatibility` says which donors can be merged,
-`group` makes merges of them, `soups` and `ensembles` are the alternatives. `scoring` measures all
-of them on one data set; `recipe` writes a single merge to disk.
+`settings`, `plans` and `rows` are plain data. `compatibility` checks which donors can be merged,
+`group` merges them, `soups` and `ensembles` are the alternatives. `scoring` measures all of them on
+one data set; `recipe` writes a single merge to disk.
 """

@@ -1,9 +1,9 @@
-"""Which donors can be merged: models of one shape, refined from one base checkpoint.
+"""Check whether donors can be merged: models of one shape, refined from one base checkpoint.
 
-An ensemble needs less: its members answer for the same classes and look at the same images.
+An ensemble needs less: its members have the same classes and the same image view.
 
 The paper (section 4.4) merges models of one method, "refined from the same base model on the same
-data". Shape, image view, position parts and base must agree always, method and data unless the
+data". Shape, image view, position parts and base must always agree, method and data unless the
 caller allows mixed donors.
 """
 
@@ -24,33 +24,33 @@ from layershuffle.models.tying import share_weights
 from layershuffle.position import width_of
 from layershuffle.stack import blocks_of, depth_of
 
-# Settings of modules that change nothing at evaluation.
+# Settings of modules without effect on evaluation.
 _IGNORED = frozenset({"training", "name_or_path", "grad_checkpointing", "gradient_checkpointing"})
 _REASONS = {
-    "kind of model": "a merge is made of models of one architecture",
+    "kind of model": "merge models of one architecture",
     "number of blocks": "block i of a merge is block i of a donor",
     "width": "blocks of other widths cannot follow each other",
     **dict.fromkeys(
         ("number of classes", "names of the classes"),
-        "take models that answer for one set of classes",
+        "take models with the same classes",
     ),
-    "image view": "take models that want their images alike: all get the same ones",
-    "position parts": "blocks learnt with other position parts do not understand each other",
+    "image view": "take models with the same image view, because all get the same images",
+    "position parts": "blocks that learnt with different position parts do not fit together",
     "base": "only models refined from one base can be merged (paper, section 4.4); with "
     "?pretrained=false every --seed makes another base, so save such a model once and refine that",
     **dict.fromkeys(
         ("method", "order policy", "data"),
-        "the paper never mixes them; --mixed (mixed: true in a recipe) does it all the same",
+        "the paper never mixes them; --mixed (mixed: true in a recipe) allows it",
     ),
 }
 _LONGEST = 300  # characters of a value in a message: there may be a thousand classes
-_SHAPE_REASON = "a merge is made of models of one shape and the same settings"
+_SHAPE_REASON = "merge models of one shape and with the same settings"
 
 
 def check_compatible(
     donors: Sequence[nn.Module], *, names: Sequence[str], mixed: bool = False
 ) -> None:
-    """Raises `UsageError` in one paragraph if the donors cannot be merged, with the reason.
+    """Raises `UsageError` with the reason if the donors cannot be merged.
 
     `mixed` allows donors of several methods, order policies and data.
     """
@@ -67,14 +67,14 @@ def check_compatible(
                 place=name,
                 hint="merge models whose blocks have weights of their own",
             )
-    # Cheap comparisons come first, and those that say most: a model of another width differs in
-    # the shape of every tensor too.
+    # Cheap and informative comparisons come first: a model of another width also differs in the
+    # shape of every tensor.
     parts = (_architecture, _answers, _positions, _base if mixed else _records, _shapes, _settings)
     _check_agree(donors, names, parts)
 
 
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:
-    """Raises `UsageError` if the models are no ensemble: fewer than two, other classes or views."""
+    """Raises `UsageError` for fewer than two models, or different classes or image views."""
     if len(members) < 2:
         raise UsageError(
             f"At least two models are needed, got {len(members)}", hint="name two or more"
@@ -93,14 +93,14 @@ def _check_agree(
         for name, donor in zip(names[1:], donors[1:], strict=True):
             other = describe(donor)
             for key in [*first, *(other.keys() - first.keys())]:
-                here, there = other.get(key), first.get(key)
+                ours, theirs = first.get(key), other.get(key)
                 # A head whose classes have no names is matched by index, as with data.
-                unnamed = key == "names of the classes" and None in (here, there)
-                if here != there and not unnamed:
+                unnamed = key == "names of the classes" and None in (ours, theirs)
+                if ours != theirs and not unnamed:
                     raise UsageError(
-                        f"{names[0]} and {name} do not fit together: {key} is "
-                        f"{'not recorded' if there is None else str(there)[:_LONGEST]} there and "
-                        f"{'not recorded' if here is None else str(here)[:_LONGEST]} here",
+                        f"{names[0]} and {name} do not fit together: they differ in {key} "
+                        f"({'not recorded' if ours is None else str(ours)[:_LONGEST]} and "
+                        f"{'not recorded' if theirs is None else str(theirs)[:_LONGEST]})",
                         hint=_REASONS.get(key, _SHAPE_REASON),
                     )
 
@@ -135,12 +135,12 @@ def _architecture(donor: nn.Module) -> dict[str, Any]:
 
 
 def _answers(donor: nn.Module) -> dict[str, Any]:
-    """What the model looks at, and what it answers."""
+    """The classes and the image view of the model; empty if they are unknown."""
     host = host_of(donor)
     try:
         library_of(host)
     except UsageError:
-        return {}  # a model of the caller's own: its classes and its view are not known
+        return {}  # a model of the user
     return {
         "number of classes": num_classes_of(host),
         "names of the classes": class_names_of(host),
@@ -154,7 +154,7 @@ def _positions(donor: nn.Module) -> dict[str, Any]:
 
 def _base(donor: nn.Module) -> dict[str, Any]:
     provenance = _provenance(origin_of(host_of(donor)).record)
-    # A digest of the weights identifies a base; the name of a random one does not.
+    # A digest of the weights identifies a base; the name of a randomly initialised one does not.
     base = provenance.get("base_sha256") or provenance.get("base")
     blocks = provenance.get("blocks_of_base")
     return {"base": f"{base}, blocks {blocks}" if blocks else base}
@@ -175,7 +175,7 @@ def _shapes(donor: nn.Module) -> dict[str, Any]:
 
 
 def _settings(donor: nn.Module) -> dict[str, Any]:
-    """Numbers, words and tuples of every module: what shapes do not show, as numbers of heads."""
+    """Numbers, strings and tuples of every module, such as numbers of heads, which shapes hide."""
     return {
         f"{path}.{key}": value
         for path, module in donor.named_modules()
@@ -183,7 +183,7 @@ def _settings(donor: nn.Module) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple)
         and not key.startswith("_")
         and key not in _IGNORED
-        and "drop" not in key  # rates of dropout and drop-path matter in training alone
+        and "drop" not in key  # rates of dropout and drop-path matter only in training
     }
 
 

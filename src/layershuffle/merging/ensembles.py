@@ -1,4 +1,4 @@
-"""Ensembles: the mean of several models' outputs (paper, section 4.4: of their logits)."""
+"""Ensembles: the mean of the outputs of several models (paper, section 4.4: of their logits)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Variant = tuple[Combine, EnsembleOrders]
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleScore(Score):
-    """A score of an ensemble. `member_orders`: the order of every member; empty if per batch."""
+    """A score of an ensemble. `member_orders`: those of the members; empty if drawn per batch."""
 
     member_orders: tuple[ExecutionOrder, ...] = ()
 
@@ -45,8 +45,8 @@ def evaluate_ensemble(
     """The scores of the ensemble of `donors`, one for each of `num_orders` draws.
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
-    probabilities. `groups` as in `evaluate`, and `mode` too, but a single one. Raises `UsageError`
-    for modes that do not fit, `DataError` if there is no image.
+    probabilities. `groups` as in `evaluate`; `mode` is a single mode. Raises `UsageError` for an
+    unsuitable mode, `DataError` if there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
@@ -66,10 +66,10 @@ def evaluate_ensembles(
     groups: Tensor | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
-    """As `evaluate_ensemble`, several variants at once: those with the same orders share the work.
+    """As `evaluate_ensemble`, for several variants, of which those with equal orders share work.
 
-    "same" orders are those in which `evaluate` with the same seed runs a single model. `on_images`
-    as in `evaluate`.
+    "same": the orders of a single model in `evaluate` with the same seed. `on_images` as in
+    `evaluate`.
     """
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
@@ -108,7 +108,7 @@ def evaluate_ensembles(
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of an ensemble over the images: which orders its members run in."""
+    """One pass of an ensemble over the images, with the orders of its members."""
 
     mode: Mode
     depths: tuple[int, ...]
@@ -119,7 +119,7 @@ class _Pass:
 
     @property
     def is_drawn(self) -> bool:
-        # The deepest member's: a shallower one may have a single order where that one has several.
+        # By the deepest member, because a shallower one may have only one order.
         return self.mode.is_drawn(max(self.depths))
 
     @property
@@ -128,7 +128,7 @@ class _Pass:
 
     def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
         """The order of every member for batch number `batch`."""
-        # As in `evaluate`, so that the members of an ensemble run in the orders of single models.
+        # As in `evaluate`, so the members of an ensemble run in the orders of single models.
         step, micro = (batch, self.index) if self.per_batch else (self.index, 0)
         return tuple(
             self.mode.policy().draw(
@@ -145,8 +145,8 @@ def _all_logits(
 ) -> list[Tensor]:
     """Logits `[members, batch, classes]` of every pass; `orders[pass][member]`.
 
-    A member runs the orders of all passes at once, shared beginnings a single time. The first
-    member's orders are the same whether the others share them or not, so it always shares.
+    A member runs the orders of all passes in one trie, and common prefixes once. The first member's
+    orders are the same in both kinds of orders, so it always shares them.
     """
     # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
@@ -165,7 +165,7 @@ def _all_logits(
 def combined(logits: Tensor, combine: Combine) -> Tensor:
     """Logits `[batch, classes]` of the ensemble, from its members' `[members, batch, classes]`.
 
-    For probabilities it is the logarithm of their mean, whose softmax is that mean.
+    For probabilities it is the logarithm of their mean, whose softmax is this mean.
     """
     if combine == "logits":
         return logits.mean(dim=0)
@@ -179,7 +179,7 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
     return EnsembleScore(
         mode=run.mode,
         index=run.index,
-        # One order for the whole ensemble only where all members run in it.
+        # The order of the ensemble, if all members have the same.
         order=orders[0] if shared and not run.per_batch else None,
         images=tally.images,
         top1=tally.top1,

@@ -1,8 +1,8 @@
 """Groups of compatible donors, and merges of them as views.
 
-A merge shares its donors' tensors: the blocks are the donors' own modules, and only the few modules
-that hold the block stack are new. What is done to a merge in place is therefore done to its donors;
-`layershuffle.save` and `load` give a model of its own.
+A merge shares its donors' tensors: the blocks are the donors' modules, and only the few modules
+that contain the block stack are new. In-place changes of a merge therefore change its donors;
+`layershuffle.save` and `load` make an independent model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class MergeGroup:
-    """Models whose blocks can be put together. Average stems and heads are computed once.
+    """Models whose blocks can be combined. Average stems and heads are computed once.
 
-    `names`: what messages and records call the donors (default: their numbers). `base`: the model
-    that "base" ends come from. `mixed` allows several methods and data. Raises `UsageError` with
-    the reason if the donors cannot be merged (`layershuffle.merging.compatibility`).
+    `names`: the donors' names in messages and records (default: their numbers). `base`: the model
+    of "base" ends. `mixed` allows several methods and data. Raises `UsageError` with the reason if
+    the donors cannot be merged (`layershuffle.merging.compatibility`).
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class MergeGroup:
         self._tables: dict[Source, nn.Parameter] = {}
 
     def to(self, device: str | torch.device) -> None:
-        """Move donors and base, before merges are made."""
+        """Move donors and base to a device, before merges are made."""
         for model in (*self.donors, *([] if self._base is None else [self._base])):
             model.to(device)
 
     def merge(self, plan: MergePlan) -> nn.Module:
-        """The model of that plan, in eval mode; raises `UsageError` if the plan does not fit."""
+        """The merge of this plan, in eval mode. Raises `UsageError` if the plan does not fit."""
         plan.check(len(self.donors), self.depth)
         frame = self._frame(plan.stem, plan.head)
         places = zip(plan.donors, plan.blocks, strict=True)
         blocks = [blocks_of(self._hosts[donor])[block] for donor, block in places]
         host = _with_blocks(frame, stack_of(frame), blocks)
-        # The record stays with the host, so that `save` writes it without being given it.
+        # The record is attached to the host, from which `save` takes it.
         remember(host, replace(origin_of(host), record=self.record(plan)))
         first = self.donors[0]
         return self._positioned(host, first, plan) if isinstance(first, PositionedModel) else host
 
     def record(self, plan: MergePlan) -> dict[str, Any]:
-        """What the merge's layershuffle.json says: what the donors share, and who gives what."""
+        """The metadata of the merge: entries that the donors share, and the donor of each part."""
         merge = {
             "blocks": list(plan.donors),  # the number of each block's donor
             **({} if plan.slots is None else {"slots": list(plan.slots)}),
@@ -84,8 +84,8 @@ class MergeGroup:
         return source if isinstance(source, str) else self.names[source]
 
     def _frame(self, stem: Source, head: Source) -> nn.Module:
-        """A host with that stem and head, whatever its blocks; made once."""
-        # A donor's own ends need no copy of anything: `_with_blocks` leaves the donor as it is.
+        """A host with this stem and head, whose blocks do not matter; cached."""
+        # The ends of one donor need no copy, because `_with_blocks` does not change the donor.
         if stem == head and isinstance(stem, int):
             return self._hosts[stem]
         if (stem, head) not in self._frames:
@@ -94,8 +94,8 @@ class MergeGroup:
 
     def _new_frame(self, stem: Source, head: Source) -> nn.Module:
         first = self._hosts[0]
-        # deepcopy takes what it finds in its memo for the copy: so the blocks stay the donors' own
-        # modules, and every tensor of the ends becomes the one chosen here.
+        # deepcopy uses the entries of its memo as copies, so the blocks stay the donors' modules,
+        # and every tensor of the ends becomes the chosen one.
         memo: dict[int, Any] = {id(block): block for block in blocks_of(first)}
         for number, (place, source) in enumerate((("stem", stem), ("head", head))):
             chosen = self._ends(source, number, place)
@@ -143,10 +143,10 @@ class MergeGroup:
         return model
 
     def _table(self, encodings: Sequence[PositionEncoding], plan: MergePlan) -> nn.Parameter:
-        """A table of each block's own goes with the blocks, a shared one with the stem."""
+        """The position table: rows per block come from the donors, a shared one from the stem."""
         tables = [encoding.table for encoding in encodings]
         if tables[0].dim() == 3:
-            # The one tensor that is copied: a row per block cannot be a view of several tables.
+            # The only copied tensor, because it cannot be a view of several tables.
             rows = [tables[d][b] for d, b in zip(plan.donors, plan.blocks, strict=True)]
             return nn.Parameter(torch.stack(rows).detach(), tables[0].requires_grad)
         if isinstance(plan.stem, int):
@@ -167,26 +167,26 @@ class MergeGroup:
         return encoding.table
 
 
-# `layershuffle.Family` was the first public name of the class and stays one.
+# `layershuffle.Family` was the first public name of the class and is still supported.
 Family = MergeGroup
 
 
 def merge(donors: Sequence[nn.Module], plan: MergePlan) -> nn.Module:
-    """One merge of `donors`, as a view of them in eval mode.
+    """A merge of `donors`, as a view of them in eval mode.
 
-    For many merges make a `MergeGroup` once: it computes average stems and heads a single time.
+    For many merges use one `MergeGroup`, which computes average stems and heads once.
     Raises `UsageError` if the donors do not fit together or the plan does not fit them.
     """
     return MergeGroup(donors).merge(plan)
 
 
 def ends_of(host: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of stem and head by name: registered before and after the blocks."""
+    """The tensors of stem and head by name, which are registered before and after the blocks."""
     stack = stack_of(host)
     inside = set(stack.modules())
     stem: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
-    # What is registered before the blocks is called before them in all hosts that are supported.
+    # In all supported hosts, modules registered before the blocks are called before them.
     place = stem
     for path, module in host.named_modules():
         if module is stack:
@@ -198,11 +198,11 @@ def ends_of(host: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def averaged(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean, summed in float64 in the order given; of integers the first, which are indices."""
+    """The mean of tensors of equal shape and dtype; of integer tensors (indices) the first."""
     first = tensors[0]
     if not first.is_floating_point():
         return first
-    # In float64 and in the order given: the same donors make the same bits on every machine.
+    # In float64 and in the given order, so the bits are the same on every machine.
     total = torch.zeros_like(first, dtype=torch.float64)
     for tensor in tensors:
         total += tensor.detach()
@@ -211,9 +211,9 @@ def averaged(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def twin_of(module: AnyModule) -> AnyModule:
-    """Another module of the same class with the same children, tensors and settings."""
+    """A new module of the same class with the same children, tensors and settings."""
     twin = module.__new__(type(module))
-    # Registries of its own: what is put into the twin must not reach the original.
+    # Copies of the registries, so changes of the twin do not affect the original.
     twin.__dict__.update(
         {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
     )
@@ -221,8 +221,8 @@ def twin_of(module: AnyModule) -> AnyModule:
 
 
 def _with_blocks(module: nn.Module, stack: BlockStack, blocks: Sequence[nn.Module]) -> nn.Module:
-    """`module` with `blocks` in its stack: new are the modules that hold it, nothing else."""
-    # New objects down to the stack: replacing blocks in a donor's own stack would change the donor.
+    """`module` with `blocks` in its stack; only the modules that contain the stack are new."""
+    # New modules down to the stack, because blocks replaced in place would change the donor.
     twin = twin_of(module)
     if module is stack:
         twin._modules.update(zip(list(module._modules), blocks, strict=True))
@@ -234,7 +234,7 @@ def _with_blocks(module: nn.Module, stack: BlockStack, blocks: Sequence[nn.Modul
 
 
 def _spliced(first: AnyModule, parts: Sequence[nn.Module], plan: MergePlan) -> AnyModule:
-    """A position part whose lists (an entry per block) take each entry with its block."""
+    """A position part whose lists (an entry per block) have the entry of each block's donor."""
     twin = twin_of(first)
     for name, child in first._modules.items():
         if isinstance(child, nn.ModuleList):

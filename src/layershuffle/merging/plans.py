@@ -1,8 +1,8 @@
-"""Which donor gives which block of a merge. Plain data and seeded draws, no torch.
+"""Plans of merges: which donor gives which block. Plain data and seeded draws, no torch.
 
-Block i of a merge is block i of its donor: 12 blocks from 12 models can then be chosen in 12! ways,
-the number that the paper states (section 4.4). With random slots it is another block of its donor,
-which the paper's words allow as well.
+Block i of a merge is block i of its donor, so there are 12! merges of 12 blocks from 12 models, as
+the paper states (section 4.4). With random slots it is any block of its donor, which the paper's
+text also allows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from layershuffle.errors import UsageError
 from layershuffle.merging.settings import End, Slots
 
 Source = int | Literal["average", "base"]
-# Draws of merging are streams of ranks that no process of a training run has: a merge would
-# otherwise be the same permutation as the order that it runs in.
+# Ranks of the random streams that no training process has; otherwise a merge would be the same
+# permutation as the order in which it runs.
 _BLOCKS, _ENDS, _SLOTS, _ORDERS = (1 << 20) + 0, (1 << 20) + 1, (1 << 20) + 2, 1 << 21
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Block i comes from donor `donors[i]`; stem and head from a donor, all donors, or the base.
+    """A merge: block i comes from donor `donors[i]`; stem and head from one or all donors, or the
+    base.
 
-    Donors are numbers in the caller's list. "average": the mean of all donors in that list.
-    `slots`: which block of its donor each place takes (`None`: place i takes block i).
+    Donors are indices into the caller's list. "average": the mean of all donors in that list.
+    `slots`: the block of its donor that each place takes (`None`: place i takes block i).
     """
 
     donors: tuple[int, ...]
@@ -42,7 +43,7 @@ class MergePlan:
         return tuple(range(len(self.donors))) if self.slots is None else self.slots
 
     def check(self, num_donors: int, depth: int) -> None:
-        """Raises `UsageError` unless the plan is one for so many donors of so many blocks."""
+        """Raises `UsageError` unless the plan fits `num_donors` donors of `depth` blocks."""
         if len(self.donors) != depth:
             raise UsageError(
                 f"The plan gives {len(self.donors)} blocks a donor, the models have {depth}",
@@ -80,16 +81,16 @@ def sample_plans(
     end: End = "average",
     slots: Slots = "own",
 ) -> list[MergePlan]:
-    """`count` distinct plans, uniform; the first of them are those of a smaller `count`.
+    """`count` distinct plans, drawn uniformly; they begin with those of a smaller `count`.
 
     Without `replacement` (the paper) no two blocks of a merge come from one donor; with it a donor
-    may give several, but never all. The donors of the blocks depend on neither `end` nor `slots`,
-    so merges with others can be compared one by one. Raises `UsageError` for impossible counts.
+    may give several, but never all. The donors of the blocks do not depend on `end` and `slots`, so
+    merges can be compared one by one. Raises `UsageError` for impossible counts.
     """
     _check_count(num_donors, depth, count, replacement)
     plans: dict[tuple[int, ...], None] = {}
     for donors in _draws(num_donors, depth, seed, replacement):
-        # With replacement a draw may name one donor for all blocks: that is the donor itself.
+        # With replacement, a draw of one donor for all blocks is the donor itself.
         if len(set(donors)) > 1:
             plans.setdefault(donors)
         if len(plans) == count:
@@ -138,7 +139,7 @@ def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
             "given",
             hint=f"give {depth - num} more, or let models give several blocks (--replacement)",
         )
-    # Drawing distinct plans until there are enough of them would not end beyond this number.
+    # There are no more distinct plans, so drawing would not end.
     possible = num**depth - num if replacement else math.perm(num, depth)
     if not 1 <= count <= possible:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A merge written down: a YAML file says which donor gives which blocks, `merge_recipe` saves it.
+"""Recipes of merges: a YAML file names the donor of each block, and `merge_recipe` saves the merge.
 
     slices:
       - model: runs/a          # what layershuffle fit or save wrote, or any model spec
@@ -10,7 +10,7 @@
     base: bundled:digits       # for base ends; by default the base that the donors name
     mixed: false               # true allows donors of several methods or data
 
-The form is near to mergekit's `slices`; there are no layer ranges, because a block keeps its id.
+The form is similar to mergekit's `slices`, without layer ranges, because a block keeps its id.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from layershuffle.text import did_you_mean
 
 
 class Slice(Settings):
-    """What one donor gives."""
+    """The blocks of one donor."""
 
     model: str
     """Directory of a fit or of a saved model, or any model spec."""
@@ -38,7 +38,7 @@ class Slice(Settings):
 
 
 class MergeRecipe(Settings):
-    """Which donor gives which blocks, and where stem and head come from."""
+    """The donors of the blocks, and the sources of stem and head."""
 
     slices: Annotated[tuple[Slice, ...], Field(min_length=2)]
     """The donors."""
@@ -67,7 +67,7 @@ class MergeRecipe(Settings):
         return tuple(part.model for part in self.slices)
 
     def plan(self, depth: int) -> MergePlan:
-        """The plan for models of `depth` blocks; raises `UsageError` unless it names each once."""
+        """The plan for models of `depth` blocks. Raises `UsageError` unless it names each once."""
         donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
         missing = sorted(set(range(depth)) - donor_of.keys())
         beyond = sorted(donor_of.keys() - set(range(depth)))
@@ -95,7 +95,7 @@ class MergeRecipe(Settings):
 
 
 def read_merge_recipe(path: Path) -> MergeRecipe:
-    """The recipe in a YAML file; raises `SettingsError` or `UsageError` naming what is wrong."""
+    """The recipe in a YAML file. Raises `SettingsError` or `UsageError` for an invalid file."""
     fields = read_recipe(path)
     try:
         check_known(MergeRecipe, fields)
@@ -106,17 +106,17 @@ def read_merge_recipe(path: Path) -> MergeRecipe:
 
 
 def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the merge of `recipe` to the directory `out`; its record.
+    """Write the merge of `recipe` to the directory `out`, and return its record.
 
-    The donors' weight files stand with their SHA-256 in layershuffle.json and in the card. Raises
-    `UsageError` for donors that do not fit, and if `out` holds a donor, or anything without
+    layershuffle.json and the card contain the SHA-256 of the donors' weight files. Raises
+    `UsageError` for donors that do not fit, and if `out` holds a donor, or any file without
     `overwrite`; `ModelFileError` for files that cannot be read.
     """
     from layershuffle.merging.scoring import load_group
     from layershuffle.models import save
     from layershuffle.models.output import check_output, check_replaceable
 
-    # Before the donors are loaded: large models take minutes.
+    # Before the donors are loaded, because large models take minutes.
     reads = [*recipe.models, *([recipe.base] if recipe.base else [])]
     check_output(out, reads=reads, overwrite=overwrite)
     check_replaceable(out)
@@ -124,7 +124,7 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
         recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
         mixed=recipe.mixed,
     )  # fmt: skip
-    # The plan needs the depth, and so the donors: a recipe does not say how many blocks they have.
+    # The plan needs the depth of the donors, which the recipe does not state.
     plan = recipe.plan(group.depth)
     record = group.record(plan)
     merge = record["provenance"]["merge"]
@@ -134,15 +134,15 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
 
 
 def file_digests(spec: str) -> dict[str, str]:
-    """SHA-256 by file name of the weights that the model `spec` is read from.
+    """SHA-256 of the weight files of the model `spec`, by file name.
 
-    Empty for models that the host libraries fetch or make.
+    Empty for models that the host libraries download or create.
     """
     from layershuffle.models.files import weight_files
     from layershuffle.models.output import own_directory
     from layershuffle.models.position_files import PARTS
 
-    # Directories are renamed and trained again; the digests go on saying which weights were merged.
+    # Directories may be renamed or trained again; the digests identify the merged weights.
     place = own_directory(spec)
     if place is None:
         return {}

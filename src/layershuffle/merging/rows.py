@@ -1,4 +1,4 @@
-"""Scores of merging as tidy rows, and as CSV. Plain data, no torch."""
+"""Scores of mergings as tidy rows, and as CSV. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ RowKind = Literal["donor", "merge", "soup", "ensemble"]
 
 @dataclass(frozen=True, kw_only=True)
 class MergingRow:
-    """One model under one drawn order; accuracies in percent over `n` images.
+    """The score of one model under one drawn order; accuracies in percent over `n` images.
 
-    `index` numbers the models of a kind. `name`: the donor's spec, uniform or greedy, and of an
-    ensemble what is averaged and whose orders, as in logits-independent; "random slots" of merges
-    whose places take other blocks than their own. `ends`: where stem and head of a merge come from.
-    `donors`: of a merge the donor of each block (with random slots DONOR:BLOCK), else those that
-    take part. `order`: empty when drawn per batch; of members with orders of their own, one after
-    the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
-    `top1_n`, `top5_n` as in `ScoreRow`. `arm`: in a study's file of several arms, the row's.
+    `index` numbers the models of a kind. `name`: the donor's spec; "uniform" or "greedy" for a
+    soup; combination and orders of an ensemble, as "logits-independent"; "random slots" for merges
+    with them. `ends`: the source of stem and head of a merge. `donors`: for a merge the donor of
+    each block (with random slots DONOR:BLOCK), else all members. `order`: empty if drawn per batch;
+    the orders of members, separated by ";", if they differ. `main`: 1 for the first variant in the
+    settings, 0 for the alternatives. `top1_n`, `top5_n` as in `ScoreRow`. `arm`: the arm, in a
+    study's file of several arms.
     """
 
     arm: str = ""
@@ -56,10 +56,10 @@ COLUMNS = tuple(f.name for f in fields(MergingRow) if f.name not in ("arm", *EFF
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
-    """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
+    """Rows by (kind, name, ends); all donors are one group."""
     groups: dict[tuple[RowKind, str, str], list[MergingRow]] = {}
     for row in rows:
-        # Donors differ in their names and belong together; the others' names are variants.
+        # Donors have different names, while names of other kinds are variants.
         name = "" if row.kind == "donor" else row.name
         groups.setdefault((row.kind, name, row.ends), []).append(row)
     return groups
@@ -74,7 +74,7 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 
 
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
-    """Mean over models (donors, merges), each the mean over its orders, and its spreads.
+    """The mean over models (donors, merges), each the mean over its orders, with its spreads.
 
     `metric`: top1 or top5 in percent, or cross_entropy in nats, which has no effective images.
     """
@@ -97,7 +97,7 @@ def rows_csv(rows: Iterable[MergingRow], columns: Sequence[str] = COLUMNS) -> st
 
 
 def rows_from_csv(text: str, columns: Sequence[str] = COLUMNS) -> list[MergingRow]:
-    """The rows that `rows_csv` wrote; raises `DataError` for anything else."""
+    """The rows in the text of `rows_csv`. Raises `DataError` for other text."""
 
     def refuse(cause: str, line: int | None) -> DataError:
         return DataError(
@@ -105,5 +105,5 @@ def rows_from_csv(text: str, columns: Sequence[str] = COLUMNS) -> list[MergingRo
             place=None if line is None else f"line {line}",
         )
 
-    # The text comes from a file that the caller names in its own error, so the line is enough here.
+    # The caller's error names the file, so the line is enough here.
     return parse_rows(text, MergingRow, columns=columns, refuse=refuse)

@@ -1,7 +1,7 @@
-"""Score several models alone, merged, as soups and as ensembles, on one set of images.
+"""Score several models alone, merged, as soups and as ensembles, on the same images.
 
-What the paper's Table 2 and Figure 5 are drawn from. Everything follows from the settings: the same
-settings give the same rows on the same machine.
+The scores of the paper's Table 2 and Figure 5. The same settings give the same rows on the same
+machine.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
 from layershuffle.progress import Progress, unheard
 
-_IN_MEMORY_BYTES = 1 << 30  # decoded images that stay in memory where no GPU holds them
+_IN_MEMORY_BYTES = 1 << 30  # limit for decoded images in CPU memory
 _SMALL_BYTES = 1 << 24  # not worth loader processes
-# Kinds of models whose orders are drawn apart (`orders_seed`): a merge and a donor of one number
-# would otherwise run in the same order, and held-out scores in those of the reported ones.
+# Kinds of models with separate orders (`orders_seed`): otherwise a merge and a donor of the same
+# number would run in the same order, as would held-out and reported scores.
 _DONORS, _MERGES, _SOUPS, _HOLDOUT, _ENSEMBLES = range(5)
 _COMBINE: tuple[Combine, ...] = ("logits", "probabilities")
 _ORDERS: tuple[EnsembleOrders, ...] = ("same", "independent")
@@ -67,15 +67,15 @@ def score_merging(
 ) -> list[MergingRow]:
     """Score donors, merges, soups and ensembles on the test split of `data`, all in one order mode.
 
-    `donors` and `base` are model specs; `base` is needed for ends from there, by default the one
-    that the donors name. `names` replace the specs in the rows. The greedy soup is chosen on the
-    held-out split. `progress` hears of passes over the images, and `note` of every sentence that a
-    reader should know. Raises `UsageError` for donors that do not fit together or impossible
-    settings, `DataError` if the classes of the data are not as many as the models'.
+    `donors` and `base` are model specs; `base` is used for "base" ends (default: the base that the
+    donors name). `names` replace the specs in the rows. The greedy soup is chosen on the held-out
+    split. `progress` is called with the passes over the images, `note` with every remark for the
+    reader. Raises `UsageError` for donors that do not fit together or impossible settings,
+    `DataError` if the data have another number of classes than the models.
     """
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
-    # Plans come before the data: they refuse impossible counts.
+    # Before the data are opened, because impossible counts are refused here.
     plans = [
         sample_plans(
             len(donors), group.depth, count=settings.merges, seed=settings.seed,
@@ -97,7 +97,7 @@ def score_merging(
         compiler=compiler_for(settings.compile),
         progress=progress,
     )
-    # A base of another shape cannot give ends: refused here, not after hours of scoring.
+    # A base of another shape is refused here, not after hours of scoring.
     for drawn in plans:
         group.merge(drawn[0])
     scorer.score_donors()
@@ -128,8 +128,8 @@ def score_ensemble(
 ) -> tuple[list[EnsembleScore], tuple[str, ...]]:
     """The scores of one ensemble of the models `donors` (specs), and notes on the data.
 
-    Its members may differ in all but their classes and how they want their images. `progress` hears
-    of images. Raises as `score_merging`.
+    Its members may differ in everything but their classes and image view. `progress` is called with
+    the images done. Raises as `score_merging`.
     """
     models = load_donors(donors)
     check_members(models, names=donors)
@@ -167,10 +167,10 @@ class MergeScorer:
 
     @cached_property
     def stand_in(self) -> nn.Module | None:
-        """A model in the settings' precision, compiled, that takes the weights of what is scored.
+        """A compiled model in the settings' precision that gets the weights of each scored model.
 
-        So averages stay those of fp32 weights, no merge takes memory of its own, and only one model
-        is compiled. `None` where models are scored as they are.
+        So averages are computed in fp32, merges need no memory, and only one model is compiled.
+        `None` if models are scored directly.
         """
         if self.settings.precision == "fp32" and not self.compiler.on:
             return None
@@ -184,19 +184,19 @@ class MergeScorer:
 
     @property
     def variants(self) -> list[Variant]:
-        """What an ensemble can be; in sequential order there is one order to run in."""
+        """The variants of an ensemble; with a single order, only "same" orders."""
         orders = _ORDERS if self.mode.is_drawn(self.group.depth) else _ORDERS[:1]
         return list(product(_COMBINE, orders))
 
     @property
     def ensemble_passes(self) -> int:
-        """All members run once for every draw and for every way to share orders."""
+        """Passes of an ensemble: all members, for every draw and every kind of orders."""
         kinds = len({orders for _, orders in self.variants})
         return len(self.group.donors) * self.draws * kinds
 
     @property
     def all_passes(self) -> int:
-        """All passes over images, those over held-out ones too."""
+        """All passes over images, including the held-out ones."""
         count, settings = len(self.group.donors), self.settings
         # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
         soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
@@ -204,24 +204,24 @@ class MergeScorer:
         return count * self.draws + merges + soups + self.ensemble_passes
 
     def watch(self, passes: int, batches: DeviceBatches) -> Callable[[int], None]:
-        """What hears of the images of `passes` passes side by side, and reports them."""
+        """A callback for the images done in `passes` parallel passes, which reports progress."""
 
         def heard(images: int) -> None:
-            # A pass over ImageNet takes minutes: its part that is done counts.
+            # Parts of a pass count, because a pass over ImageNet takes minutes.
             share = images / (batches.split.size or images)
             self.progress("passes", self.passes + passes * share, self.all_passes)
 
         return heard
 
     def score_donors(self) -> None:
-        """Every donor alone."""
+        """Score every donor alone."""
         group = self.group
         for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
             scores = self.evaluate(donor, self.test, kind=_DONORS, index=index)
             self.add(scores, kind="donor", index=index, name=name, donors=str(index))
 
     def score_merges(self, plans: Sequence[MergePlan], *, end: End, slots: Slots) -> None:
-        """The merges of `plans`, each in one order."""
+        """Score the merges of `plans`, each in one order."""
         name = "random slots" if slots == "random" else ""
         main = int((end, slots) == self.settings.variants[0])
         for index, plan in enumerate(plans):
@@ -232,7 +232,7 @@ class MergeScorer:
             )
 
     def score_soups(self, holdout: DeviceBatches) -> None:
-        """The uniform soup, and the greedy one, which is chosen on `holdout`."""
+        """Score the uniform soup and the greedy one, which is chosen on `holdout`."""
         donors = self.group.donors
 
         def held_out_top1(model: nn.Module) -> float:
@@ -246,7 +246,7 @@ class MergeScorer:
             self.add(scores, kind="soup", index=index, name=name, donors=_numbers(members))
 
     def score_ensembles(self) -> None:
-        """All variants of the ensemble of all donors. Last of all: it converts the donors."""
+        """Score all variants of the ensemble. Call it last, because it converts the donors."""
         settings, donors = self.settings, self.group.donors
         for donor in donors:
             prepare(donor, settings.precision, compiler=self.compiler)
@@ -259,7 +259,7 @@ class MergeScorer:
                 on_images=self.watch(self.ensemble_passes, self.test),
             )
         )  # fmt: skip
-        # In sequential order "independent" would name the same scores once more.
+        # With a single order, "independent" would give the same scores again.
         orders = settings.ensemble_orders if self.mode.is_drawn(self.group.depth) else "same"
         everyone = _numbers(range(len(donors)))
         for index, (variant, scores) in enumerate(results.items()):
@@ -277,11 +277,11 @@ class MergeScorer:
         index: int,
         draws: int | None = None,
     ) -> list[Score]:
-        """Scores of one model; its orders are those of number `index` of its kind."""
+        """Scores of one model, in the orders of number `index` of its kind."""
         scored = model
         if self.stand_in is not None:
             scored = self.stand_in
-            # Copying rounds to the stand-in's dtype; the graphs of its blocks stay valid.
+            # The copy rounds to the stand-in's dtype; its compiled graphs stay valid.
             scored.load_state_dict(model.state_dict())
         number = self.draws if draws is None else draws
         scores = self.compiler.run(
@@ -296,7 +296,7 @@ class MergeScorer:
         return scores
 
     def add(self, scores: Sequence[Score], **fields: Any) -> None:
-        """Keep a row per score; `fields` are the columns that name the model."""
+        """Append a row per score; `fields` are the columns that identify the model."""
         for score in scores:
             order = "" if score.order is None else str(score.order)
             if isinstance(score, EnsembleScore) and score.order is None:
@@ -336,7 +336,7 @@ def load_group(
     mixed: bool,
     names: Sequence[str] | None = None,
 ) -> MergeGroup:
-    """The group of the models with these specs; `base` is by default the one that they name.
+    """The group of the models with these specs; `base` defaults to the one in their records.
 
     Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
@@ -353,8 +353,8 @@ def load_group(
 
 
 def load_donors(specs: Sequence[str]) -> list[nn.Module]:
-    """The models with these specs; raises `UsageError` if one is named twice."""
-    # A model twice would count double in every average, without a word in the rows.
+    """The models with these specs. Raises `UsageError` if one is named twice."""
+    # It would count twice in every average, which the rows would not show.
     repeated = [spec for spec in specs if specs.count(spec) > 1]
     if repeated:
         raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")
@@ -370,7 +370,7 @@ def _open(
     names: Sequence[str],
 ) -> ImageData:
     first = models[0]
-    # The share that was held out in training, so that the greedy soup sees images of no step.
+    # The share that was held out in training, so the greedy soup uses no training images.
     trained = trained_with(host_of(first))
     options = DataOptions(
         train=holdout,
@@ -387,9 +387,9 @@ def _open(
 
 
 def _batches(data: ImageData, name: str, batch_size: int, *, device: str) -> DeviceBatches:
-    """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
+    """Batches of a split on `device`; kept on the GPU if they fit, else up to 1 GiB in memory."""
     split, view = data.splits[name], data.finish.view
-    # Every model is scored on the same images: what fits is decoded once and kept.
+    # Every model is scored on the same images, so these are decoded once if they fit.
     size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
     return DeviceBatches(
         split,

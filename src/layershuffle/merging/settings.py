@@ -1,6 +1,6 @@
 """The settings of merging and ensembling. Plain data, no torch.
 
-Where the paper is silent each choice has a name and a default.
+If the paper does not specify a choice, it has a name and a default here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Combine = Literal["logits", "probabilities"]
 
 
 class _Scored(Settings):
-    """Which images, and how they are read."""
+    """Settings of scores: images, orders and precision."""
 
     num_orders: Positive = 5
     """Orders drawn for each donor, soup and ensemble (a merge gets one)."""
     seed: Seed = 0
-    """Seed of everything that is drawn: merges, ends, orders."""
+    """Seed of all draws: merges, ends, orders."""
     precision: Precision = "fp32"
-    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits.
-    Merges and soups are averaged in fp32 all the same."""
+    """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
+    Merges and soups are averaged in fp32 in any case."""
     compile: bool = False
     """Compile the blocks: for GPUs (on a CPU it takes minutes and gains nothing)."""
     batch_size: Positive = 250
@@ -37,17 +37,17 @@ class _Scored(Settings):
     """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
     the models were trained."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping."""
+    """Skip unreadable images and report them, instead of stopping at the first one."""
 
 
 class MergingOptions(_Scored):
-    """How random merges of several models are drawn and scored, however many they are."""
+    """How random merges of several models are drawn and scored."""
 
     mixed: bool = False
     """Allow donors of several methods or refined on several data, which the paper never mixes."""
     ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
-    """Where stem and head come from (the paper is silent): the average of all donors, the donor of
-    the first or last block, one donor drawn per merge, or the base checkpoint. Several are
+    """Source of stem and head (the paper does not say): the average of all donors, the donor of the
+    first or last block, one donor drawn per merge, or the base checkpoint. Several values are
     reported side by side."""
     slots: Annotated[tuple[Slots, ...], Field(min_length=1)] = ("own",)
     """own: place i of a merge takes block i of its model; random: block pi(i), for a random
@@ -66,7 +66,7 @@ class MergingOptions(_Scored):
 
     @property
     def variants(self) -> list[tuple[End, Slots]]:
-        """What the merges are scored with: the main variant, then one thing changed at a time."""
+        """The scored variants: the main one, then one change at a time."""
         others = [(self.ends[0], slots) for slots in self.slots[1:]]
         return [*((end, self.slots[0]) for end in self.ends), *others]
 
@@ -83,20 +83,20 @@ class MergingSettings(MergingOptions):
     """Random merges of several models, with their soups and ensembles."""
 
     merges: Positive = 100
-    """Merges to draw, no two alike (the paper: 100)."""
+    """Number of distinct merges to draw (the paper: 100)."""
 
 
 class EnsembleSettings(_Scored):
     """One ensemble."""
 
-    # These three once more: what their texts say of merges and soups is not true here.
+    # Repeated, because the texts on merges and soups do not apply.
     num_orders: Positive = 5
     """Number of draws: one order for all members, or one for each, as --orders says."""
     seed: Seed = 0
     """Seed of the drawn orders."""
     precision: Precision = "fp32"
-    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits.
-    Answers are averaged in fp32 all the same."""
+    """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
+    Outputs are averaged in fp32 in any case."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
     orders: EnsembleOrders = "independent"

@@ -15,12 +15,12 @@ from layershuffle.models.origin import origin_of, remember
 
 
 def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
-    """The average of all donors, position parts included: a model of its own.
+    """The average of all donors, including position parts, as an independent model.
 
     Sums are taken in float64 in the order of the donors; integer tensors are the first donor's.
     Raises `UsageError` if the donors do not fit together.
     """
-    # The source averages models of several settings, so methods and data may differ here.
+    # The source averages models with different settings, so methods and data may differ.
     check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
     return _average(donors)
 
@@ -28,14 +28,13 @@ def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
 def greedy_soup(
     donors: Sequence[nn.Module], score: Callable[[nn.Module], float]
 ) -> tuple[nn.Module, tuple[int, ...]]:
-    """The soup of the donors that do not lower its score, and which they are, as they were added.
+    """The soup of the donors that do not lower its score, and their indices as they were added.
 
-    Donors are tried from the best to the worst (equal ones as given). `score` (higher is better)
-    must look at held-out images, never at those that the soup is reported on. Raises as
+    Donors are tried from the best to the worst (equal ones in the given order). `score` (higher is
+    better) must use held-out images, never those on which the soup is reported. Raises as
     `uniform_soup`.
     """
     check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
-    # Ties go to the donor that was named first, so that a soup does not depend on chance.
     alone = [score(donor) for donor in donors]
     first, *others = sorted(range(len(donors)), key=lambda index: -alone[index])
     chosen, best = [first], alone[first]
@@ -48,7 +47,7 @@ def greedy_soup(
 
 
 def _average(donors: Sequence[nn.Module]) -> nn.Module:
-    # Hosts of one architecture have the same keys in the same order; `check_compatible` saw to it.
+    # `check_compatible` has ensured that all hosts have the same keys.
     soup = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
     soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})

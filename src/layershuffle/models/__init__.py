@@ -1,4 +1,4 @@
-"""Host models by one spec string, and what the rest of the package asks of them.
+"""Load and save host models by spec string, and common functions on them.
 
 `store` loads and saves; each host library has its adapter (`timm_host`, `hf_host`,
 `torchvision_host`); `files` and `metadata` check everything that is read.

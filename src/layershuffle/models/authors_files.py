@@ -3,7 +3,7 @@
 Their models keep the parts inside of the encoder of transformers' ViT or DeiT: one table of
 positions for all blocks (`encoder.embedding`), a LayerNorm and a Linear before each block
 (`encoder.layer.N.projection.net.0` and `.1`), or after it (`encoder.layer.N.position_mlp.net`).
-Here they become the same parts beside the host.
+Here they become position parts beside the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layershuffle.position import add_position
 from layershuffle.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
 
 _TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
-# transformers calls the blocks `layers` where it reports names that it does not know.
+# In its reports of unknown names transformers calls the blocks `layers`.
 _LAYER = re.compile(
     r"(?:\w+\.)?(?:encoder\.layer|layers)\.(\d+)\.(projection|position_mlp)\.net\.([01])\.(\w+)"
 )
@@ -35,7 +35,7 @@ _OURS = {
 
 
 def our_name(name: str) -> str | None:
-    """The name that a tensor of a position part has here, `None` for any other tensor."""
+    """Our name of a tensor of a position part, `None` for any other tensor."""
     if _TABLE.fullmatch(name):
         return "encoding.table"
     match = _LAYER.fullmatch(name)
@@ -43,9 +43,9 @@ def our_name(name: str) -> str | None:
 
 
 def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
-    """`host`, or a `PositionedModel` with the parts that its checkpoint in `directory` holds.
+    """`host`, or a `PositionedModel` with the position parts of its checkpoint in `directory`.
 
-    Raises `ModelFileError` if they are not whole.
+    Raises `ModelFileError` if they are incomplete.
     """
     tensors = _stored(directory)
     if not tensors:
@@ -55,7 +55,7 @@ def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
         encoding = replace(AUTHORS_ENCODING, features=_features(tensors, directory))
     if any(name.startswith("prediction.") for name in tensors):
         prediction = AUTHORS_PREDICTION
-    # All that is drawn here is replaced by the stored tensors.
+    # The initial values are replaced by the stored tensors.
     model = add_position(host, encoding=encoding, prediction=prediction)
     parts = parts_of(model)
     check_tensors(shapes_of(tensors), shapes_of(parts.state_dict()), place=directory)
@@ -64,7 +64,7 @@ def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
-    """The tensors of position parts, by our names."""
+    """The stored tensors of position parts, by our names."""
     tensors = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The README.md of a saved model: front matter for the hub, and how to load the model.
+"""The README.md of a saved model: front matter for the hub, and instructions to load the model.
 
 Only what is recorded is written: no licence is invented, and scores stand in the card only where
 the record has them, sequential and arbitrary orders apart.
@@ -26,9 +26,9 @@ _NUMBERS = (("top1", "top-1 in percent"), ("top5", "top-5 in percent"), ("cross_
 
 
 def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | None = None) -> str:
-    """The card of a model with this metadata (layershuffle.json), kept in the directory `place`.
+    """The card of a model with this metadata (layershuffle.json) in the directory named `place`.
 
-    `classes`: their names, if the model has any.
+    `classes`: the class names, if the model has any.
     """
     scores, provenance = _scores(metadata), metadata.get("provenance") or {}
     title = _title(metadata, provenance, place=place)
@@ -43,7 +43,7 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
         eval_results=list(_results(scores, provenance.get("data"))) or None,
     )
     sections = [f"---\n{front.to_yaml()}\n---", f"# {title}", _summary(metadata, provenance)]
-    # A record may hold scores of other metrics only; an empty table says nothing.
+    # A record may only have scores of other metrics, which would give an empty table.
     if any(key in score for key, _ in _NUMBERS for score in scores.values()):
         sections.append(f"## Scores\n\n{_score_table(scores)}")
     if accuracy := _held_out(metadata.get("selected")):
@@ -64,7 +64,7 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
 
 
 def _title(metadata: Mapping[str, Any], provenance: Mapping[str, Any], *, place: str) -> str:
-    """What the model is; directories are mostly called "model", which says nothing."""
+    """The title; it avoids the name of the directory, which is often just "model"."""
     name, merge = str(metadata["name"]).rpartition("/")[2], provenance.get("merge")
     if isinstance(merge, Mapping) and isinstance(merge.get("donors"), list):
         return f"{name}, merged from {len(merge['donors'])} models"
@@ -72,7 +72,7 @@ def _title(metadata: Mapping[str, Any], provenance: Mapping[str, Any], *, place:
 
 
 def _held_out(selected: object) -> str:
-    """Top-1 on the images that picked the checkpoint, if the record has it."""
+    """A sentence with the top-1 on the images that picked the checkpoint, or ""."""
     if not isinstance(selected, Mapping) or not isinstance(selected.get("top1"), Mapping):
         return ""
     top1 = selected["top1"].items()
@@ -88,7 +88,7 @@ def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[
         return
     for mode, score in scores.items():
         if "top1" in score:
-            # The hub groups results by data set: the name of the metric keeps the modes apart.
+            # The hub groups results by data set, so the metric's name includes the mode.
             yield EvalResult(
                 task_type="image-classification",
                 dataset_type=data,
@@ -100,7 +100,7 @@ def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[
 
 
 def _scores(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Scores by order mode. A record may hold anything there: other values are left out."""
+    """Scores by order mode; invalid values are left out."""
     scores = metadata.get("scores")
     if not isinstance(scores, Mapping):
         return {}
@@ -123,7 +123,7 @@ def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     ]
     if metadata.get("method"):
         lines.append(f"Training method: {metadata['method']}.")
-    # Mappings (a merge, say) have sections of their own or stay in layershuffle.json.
+    # Mappings, as a merge, have their own section or are only in layershuffle.json.
     facts = [f"- {key}: {value}" for key, value in provenance.items() if isinstance(value, str)]
     lines += ["", *facts, ""] if facts else []
     parts = [name for name, form in metadata["position"].items() if form]
@@ -144,7 +144,7 @@ def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _merge_table(merge: object) -> str:
-    """The blocks that each donor gave, if the provenance says that the model is a merge."""
+    """A table of the blocks of each donor, or "" if the model is no merge."""
     if not isinstance(merge, Mapping):
         return ""
     donors, blocks = merge.get("donors"), merge.get("blocks")

@@ -27,14 +27,14 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 PROCESSOR = "preprocessor_config.json"
-# The second is what newer releases of transformers write for models of images and text.
+# Newer releases of transformers write the second for models of images and text.
 PROCESSORS = (PROCESSOR, "processor_config.json")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".tar", ".ckpt", ".pkl", ".pickle"})
 
 MAX_JSON_BYTES = 1 << 20
 _MAX_NESTING = 64
 MAX_INDEX_BYTES = 1 << 24  # a shard index lists every tensor of a model
-# Far beyond any vision transformer. A model is built from its configuration before its weights are
+# Larger than any vision transformer. A model is built from its configuration before its weights are
 # compared, and these three kinds of numbers decide how much time and memory that takes.
 _MAX_NUMBER = 1 << 24
 _MAX_BLOCKS = 1024
@@ -44,10 +44,10 @@ Shape = tuple[int, ...]
 
 
 def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`; raises `ModelFileError` for anything else, or beyond `limit`."""
+    """The JSON object in `path`. Raises `ModelFileError` for other content, or beyond `limit`."""
     try:
         with path.open("rb") as file:
-            # One byte beyond the limit shows that there is more, without reading all of it.
+            # One more byte than allowed shows that the file is too large.
             raw = file.read(limit + 1)
     except OSError as error:
         raise ModelFileError(
@@ -63,7 +63,7 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
         )
     try:
         data = json.loads(raw.decode("utf-8"))
-    # Deep nesting ends in a RecursionError; undecodable text and bad JSON are both ValueErrors.
+    # Deep nesting raises RecursionError; undecodable text and bad JSON raise ValueError.
     except (ValueError, RecursionError) as error:
         raise ModelFileError(
             f"This is not JSON ({type(error).__name__})",
@@ -81,7 +81,7 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def _check_nesting(data: object, path: Path) -> None:
-    # The functions that walk over the data later are recursive.
+    # Later functions on the data are recursive.
     level: list[Any] = [data]
     for _ in range(_MAX_NESTING):
         inside = [node.values() if isinstance(node, dict) else node for node in level]
@@ -96,7 +96,7 @@ def _check_nesting(data: object, path: Path) -> None:
 
 
 def check_numbers(data: object, place: Path, *, key: str = "") -> None:
-    """Raises `ModelFileError` for numbers beyond any vision transformer: they fill the memory."""
+    """Raises `ModelFileError` for numbers so large that a model would fill the memory."""
     if isinstance(data, Mapping):
         for name, value in data.items():
             check_numbers(value, place, key=str(name))
@@ -120,7 +120,7 @@ def _limit_of(key: str) -> int:
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files of a model directory: one, or the shards that an index names.
 
-    Raises `ModelFileError` if there are none, saying so when there is only a pickle.
+    Raises `ModelFileError` if there are none, with another message for pickles.
     """
     index = directory / WEIGHTS_INDEX
     if (directory / WEIGHTS).is_file():
@@ -153,11 +153,11 @@ def refuse_pickle(path: Path) -> None:
 
 
 def tensor_shapes(path: Path) -> dict[str, Shape]:
-    """Shapes by tensor name, from the file's header alone; raises `ModelFileError` if damaged."""
+    """Shapes by tensor name, from the file's header. Raises `ModelFileError` if it is damaged."""
     # A directory or an unreadable file raises OSError, a bad header SafetensorError.
     try:
         with safe_open(path, framework="pt") as file:
-            # A slice knows its shape from the header, so that no tensor is read.
+            # A slice gets its shape from the header, so no tensor is read.
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- not a mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, error) from error
@@ -175,7 +175,7 @@ def read_tensors(path: Path, expected: Mapping[str, Shape]) -> dict[str, Tensor]
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write `tensors` as safetensors, bit for bit, from any device and memory layout."""
-    # Copies: tensors that share memory are refused by the format, and so are strided ones.
+    # Copies, because the format refuses tensors that share memory and strided ones.
     plain = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
 
@@ -183,7 +183,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def weights_digest(model: nn.Module) -> str:
     """SHA-256, in hexadecimal, over name, type, shape and bytes of every tensor of `model`.
 
-    Equal for equal weights wherever they lie, and however they were stored.
+    It is equal for equal weights, independent of device, memory layout and file.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -200,7 +200,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def difference(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Which tensors are missing in a file and which do not belong in it, in words."""
+    """A text that lists missing and unexpected tensors of a file."""
     lists = (shortened(sorted(names)) or "none" for names in (missing, unexpected))
     return "missing {}; unexpected {}".format(*lists)
 
@@ -208,7 +208,7 @@ def difference(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 def check_tensors(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], *, place: Path
 ) -> None:
-    """Raises `ModelFileError` unless names and shapes agree; another depth is named first."""
+    """Raises `ModelFileError` unless names and shapes agree; another depth is reported first."""
     missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
     if missing or unexpected:
         check_depth(stack_depth(stored), stack_depth(expected), place=place)
@@ -228,7 +228,7 @@ def check_tensors(
 
 
 def check_depth(stored: int, expected: int, *, place: Path) -> None:
-    """Raises `ModelFileError` naming both numbers of blocks if they differ."""
+    """Raises `ModelFileError` with both numbers of blocks if they differ."""
     if stored != expected:
         raise ModelFileError(
             f"This is a checkpoint of another depth: it holds {stored} blocks, {expected} are "
@@ -239,12 +239,12 @@ def check_depth(stored: int, expected: int, *, place: Path) -> None:
 
 
 def stack_depth(names: Iterable[str]) -> int:
-    """Number of blocks that tensor names speak of: `blocks.0.`, `layer.0.`, `encoder_layer_0.`."""
+    """Number of blocks in tensor names such as `blocks.0.`, `layer.0.`, `encoder_layer_0.`."""
     stacks: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for match in re.finditer(r"(?:(?<=[._])|^)(\d+)(?=\.)", name):
             stacks[name[: match.start()]].add(match[1])
-    # Names count other things too (two heads, the layers of an MLP), but none as high as blocks.
+    # Names also number other modules (two heads, the layers of an MLP), but fewer than blocks.
     return max((len(numbers) for numbers in stacks.values()), default=0)
 
 
@@ -253,7 +253,7 @@ def _shards(directory: Path, index: Path) -> tuple[Path, ...]:
     weight_map = read_json(index, limit=MAX_INDEX_BYTES).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     for name in names:
-        # A name with a path in it would make us read outside the directory.
+        # A name with a path could refer to a file outside of the directory.
         if (
             not isinstance(name, str)
             or Path(name).name != name

@@ -1,7 +1,7 @@
-"""transformers models: read from the hub or a directory, saved so that stock transformers reads it.
+"""transformers models: read from the hub or a directory, saved in transformers' own layout.
 
-Hub models are fetched as files and then read like any directory, so that one set of checks serves
-both. Code from a repository is never run, and nothing but safetensors is read.
+Hub models are downloaded as files and then read like any directory, with the same checks. Code from
+a repository is never run, and only safetensors are read.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from layershuffle.models.timm_view import config_of_view
 from layershuffle.text import one_line, shortened
 
 NAME = "transformers"
-# No pickles and no code: what would be refused later is not downloaded at all.
+# Without pickles and code, which would be refused after the download.
 _FILES = (
     CONFIG, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors",
 )  # fmt: skip
-# Attention written in transformers or torch; any other name is a repository with code to download.
+# Implementations in transformers or torch; any other name is a repository with code to download.
 _ATTENTION = frozenset(
     {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
 )
-# Keywords with which a configuration could make timm read or fetch other files.
+# Keywords of a configuration that could make timm read or download other files.
 _INSIDE_TIMM = frozenset(
     {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 )
@@ -88,12 +88,12 @@ def owns(model: nn.Module) -> bool:
 
 
 def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """The image classifier `name`: a directory, or a model of the hub (`revision` chooses which).
+    """The image classifier `name`: a directory, or a model of the hub (at `revision`).
 
-    `pretrained=False` takes the configuration alone, with random weights. Raises `UsageError` for
-    other settings, `ModelFileError` if the files cannot be fetched or read. A missing head is
-    freshly initialised, with a warning. A checkpoint of the paper's authors comes with the position
-    parts that it has.
+    `pretrained=False` uses only the configuration, with random weights. Raises `UsageError` for
+    other settings, `ModelFileError` if the files cannot be downloaded or read. A missing head is
+    initialised, with a warning. A checkpoint of the paper's authors is loaded with its position
+    parts.
     """
     unknown = sorted(settings.keys() - {"pretrained", "revision"})
     if unknown:
@@ -123,7 +123,7 @@ def num_classes(host: HostModel) -> int:
 
 
 def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
-    """Give `host` fresh heads (all of them, where it has several), and say so."""
+    """Replace all heads of `host` by new ones, with a warning."""
     old, config = num_classes(host), host.config
     heads = _heads(host)
     if not heads:
@@ -134,7 +134,7 @@ def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
     for number, (path, head) in enumerate(heads.items()):
         owner, _, attribute = path.rpartition(".")
-        # A seed for each: the two heads of a distilled model must not start equal.
+        # Different seeds, so the two heads of a distilled model do not start equal.
         new = new_linear(head, classes, std=std, seed=seed + number)
         setattr(host.get_submodule(owner), attribute, new)
     set_class_names(host, [f"LABEL_{index}" for index in range(classes)])  # transformers' filler
@@ -146,7 +146,7 @@ def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
 
 
 def class_names(host: HostModel) -> tuple[str, ...] | None:
-    """The names in id2label; transformers' filler (LABEL_0, ...) stands for none."""
+    """The names in id2label; `None` for transformers' placeholders (LABEL_0, ...)."""
     names = host.config.id2label
     listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(num_classes(host)))
     filler = all(name == f"LABEL_{index}" for index, name in enumerate(listed))
@@ -154,17 +154,17 @@ def class_names(host: HostModel) -> tuple[str, ...] | None:
 
 
 def set_class_names(host: HostModel, names: Sequence[str]) -> None:
-    """Name the classes, which also says how many there are."""
+    """Set the class names, which also sets the number of classes in the configuration."""
     host.config.id2label = dict(enumerate(names))
     host.config.label2id = {name: index for index, name in enumerate(names)}
-    if hasattr(host.config, "label_names"):  # the wrapper around timm writes these first
+    if hasattr(host.config, "label_names"):  # the wrapper around timm prefers these
         host.config.label_names = list(names)
 
 
 def set_depth(host: HostModel, depth: int) -> None:
-    """Note that `host` now has `depth` blocks, so that it can be saved.
+    """Set the number of blocks in the configuration of `host` to `depth`.
 
-    Raises `UsageError` if transformers would not build the same from the noted configuration.
+    Raises `UsageError` if transformers would build another model from it.
     """
     config = getattr(host.config, "vision_config", host.config)
     refusal = UsageError(
@@ -200,14 +200,14 @@ def _note_depth(config: Any, depth: int) -> None:
 
 
 def image_view(host: HostModel) -> ImageView:
-    """The view of models of this kind; the view that came with a model is in its origin."""
+    """The default view of this kind of model; the view of a loaded model is in its origin."""
     return view_of(host)
 
 
 def write(
     host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """`save_pretrained` into `directory`, with a processor for the view; (class name, {}).
+    """Save with `save_pretrained`, and a processor for the view. Returns (class name, {}).
 
     Raises `UsageError` for models that their class would not build from their configuration.
     """
@@ -224,14 +224,14 @@ def write(
             hint="build it from its configuration alone, without add_pooling_layer=False and the "
             "like",
         )
-    before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
+    before = dict(vars(host.config))  # save_pretrained adds architecture and dtype to it
     wrapped = hasattr(host, "timm_model")
     try:
         if wrapped:  # its processor reads timm's settings
             cfg = getattr(host.config, "pretrained_cfg", None) or {}
             host.config.pretrained_cfg = {**cfg, **config_of_view(view)}
         with quiet():
-            # Copies, because tied blocks share their tensors, which the library would not write.
+            # Copies, because the library does not write tensors that tied blocks share.
             tensors = {name: tensor.clone() for name, tensor in host.state_dict().items()}
             host.save_pretrained(directory, state_dict=tensors)
     finally:
@@ -245,13 +245,13 @@ def write(
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write` left in `directory`, and its class; every tensor must be there."""
+    """The model that `write` wrote into `directory`, and its class name. Requires all tensors."""
     host = _stored(directory, seed=seed, lenient=False)
     return host, type(host).__name__
 
 
 def _check_architecture(directory: Path) -> None:
-    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
+    """Raises `StackError` for a model that `wrap` would refuse, before its weights are loaded."""
     config = checked_config(directory)
     with _explained(directory / CONFIG), quiet(), seeded(0), torch.device("meta"):
         sketch = AutoModelForImageClassification.from_config(config)
@@ -259,7 +259,7 @@ def _check_architecture(directory: Path) -> None:
 
 
 def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) -> Path:
-    """Directory of the hub model's files in the cache, after a download where one is needed."""
+    """The directory of the hub model's files in the cache; missing files are downloaded."""
     spec = f"hf:{name}"
     try:
         path = snapshot_download(name, revision=revision, allow_patterns=list(files))
@@ -284,7 +284,7 @@ def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) 
 
 
 def checked_config(directory: Path) -> Any:
-    """transformers' configuration, after everything in it that could do harm was refused."""
+    """transformers' configuration. Raises `ModelFileError` for harmful or invalid content."""
     place = directory / CONFIG
     data = read_json(place)
     check_numbers(data, place)
@@ -332,12 +332,12 @@ def _random(directory: Path, *, seed: int) -> HostModel:
 
 
 def _stored(directory: Path, *, seed: int, lenient: bool) -> HostModel:
-    """The model of `directory`; `lenient`: heads may be missing, other tasks' tensors be there."""
+    """The model in `directory`. With `lenient`, heads may be missing and other tensors present."""
     files = weight_files(directory)
     config = checked_config(directory)
     kind = AutoModelForImageClassification if lenient else _class_that_saved(config, directory)
     names = {name for file in files for name in tensor_shapes(file)}
-    # The seed is for a head that is missing in the file.
+    # The seed is for missing heads.
     with _explained(directory), quiet(), seeded(seed):
         host, info = kind.from_pretrained(
             directory,
@@ -385,7 +385,7 @@ def _check_loaded(
     if missing or unexpected:
         _check_stored_depth(host.config, names, directory)
     if lenient:
-        # A backbone without a head is what gets refined; anything else that is missing is a fault.
+        # Backbones without a head may be refined, but no other tensor may be missing.
         heads = {f"{path}.{name}" for path in _heads(host) for name in ("weight", "bias")}
         if missing & heads:
             LOG.warning(
@@ -394,7 +394,7 @@ def _check_loaded(
                 directory,
                 num_classes(host),
             )
-        # Heads of other tasks do no harm, but nothing is left out without a word.
+        # Heads of other tasks are ignored, with a warning.
         unexpected = {name for name in unexpected if our_name(name) is None}
         if unexpected:
             LOG.warning(
@@ -411,11 +411,11 @@ def _check_loaded(
 
 
 def _heads(host: HostModel) -> dict[str, nn.Linear]:
-    """Linear layers beside the backbone with as many outputs as there are classes, by path."""
+    """Linear layers beside the backbone with an output per class, by path."""
     classes = num_classes(host)
     heads = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}
     if not heads and hasattr(host, "timm_model"):
-        # transformers' wrapper keeps the head inside of timm's model, not beside it.
+        # In transformers' wrapper, the head is inside timm's model.
         inner = host.timm_model.get_classifier()
         heads = {n: m for n, m in host.named_modules() if m is inner and isinstance(m, nn.Linear)}
     return {name: head for name, head in heads.items() if head.out_features == classes}
@@ -427,7 +427,7 @@ def _explained(place: Path) -> Iterator[None]:
         yield
     except _REFUSED as error:
         shown = one_line(error)
-        if "ignore_mismatched_sizes" in shown:  # its advice is not for our callers
+        if "ignore_mismatched_sizes" in shown:  # its advice does not apply here
             shown = "tensors in the file have other shapes than the configuration gives the model"
         raise ModelFileError(
             f"transformers cannot build a model from this ({type(error).__name__}: {shown})",
@@ -438,7 +438,7 @@ def _explained(place: Path) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and load reports: our own errors and logs say it all."""
+    """Disable transformers' progress bars and load reports, which our errors and logs replace."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

@@ -1,9 +1,8 @@
-"""The image preparation of a transformers model, from its image processor's file or its kind.
+"""The image view of a transformers model, from its image processor's file or its kind of model.
 
-transformers itself resolves the file, because the meaning of a key, and the default of a missing
-one, depend on the class of the processor. Without a file the numbers are those of the published
-checkpoints of that kind; they are listed here because the defaults of the processor classes differ
-from them in places (DeiT, DINOv2).
+transformers resolves the file, because the meaning and the default of a key depend on the class of
+the processor. Without a file, the numbers are those of the published checkpoints of that kind; they
+are listed here because some defaults of the processor classes differ (DeiT, DINOv2).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.
 _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
-# Processor classes that resize, crop, rescale and normalise, and nothing else. Others have steps
-# of their own (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
+# Processor classes that only resize, crop, rescale and normalise. Others have additional steps
+# (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
 _PLAIN = frozenset(
     f"{name}ImageProcessor"
     for name in (
@@ -70,9 +69,8 @@ _HABITS = {
 
 
 def view_of(host: HostModel) -> ImageView:
-    """The view of `host` without a processor: that of its kind of model."""
-    # timm's model inside of transformers' wrapper knows how its weights were trained, unless the
-    # configuration around it says otherwise.
+    """The view of `host` according to its kind of model."""
+    # In transformers' wrapper, timm's model has the view, unless the configuration overrides it.
     timm_model = getattr(host, "timm_model", None)
     if timm_model is not None:
         cfg = getattr(host.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
@@ -96,10 +94,10 @@ def view_of(host: HostModel) -> ImageView:
 def stored_view(host: HostModel, directory: Path) -> ImageView | None:
     """The view of the image processor's file in `directory`, `None` without one.
 
-    Raises `ModelFileError` for a file that transformers cannot use, or that a view cannot express.
+    Raises `ModelFileError` for a file that transformers cannot use or a view cannot express.
     """
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
-    if not paths or hasattr(host, "timm_model"):  # timm's settings stand in config.json
+    if not paths or hasattr(host, "timm_model"):  # timm's settings are in config.json
         return None
     fields: dict[str, Any] = {}
     for path in paths:
@@ -130,8 +128,8 @@ def stored_view(host: HostModel, directory: Path) -> ImageView | None:
 
 
 def _input_of(host: HostModel) -> tuple[tuple[int, int], int]:
-    """((height, width), channels) that the model was built for."""
-    # CLIP and SigLIP keep the settings of their image tower apart.
+    """((height, width), channels) of the model's input."""
+    # CLIP and SigLIP have separate settings for their image tower.
     vision: Any = getattr(host.config, "vision_config", host.config)
     return size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
 
@@ -139,7 +137,7 @@ def _input_of(host: HostModel) -> tuple[tuple[int, int], int]:
 def _view_from(
     settings: Mapping[str, Any], default: tuple[int, int], *, channels: int
 ) -> ImageView:
-    """The view in the settings of a processor; `default`: (height, width) without resizing."""
+    """The view of a processor's settings; `default`: (height, width) without resizing."""
     if settings.get("do_pad"):
         raise ValueError("images would be padded")
     resized, resize = _resized(settings["size"]) if settings["do_resize"] else (default, "crop")
@@ -147,7 +145,7 @@ def _view_from(
     if settings.get("do_center_crop"):
         crop = settings["crop_size"]
         height, width = size_pair([crop["height"], crop["width"]])
-    # A view's images are in [0, 1]; without rescaling, processors normalise those in [0, 255].
+    # A view's images are in [0, 1]; without rescaling, processors normalise images in [0, 255].
     factor = settings["rescale_factor"] if settings.get("do_rescale") else 1.0
     normalised = settings.get("do_normalize")
     mean = settings["image_mean"] if normalised else 0.0
@@ -173,7 +171,7 @@ def _view_from(
 def _sizes(
     default: Mapping[str, Any], settings: Mapping[str, Any], model: tuple[int, int]
 ) -> dict[str, dict[str, int]]:
-    """The sizes for a file without any: those of the class (`default`), scaled to the model's."""
+    """The sizes for a file without sizes: those of the class (`default`), scaled to `model`."""
     cropped = default.get("crop_size") if settings.get("do_center_crop") else None
     side = next(iter((cropped or default["size"]).values()))
     crop = {"height": model[0], "width": model[1]}
@@ -183,7 +181,7 @@ def _sizes(
 
 
 def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
-    """((height, width), the way of resizing) of the forms that processors resolve sizes to."""
+    """((height, width), resize) of a processor's size."""
     if size.keys() == {"height", "width"}:
         return size_pair([size["height"], size["width"]]), "squash"
     if size.keys() == {"shortest_edge"}:
@@ -192,16 +190,16 @@ def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
 
 
 def processor_of(view: ImageView) -> dict[str, Any] | None:
-    """The file of an image processor that prepares images as `view` says.
+    """The file content of an image processor for `view`.
 
-    `None` for views that no processor of transformers has: a crop that is not square.
+    `None` for views that no processor of transformers supports: a crop that is not square.
     """
     width, height = uncropped_size(view)
     if view.resize == "crop" and height != width:
         return None
     squashed = {"height": height, "width": width}
     return {
-        # The plainest class: it does these steps and nothing else, for any kind of model.
+        # The simplest class, which has only these steps, for any kind of model.
         "image_processor_type": "ViTImageProcessor",
         **({"do_convert_rgb": True} if view.channels == 3 else {}),
         "do_resize": True,

@@ -1,4 +1,4 @@
-"""layershuffle.json: the metadata beside the weights for which no host library has a place.
+"""layershuffle.json: metadata of a saved model that the host libraries' files cannot hold.
 
 {"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "model_args": {...},
  "num_classes": 100, "depth": 12, "blocks": "blocks", "tied": null, "position": {"encoding": null,
@@ -28,13 +28,13 @@ RECORD_KEYS = ("method", "policy", "selected", "settings", "scores", "provenance
 Json = dict[str, JsonValue]
 
 
-# Strict types: a file that says "12" or 12.0 for a number was not written by `save`.
+# Strict types, because `save` never writes "12" or 12.0 for an integer.
 class _MetadataModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class PositionForms(_MetadataModel):
-    """Forms of the position parts, `None` for a part that is not there."""
+    """Forms of the position parts, `None` for a missing part."""
 
     encoding: Json | None = None
     prediction: Json | None = None
@@ -64,7 +64,7 @@ class ModelMetadata(_MetadataModel):
 
 
 def read_record(directory: str | Path) -> dict[str, Any]:
-    """The mapping in DIRECTORY/layershuffle.json, checked; `ModelFileError` if it is wrong."""
+    """The content of DIRECTORY/layershuffle.json. Raises `ModelFileError` if it is invalid."""
     path = Path(directory) / METADATA_FILE
     data = read_json(path)
     parse_metadata(data, path)
@@ -72,8 +72,8 @@ def read_record(directory: str | Path) -> dict[str, Any]:
 
 
 def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
-    """The metadata in `data`; raises `ModelFileError` naming the first key that is wrong."""
-    # Before the keys: a newer file has other ones, and its version is what the user must know.
+    """The metadata in `data`. Raises `ModelFileError` with the first invalid key."""
+    # Checked before the keys, because a newer file has other keys.
     if data.get("schema") != SCHEMA:
         raise ModelFileError(
             f"The file has schema {str(data.get('schema'))[:20]}, this version reads {SCHEMA}",
@@ -84,7 +84,7 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
         metadata = ModelMetadata.model_validate(data)
     except ValidationError as error:
         raise _invalid(error, path) from error
-    # Before anything is built: a hostile number here would cost memory and minutes.
+    # Checked before anything is built, because a hostile number would cost memory and time.
     sizes = {"classes": metadata.num_classes, "depth": metadata.depth}
     for part in (metadata.model_args, metadata.position.model_dump(), sizes):
         check_numbers(part, path)
@@ -93,9 +93,9 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
 
 
 def view_of_record(metadata: ModelMetadata, path: Path) -> ImageView:
-    """How the saved model wants its images; raises `ModelFileError` if that does not hold together.
+    """The image view of the saved model. Raises `ModelFileError` if it is inconsistent.
 
-    Older files name the way of resizing among the settings of the training alone.
+    Older files have `resize` only in the settings of the training.
     """
     view = view_from_json({"resize": "crop", **metadata.image_view}, path)
     if "resize" in metadata.image_view or not metadata.settings:
@@ -107,10 +107,10 @@ def view_of_record(metadata: ModelMetadata, path: Path) -> ImageView:
 def form_of(
     kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any], *, path: Path
 ) -> EncodingForm | PredictionForm:
-    """The form of a position part; raises `ModelFileError` for other fields, types or values."""
+    """The form of a position part. Raises `ModelFileError` for invalid fields, types or values."""
     try:
         form = form_from_json(kind, data)
-        # A dataclass takes values of any type; pydantic checks those of its fields.
+        # A dataclass accepts values of any type, so pydantic checks them.
         TypeAdapter(kind).validate_python(dict(data))
         if isinstance(form, EncodingForm) and not 0 <= form.dropout <= 1:
             raise UsageError(f"dropout must be in [0, 1], got {form.dropout}")
@@ -124,14 +124,14 @@ def form_of(
 
 
 def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record` as JSON types; raises `UsageError` for unknown keys and what JSON cannot hold."""
+    """`record` as JSON types. Raises `UsageError` for unknown keys and other types."""
     unknown = sorted(record.keys() - set(RECORD_KEYS))
     if unknown:
         raise UsageError(
             f"A record has no key {unknown[0]!r}", hint=_nearest(unknown[0], RECORD_KEYS)
         )
     try:
-        # There and back: tuples become lists now, not only when the model is loaded again.
+        # A round trip, so tuples become lists now, not only when the model is loaded.
         plain: dict[str, Any] = json.loads(json.dumps(dict(record), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(

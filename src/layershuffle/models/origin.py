@@ -1,4 +1,4 @@
-"""What a loaded model remembers of where it came from, and what all host libraries share here.
+"""The origin of a loaded model, and functions that all host libraries' adapters share.
 
 `Origin` is a plain attribute of the host model, so that `save` can write a directory that the host
 library rebuilds without this package.
@@ -22,7 +22,7 @@ from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
 
 LOG = logging.getLogger("layershuffle")
-# An nn.Module. The host libraries give theirs attributes that nn.Module does not declare.
+# An nn.Module of a host library, with attributes that nn.Module does not declare.
 HostModel = Any
 _ATTRIBUTE = "layershuffle_origin"
 _VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct", "resize")
@@ -45,39 +45,39 @@ class Origin:
 
 
 def origin_of(host: nn.Module) -> Origin:
-    """What `host` remembers; empty for a model that was not made by `layershuffle.load`."""
+    """The origin of `host`; empty for a model that was not made by `layershuffle.load`."""
     origin = getattr(host, _ATTRIBUTE, None)
     return origin if isinstance(origin, Origin) else Origin()
 
 
 def trained_with(host: nn.Module) -> Mapping[str, Any]:
-    """The settings of the run that made `host` (which images it held out, say), else nothing."""
+    """The settings of the run that trained `host`, as its holdout; empty if unknown."""
     settings = origin_of(host).record.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
 def remember(host: nn.Module, origin: Origin) -> nn.Module:
-    """`host` itself, with its origin."""
-    # nn.Module registers tensors and modules only, so the state_dict stays the library's.
+    """Set the origin of `host`, and return `host`."""
+    # nn.Module only registers tensors and modules, so the state_dict does not change.
     setattr(host, _ATTRIBUTE, origin)
     return host
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Make every draw inside a function of `seed`; the caller's random state is untouched.
+    """Seed torch's global CPU generator within; the caller's random state is restored.
 
     The host libraries draw new weights from torch's global generator on the CPU and take no other,
     so that generator is seeded here and put back afterwards.
     """
-    # A device that the caller made the default would draw from a generator of its own.
+    # Another default device of the caller would have its own generator.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def warn_new_head(old: int, new: int, *, seed: int) -> None:
-    """Say that the classification head was replaced."""
+    """Warn that the classification head was replaced."""
     LOG.warning(
         "The head of the model was resized: %d -> %d classes. The new head is freshly initialised "
         "(seed %d); its old weights are lost, so train before you score.",
@@ -89,7 +89,7 @@ def warn_new_head(old: int, new: int, *, seed: int) -> None:
 
 def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Linear:
     """A linear layer like `old` with `outputs` rows: truncated normal weights, bias zero."""
-    # Made on the meta device: a plain constructor would draw from the global generator.
+    # On the meta device, because the constructor would draw from the global generator.
     layer = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device="meta")
     layer = layer.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -100,21 +100,21 @@ def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Lin
 
 
 def match_dtype(host: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give `host` the floating type of its stored weights, if they have one in common."""
+    """Convert `host` to the floating dtype of `tensors`, if all have the same."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    # With several there is no one type to give; loading then converts tensor by tensor.
+    # With several dtypes, loading converts tensor by tensor.
     if len(kinds) == 1:
         host.to(kinds.pop())
 
 
 def view_to_json(view: ImageView) -> dict[str, Any]:
-    """The fields of a view, JSON types only."""
+    """The fields of a view as JSON types."""
     fields = {name: getattr(view, name) for name in _VIEW_KEYS}
     return fields | {"mean": list(view.mean), "std": list(view.std)}
 
 
 def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
-    """The view that `view_to_json` wrote; raises `ModelFileError` if it does not hold together."""
+    """The inverse of `view_to_json`. Raises `ModelFileError` for an invalid view."""
     try:
         mean, std = (tuple(float(value) for value in data[name]) for name in ("mean", "std"))
         return ImageView(**{**data, "mean": mean, "std": std})
@@ -127,9 +127,9 @@ def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
 
 
 def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, ...] | None:
-    """The names of `count` classes, in a list as configurations hold them, or `None` for none.
+    """The names of `count` classes in a configuration's list, or `None` if it is empty.
 
-    Raises `ModelFileError` if they are not as many, or no texts.
+    Raises `ModelFileError` for another number of names, or values that are no strings.
     """
     if not names:
         return None
@@ -147,9 +147,9 @@ def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, 
 
 
 def per_channel(values: object, channels: int) -> tuple[float, ...]:
-    """One number per channel; a mean or deviation given for other channels is averaged, as in timm.
+    """One number per channel; numbers for another number of channels are averaged, as in timm.
 
-    (Weights for colour images keep a sensible scale on grey ones that way.)
+    So weights for colour images have a sensible scale on grey images.
     """
     numbers = (
         [_number(v) for v in values] if isinstance(values, list | tuple) else [_number(values)]

@@ -1,7 +1,7 @@
-"""Where a model may be written: a training of hours must not be lost to a directory's name.
+"""Check whether a model may be written to a directory, before hours of training.
 
-All commands have one rule. What a command reads is never written over. What else is there is
-replaced only if that is asked for, and only if it is a saved model.
+All commands have the same rule: a model that the command reads is never overwritten; another saved
+model is replaced only with --overwrite, and other files never.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from layershuffle.models.spec import parse_spec
 
 CARD = "README.md"
 _OF_A_MODEL = frozenset(
-    # The last one belongs to these weights (layershuffle.swarm), so it goes with them.
+    # The calibration (layershuffle.swarm) is only valid for these weights.
     {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, "calibration.json"}
 )
 
 
 def check_output(out: Path, *, reads: Iterable[str], overwrite: bool) -> None:
-    """Raises `UsageError` if a command that reads the models `reads` (specs) must not write `out`.
+    """Raises `UsageError` if a command that reads the models `reads` (specs) may not write `out`.
 
-    `out` must not be, hold, or lie inside of the directory of one of them, whatever `overwrite`
-    says. Without `overwrite` it must be new, or an empty directory.
+    `out` must not be, contain, or be inside the directory of one of them, even with `overwrite`.
+    Without `overwrite` it must be new, or an empty directory.
     """
-    target = out.resolve()  # links are followed: two names may lead to one directory
+    target = out.resolve()  # two paths may lead to one directory by links
     for spec in reads:
         place = directory_of(spec)
         if place is None:
@@ -78,7 +78,7 @@ def own_directory(spec: str) -> Path | None:
 
 
 def directory_of(spec: str) -> Path | None:
-    """The directory with the files of the model `spec`, `None` where a library fetches or makes it.
+    """The directory with the files of the model `spec`; `None` for a model that a library makes.
 
     Raises `UsageError` for an invalid spec.
     """
@@ -89,8 +89,8 @@ def directory_of(spec: str) -> Path | None:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
     path = Path(parsed.place.removeprefix("local-dir:")).expanduser()
     if parsed.scheme != "dir":
-        # Names of the hub are not paths, unless there is a directory of that name here.
+        # Names of the hub are no paths, unless a directory of that name exists.
         return path if path.is_dir() else None
-    # What `fit` writes has the model one level below its checkpoints.
+    # A directory of `fit` holds the model one level below its checkpoints.
     below = path / "model"
     return below if (below / METADATA_FILE).is_file() else path

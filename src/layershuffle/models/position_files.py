@@ -1,4 +1,4 @@
-"""The position parts of a saved model: layershuffle.safetensors, beside the stock weights."""
+"""The position parts of a saved model, in layershuffle.safetensors beside the host's weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PARTS = "layershuffle.safetensors"
 
 
 def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Path) -> nn.Module:
-    """`host`, or a `PositionedModel` with the stored parts around it."""
+    """`host`, or a `PositionedModel` of it with the stored parts."""
     path = directory / PARTS
     encoding, prediction = metadata.position.encoding, metadata.position.prediction
     if encoding is None and prediction is None:
-        # Ignoring the file would score a model without parts that it was trained with.
+        # If the file was ignored, the model would be scored without its trained parts.
         if path.exists():
             raise ModelFileError(
                 f"{METADATA_FILE} does not mention this file",
@@ -45,27 +45,27 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
     if encoding is not None:
         form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
         _check_features(shapes, form, path=path)
-        # Any seed would do: all that is drawn here is replaced by the stored tensors.
+        # The seed does not matter, because the stored tensors replace the initial values.
         model.encoding = PositionEncoding(metadata.depth, width_of(host), form=form, seed=0)
     if prediction is not None:
         guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
         model.prediction = PositionPrediction(metadata.depth, width_of(host), form=guess, seed=0)
     parts = parts_of(model)
     tensors = read_tensors(path, shapes_of(parts.state_dict()))
-    # assign keeps the type in which the tensors were saved, such as half precision.
+    # assign keeps the dtype of the stored tensors, such as half precision.
     parts.load_state_dict(tensors, strict=True, assign=True)
     return model
 
 
 def _check_part_depth(shapes: Mapping[str, Shape], depth: int, *, path: Path) -> None:
-    # A table is [depth, features] or [depth, depth, features]; a bias has a number per position.
+    # A table is [depth, features] or [depth, depth, features]; a bias is [depth].
     for name, axis in (("encoding.table", -2), ("prediction.classifiers.0.bias", -1)):
         if len(shapes.get(name, ())) >= -axis:
             check_depth(shapes[name][axis], depth, place=path)
 
 
 def _check_features(shapes: Mapping[str, Shape], form: EncodingForm, *, path: Path) -> None:
-    # Before the part is built: a form may ask for any size.
+    # Checked before the part is built, because a form may contain any size.
     stored = shapes.get("encoding.table", ())[-1:]
     if stored and stored != (form.features,):
         raise ModelFileError(
@@ -79,13 +79,13 @@ def _check_features(shapes: Mapping[str, Shape], form: EncodingForm, *, path: Pa
 
 
 def parts_of(model: PositionedModel) -> nn.ModuleDict:
-    """The position parts that the model has, under the names they have in the file."""
+    """The position parts of the model, by their names in the file."""
     parts = {"encoding": model.encoding, "prediction": model.prediction}
     return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
 
 
 def position_to_json(model: nn.Module) -> dict[str, Any]:
-    """The forms of the model's position parts as layershuffle.json has them."""
+    """The forms of the model's position parts, as in layershuffle.json."""
     if not isinstance(model, PositionedModel):
         return {"encoding": None, "prediction": None}
     return {

@@ -1,4 +1,4 @@
-"""Model specs: "scheme:place?key=value&key=value" taken apart. No host library is needed here."""
+"""Parse model specs, "scheme:place?key=value&key=value". This module needs no host library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import yaml
 from layershuffle.errors import UsageError
 from layershuffle.models.origin import unknown_name
 
-# Scheme: the form shown to the user. A "?" in the form: settings may follow.
+# The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
     "bundled": "bundled:digits",
-    "timm": "timm:NAME[?pretrained=false&...]",  # or local-dir:DIR in the place of NAME
+    "timm": "timm:NAME[?pretrained=false&...]",  # or local-dir:DIR instead of NAME
     "hf": "hf:NAME_OR_DIR[?pretrained=false]",
     "torchvision": "torchvision:NAME[?weights=none]",
     "dir": "dir:PATH",
@@ -23,7 +23,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A spec taken apart."""
+    """The parts of a spec."""
 
     scheme: str
     place: str
@@ -33,22 +33,22 @@ class ModelSpec:
 def parse_spec(spec: str) -> ModelSpec:
     """The parts of `spec`; a path that exists is dir:PATH.
 
-    Values are YAML scalars or lists, "12,20" is (12, 20). Raises `UsageError` for unknown schemes,
-    naming the nearest one, and for malformed settings.
+    Values are YAML scalars or lists; "12,20" is (12, 20). Raises `UsageError` for unknown schemes,
+    with the nearest one, and for malformed settings.
     """
-    scheme, colon, rest = spec.partition(":")
-    # A known scheme wins over a path of the same name: dir: names such a path.
+    scheme, colon, place = spec.partition(":")
+    # A known scheme has precedence over a path of the same name, which `dir:` can name.
     if not colon or scheme not in FORMS:
         if Path(spec).expanduser().exists():
             return ModelSpec("dir", spec)
         raise _unknown(spec, scheme if colon else "")
     query = ""
-    # Names of directories may hold a "?", and dir: has no settings.
+    # Names of directories may contain a "?", and `dir:` has no settings.
     if "?" in FORMS[scheme]:
-        rest, _, query = rest.partition("?")
-    if not rest:
+        place, _, query = place.partition("?")
+    if not place:
         raise UsageError(f"{spec!r} names no model", hint=f"write {FORMS[scheme]}")
-    return ModelSpec(scheme, rest, _settings(query, spec))
+    return ModelSpec(scheme, place, _settings(query, spec))
 
 
 def _unknown(spec: str, scheme: str) -> UsageError:
@@ -79,11 +79,11 @@ def _value(text: str, spec: str) -> Any:
     if "," in text and not text.startswith(("[", "{")):
         return tuple(_value(part, spec) for part in text.split(","))
     try:
-        # safe_load, because YAML tags can name Python objects to build.
+        # safe_load, because YAML tags can construct Python objects.
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r} in {spec!r} is not a value", hint="quote it") from error
-    # YAML 1.1 takes 1e-5 for text.
+    # YAML 1.1 parses 1e-5 as a string.
     if isinstance(value, str):
         try:
             return float(value)

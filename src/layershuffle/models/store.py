@@ -1,4 +1,4 @@
-"""Host models by one spec string: load, save, and what the rest of the package asks of them.
+"""Load and save host models by spec string, and common functions on them.
 
     bundled:digits                                  the base checkpoint in this package
     timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
@@ -9,8 +9,8 @@
     dir:PATH                                        what `save`, `layershuffle fit`, timm or
                                                     transformers wrote
 
-A saved directory belongs to the host library: its own layout, safetensors only. What it has no
-place for stands beside it (layershuffle.json, layershuffle.safetensors, README.md).
+A saved directory has the layout of the host library, with safetensors only. Data that do not fit
+into it are in other files (layershuffle.json, layershuffle.safetensors, README.md).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
 
 
 class HostLibrary(Protocol):
-    """What `timm_host`, `hf_host` and `torchvision_host` each offer."""
+    """The interface of `timm_host`, `hf_host` and `torchvision_host`."""
 
     NAME: str
 
@@ -84,19 +84,19 @@ class HostLibrary(Protocol):
         """Number of classes."""
 
     def resize_head(self, host: nn.Module, classes: int, *, seed: int) -> None:
-        """A fresh head."""
+        """Replace the head by a new one."""
 
     def class_names(self, host: nn.Module) -> tuple[str, ...] | None:
-        """Names of the classes."""
+        """The class names, `None` without any."""
 
     def set_class_names(self, host: nn.Module, names: Sequence[str]) -> None:
-        """Name the classes."""
+        """Set the class names."""
 
     def set_depth(self, host: nn.Module, depth: int) -> None:
-        """Note another number of blocks."""
+        """Set the number of blocks in the configuration."""
 
     def image_view(self, host: nn.Module) -> ImageView:
-        """How it wants its images."""
+        """The image view."""
 
     def write(
         self, host: nn.Module, directory: Path, *, view: ImageView,
@@ -105,7 +105,7 @@ class HostLibrary(Protocol):
         """Write the host in its own layout."""
 
     def read(self, directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-        """Read what `write` wrote."""
+        """Read the files of `write`. Returns the model and its name."""
 
 
 # Imported when needed: transformers alone takes seconds.
@@ -113,7 +113,7 @@ _ADAPTERS = {"timm": "timm_host", "transformers": "hf_host", "torchvision": "tor
 
 
 def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
-    """The wrapped host model named by `spec`, in eval mode; with position parts if saved with them.
+    """The wrapped host model of `spec`, in eval mode, with its position parts if it has any.
 
     A path that exists may stand for dir:PATH. With `num_classes` other than the model's, the head
     is replaced by a fresh one, which is logged as a warning. New weights are a function of `seed`
@@ -136,7 +136,7 @@ def replace_head(model: nn.Module, classes: int, *, seed: int) -> None:
     """
     host = host_of(model)
     library_of(host).resize_head(host, classes, seed=seed)
-    # Method and scores were those of a model with another head.
+    # Method and scores do not apply to the new head.
     remember(host, replace(origin_of(host), record={}))
     model.eval()  # the libraries make new layers in training mode
 
@@ -148,7 +148,7 @@ def save(
     record: Mapping[str, Any] | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` to `directory`, which is whole or absent at any moment; nothing else changes.
+    """Write `model` to `directory` atomically.
 
     A model that was saved there before is replaced once the new one is whole on disk.
 
@@ -216,7 +216,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     finally:
         if not noted:
             _fill(stack, before)
-    # Method and scores were those of the longer model.
+    # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 
 
@@ -226,19 +226,19 @@ def _fill(stack: nn.Module, blocks: Mapping[str, nn.Module | None]) -> None:
 
 
 def host_of(model: nn.Module) -> nn.Module:
-    """The host model inside a `PositionedModel`; any other model itself."""
+    """The host model of a `PositionedModel`; any other model unchanged."""
     return model.host if isinstance(model, PositionedModel) else model
 
 
 def image_view(model: nn.Module) -> ImageView:
-    """How the model wants its images."""
+    """The image view of the model."""
     host = host_of(model)
-    # What came with the model counts more than what its library would guess.
+    # The view of the loaded files has precedence over the library's default.
     return origin_of(host).view or library_of(host).image_view(host)
 
 
 def file_view(model: nn.Module) -> ImageView:
-    """How image files are prepared, as in the training. Images of our own fill the model's."""
+    """The view for image files. Models trained on generated images squash them, as in training."""
     view = image_view(model)
     if str(trained_with(host_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
         return resized_as(view, "squash")
@@ -246,7 +246,7 @@ def file_view(model: nn.Module) -> ImageView:
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:
-    """Make `view` what the model wants, now and in what is saved of it."""
+    """Set the image view of the model, which is also saved."""
     host = host_of(model)
     remember(host, replace(origin_of(host), view=view))
 
@@ -264,7 +264,7 @@ def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
 
 
 def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Name the classes of `model`: one name for each logit, saved in the host library's layout."""
+    """Set the class names of `model`, one per logit. The host library's format stores them."""
     host = host_of(model)
     if len(names) != num_classes_of(model):
         raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
@@ -272,11 +272,11 @@ def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Logits `[batch, classes]` of what a host model returned.
+    """Logits `[batch, classes]` from the output of a host model.
 
-    Of two heads (timm's distilled models in training) the mean, as they compute at evaluation.
+    For two heads (timm's distilled models in training) it is their mean, as at evaluation.
     """
-    # transformers returns an object with them, timm and torchvision the tensor itself.
+    # transformers returns an object with logits, timm and torchvision the tensor.
     logits = getattr(output, "logits", output)
     if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
         logits = torch.stack(logits).mean(dim=0)
@@ -312,10 +312,10 @@ def _library(name: str) -> HostLibrary:
 
 
 def library_of(host: nn.Module) -> HostLibrary:
-    """The adapter of the library that made `host`; raises `UsageError` for other models."""
-    # transformers first: its wrapper around timm models has attributes of both.
+    """The adapter of the library that made `host`. Raises `UsageError` for other models."""
+    # transformers first, because its wrapper around timm models has attributes of both.
     for name, needed in _MODEL_MODULES.items():
-        # A library that was never imported made no model.
+        # A library that was never imported cannot have made the model.
         if needed in sys.modules and _library(name).owns(host):
             return _library(name)
     raise UsageError(
@@ -328,7 +328,7 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
     assets = resources.files("layershuffle").joinpath("assets")
     root = assets.joinpath(name)
     if Path(name).name != name or not root.joinpath(METADATA_FILE).is_file():
-        # "digits" is known even where its files are missing, as in a source tree without them.
+        # "digits" is a valid name even if its files are missing in a source tree.
         if name != "digits":
             there = [
                 path.name for path in assets.iterdir() if path.joinpath(METADATA_FILE).is_file()
@@ -366,7 +366,7 @@ def _load_directory(place: Path, *, seed: int) -> nn.Module:
 
 def _built_by_its_library(directory: Path, *, seed: int) -> nn.Module:
     """The model in a directory that timm or transformers saved."""
-    # Without the file that describes them, the parts would be left out without a word.
+    # Without the file that describes them, the parts would be silently ignored.
     if (directory / PARTS).exists():
         raise ModelFileError(
             f"{PARTS} is present without {METADATA_FILE}",
@@ -374,7 +374,7 @@ def _built_by_its_library(directory: Path, *, seed: int) -> nn.Module:
             hint="save the model again",
         )
     config = read_json(directory / CONFIG)
-    # transformers' wrapper around timm names an architecture too.
+    # transformers' wrapper around timm also has an architecture.
     if "architecture" in config and "model_type" not in config:
         return _library("timm").build(f"local-dir:{directory}", {}, seed=seed)
     return _library("transformers").build(str(directory), {}, seed=seed)
@@ -398,12 +398,12 @@ def _check_agrees(stated: str | int, actual: str | int, *, key: str, path: Path)
 
 
 def _model_directory(place: Path) -> Path:
-    """`place` itself, or PLACE/model where `place` is the output of a training run."""
+    """`place`, or PLACE/model if `place` is the output of a training run."""
     ours = ((place, METADATA_FILE), (place / "model", METADATA_FILE))
     for directory, file in (*ours, (place, CONFIG)):
         if (directory / file).is_file():
             return directory
-    # The pickle is named first: it is the cause, and what else is missing only follows from it.
+    # A pickle is reported first, because it is the cause of missing files.
     if place.suffix.lower() in PICKLE_SUFFIXES or place.is_dir():
         refuse_pickle(place)
     if not place.exists():
@@ -420,7 +420,7 @@ def _model_directory(place: Path) -> Path:
 
 
 def _stack_place(host: nn.Module) -> tuple[str, int]:
-    # A wrapped model names the place; one that is not wrapped is searched and stays as it is.
+    # A model that is not wrapped is searched, and not changed.
     for path, module in host.named_modules():
         if isinstance(module, BlockStack):
             return path, module.depth
@@ -436,7 +436,7 @@ def _refuse_changed_weights(host: nn.Module) -> None:
             hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
         )
     for name, tensor in host.state_dict().items():
-        # torchao and its like keep packed numbers in subclasses of Tensor.
+        # Libraries such as torchao store packed numbers in subclasses of Tensor.
         if type(tensor) not in (Tensor, nn.Parameter):
             raise UsageError(
                 f"The tensor {name} is a {type(tensor).__name__}, not a plain tensor: the model is "

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint that timm's training script wrote (.pth.tar)."""
+"""Read the weights in a checkpoint of timm's training script (.pth.tar)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layershuffle.models.files import check_tensors, shapes_of
 from layershuffle.models.origin import HostModel, match_dtype
 from layershuffle.text import one_line
 
-# What torch raises for damaged checkpoints, and timm (RuntimeError) for those that it refuses.
+# Errors of torch for damaged checkpoints, and of timm (RuntimeError) for refused ones.
 _UNREADABLE = (
     OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError,
     UnpicklingError,
@@ -21,10 +21,10 @@ _UNREADABLE = (
 
 
 def load_checkpoint(host: HostModel, path: Path) -> None:
-    """Put the weights of a checkpoint of timm's training script into `host`, in their dtype.
+    """Load the weights of a checkpoint of timm's training script into `host`, in their dtype.
 
-    The average of the weights where the run kept one, as timm does. Read by torch's restricted
-    unpickler, which makes tensors and refuses whatever could run. Raises `ModelFileError`.
+    If the run has an average of the weights, it is used, as in timm. torch's restricted unpickler
+    reads the file, which creates tensors and refuses code. Raises `ModelFileError`.
     """
     hint = "name a .pth.tar file of timm's train.py, or a .safetensors file"
     if not path.is_file():
@@ -33,7 +33,7 @@ def load_checkpoint(host: HostModel, path: Path) -> None:
         tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
     except _UNREADABLE as error:
         raise ModelFileError(
-            # Its first sentence: the next ones of torch advise to unpickle it all the same.
+            # Only the first sentence, because torch then advises to unpickle it nevertheless.
             f"The checkpoint cannot be read ({one_line(error).partition('. ')[0]})",
             place=path,
             hint=hint,

@@ -1,8 +1,8 @@
 """timm models: built by name, saved in timm's own directory layout.
 
-What `write` leaves is read back by `timm.create_model("local-dir:DIR", pretrained=True)`, without
-this package: config.json holds architecture, model_args, label_names and pretrained_cfg as timm
-writes them. Directories and training checkpoints that timm itself wrote are read too.
+`timm.create_model("local-dir:DIR", pretrained=True)` reads the files of `write` without this
+package: config.json has architecture, model_args, label_names and pretrained_cfg in timm's form.
+Directories and training checkpoints of timm itself can be read too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from layershuffle.text import one_line
 NAME = "timm"
 _LOCAL = "local-dir:"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
-# Arguments of timm.create_model that read files or change what is built; never from a spec or file.
+# Arguments of timm.create_model that read files or change the kind of model; refused in specs and
+# files.
 _RESERVED = frozenset(
     {
         "cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only",
@@ -70,12 +71,12 @@ _RESERVED = frozenset(
         "pretrained_model_args", "pruned", "scriptable",
     }
 )  # fmt: skip
-# What timm reads of pretrained_cfg when it loads a directory or resolves transforms.
+# Keys of pretrained_cfg that timm uses to load a directory or to resolve transforms.
 _CFG_KEYS = (
     "interpolation", "crop_pct", "crop_mode", "first_conv", "classifier", "fixed_input_size",
     "pool_size",
 )  # fmt: skip
-# Settings that do not change what the model computes at evaluation.
+# Settings that do not affect evaluation.
 _IGNORED = frozenset({"training", "grad_checkpointing", "distilled_training", "p", "inplace"})
 
 
@@ -85,12 +86,12 @@ def owns(model: nn.Module) -> bool:
 
 
 def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """The model `name`; `settings` are timm.create_model's keywords, `pretrained` true by default.
+    """The model `name`; `settings`: keywords of timm.create_model (`pretrained` defaults to true).
 
-    `checkpoint` is a file that timm's training script wrote, which has the weights then. `mean`,
-    `std`, `interpolation`, `crop_pct` and `crop_mode` say how the model wants its images. The name
-    local-dir:DIR, without settings, stands for a directory in timm's layout. Raises `UsageError`
-    for unknown names and keywords, `ModelFileError` if the weights cannot be had.
+    `checkpoint`: a file of timm's training script with the weights. `mean`, `std`,
+    `interpolation`, `crop_pct` and `crop_mode` change the image view. The name local-dir:DIR,
+    without settings, means a directory in timm's layout. Raises `UsageError` for unknown names and
+    keywords, `ModelFileError` if the weights are unavailable.
     """
     args = dict(settings)
     if name.startswith(_LOCAL):
@@ -104,7 +105,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     _check_name(name)
     _check_reserved(args)
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
-    # timm would drop the trained head without a word; here it is loaded, then replaced aloud.
+    # timm would silently drop the trained head; here it is loaded, then replaced with a warning.
     classes = args.pop("num_classes", None) if pretrained else None
     if pretrained:
         _check_architecture(name, args)
@@ -126,7 +127,7 @@ def num_classes(host: HostModel) -> int:
 
 
 def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
-    """Give `host` a fresh head (both heads of a distilled model), and say so."""
+    """Replace the head of `host` (both heads of a distilled model) by a new one, with a warning."""
     old, reference = num_classes(host), next(host.parameters())
     with seeded(seed):
         host.reset_classifier(classes)
@@ -138,10 +139,10 @@ def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
 
 
 def class_names(host: HostModel) -> tuple[str, ...] | None:
-    """The `label_names` of the configuration: a list, or a mapping from 0..n-1; else `None`."""
+    """The `label_names` of the configuration (a list, or a mapping from 0..n-1), else `None`."""
     names = (getattr(host, "pretrained_cfg", None) or {}).get("label_names")
     if isinstance(names, dict):
-        # JSON has texts as keys. A mapping from WordNet ids does not say which output is which.
+        # Keys of JSON are strings. A mapping from WordNet ids does not give the order.
         by_index = {str(key): name for key, name in names.items()}
         names = [by_index.get(str(index)) for index in range(len(by_index))]
         names = None if None in names else names
@@ -149,21 +150,21 @@ def class_names(host: HostModel) -> tuple[str, ...] | None:
 
 
 def _name_imagenet(host: HostModel) -> None:
-    """Name the classes of weights that timm trained on ImageNet or a part of it, as timm infers."""
+    """Set the class names of weights that timm recognises as trained on (a part of) ImageNet."""
     subset = infer_imagenet_subset(host)
     if subset is not None and class_names(host) is None:
         set_class_names(host, ImageNetInfo(subset).label_names())
 
 
 def set_class_names(host: HostModel, names: Sequence[str]) -> None:
-    """Name the classes."""
+    """Set the class names."""
     host.pretrained_cfg = {**host.pretrained_cfg, "label_names": list(names)}
 
 
 def set_depth(host: HostModel, depth: int) -> None:
-    """Note that `host` now has `depth` blocks, so that it can be saved.
+    """Record that `host` now has `depth` blocks, for saving.
 
-    Raises `UsageError` if timm cannot build that architecture with so many.
+    Raises `UsageError` if timm cannot build the architecture with this depth.
     """
     args = {**_known_args(host), "depth": depth}
     _check_rebuilt(host, _architecture(host), {**args, "num_classes": num_classes(host)})
@@ -171,7 +172,7 @@ def set_depth(host: HostModel, depth: int) -> None:
 
 
 def image_view(host: HostModel) -> ImageView:
-    """The view in the model's pretrained_cfg, at the size and channels the model has.
+    """The view in the model's pretrained_cfg, at the model's size and channels.
 
     Raises `UsageError` for settings that a view does not have (the crop mode border).
     """
@@ -181,9 +182,9 @@ def image_view(host: HostModel) -> ImageView:
 def write(
     host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Write config.json and model.safetensors; (architecture, arguments that rebuild the model).
+    """Write config.json and model.safetensors. Returns (architecture, arguments to rebuild it).
 
-    Raises `UsageError` if the arguments are not known, or do not give this model.
+    Raises `UsageError` if the arguments are unknown, or give another model.
     """
     named = dict(model_args or {})
     name = named.pop("architecture", None) or _architecture(host)
@@ -217,9 +218,9 @@ def _architecture(host: HostModel) -> str:
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write` left in `directory`, and its architecture.
+    """The model that `write` wrote into `directory`, and its architecture.
 
-    Raises `ModelFileError` if config.json and weights do not give one model.
+    Raises `ModelFileError` if config.json and weights do not fit together.
     """
     place = directory / CONFIG
     config = read_json(place)
@@ -229,7 +230,7 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     try:
         _check_name(name)
         _check_reserved(args)
-        # First without memory: whether the weights fit is known before anything is allocated.
+        # First on the meta device, to check the weights before memory is allocated.
         check_tensors(
             tensor_shapes(weights), shapes_of(_sketch(name, args).state_dict()), place=weights
         )
@@ -239,11 +240,11 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     tensors = read_tensors(weights, shapes_of(host.state_dict()))
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
-    # These keys alone: a whole pretrained_cfg could name files for timm to load.
+    # Only these keys, because others could name files for timm to load.
     keys = (*_CFG_KEYS, "mean", "std", "label_names")
     usable = {key: cfg[key] for key in keys if key in cfg}
     host.pretrained_cfg = {**host.pretrained_cfg, **usable}
-    class_names(host)  # names of other classes are named here
+    class_names(host)  # raises for invalid names
     return remember(host, Origin(model_args=args)), name
 
 
@@ -264,7 +265,7 @@ def _config_parts(
 
 
 def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that timm takes from pretrained_cfg where model_args do not say them."""
+    """Arguments that timm takes from pretrained_cfg if they are not in model_args."""
     args = {"num_classes": config.get("num_classes", cfg.get("num_classes"))}
     size = cfg.get("input_size")
     if isinstance(size, list) and len(size) == 3:
@@ -276,7 +277,7 @@ def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, An
 
 def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
-    # A colon (hf-hub:, local-dir:) would make timm fetch or read files past our checks.
+    # With a colon (hf-hub:, local-dir:), timm would read files without our checks.
     if not timm.is_model(architecture) or ":" in name:
         raise unknown_name(
             "timm model",
@@ -298,9 +299,9 @@ def _check_reserved(args: Mapping[str, Any]) -> None:
 
 
 def _trained(name: str) -> tuple[str, dict[str, Any]]:
-    """Hub name and the pretrained_cfg overlay that points timm at the downloaded safetensors.
+    """(hub name, pretrained_cfg overlay with the path of the downloaded safetensors).
 
-    timm itself would fall back to a pickle where there are no safetensors.
+    timm itself would fall back to a pickle without safetensors.
     """
     repository = getattr(get_pretrained_cfg(name), "hf_hub_id", None)
     if not repository:
@@ -322,17 +323,17 @@ def _trained(name: str) -> tuple[str, dict[str, Any]]:
             f"The hub has no {WEIGHTS} of {repository} that can be read ({type(error).__name__})",
             hint=f"use timm:{name}?pretrained=false for random weights, or another model",
         ) from error
-    tensor_shapes(Path(path))  # a damaged download is named here
-    # custom_load would send timm to a loader of the architecture instead of this file.
+    tensor_shapes(Path(path))  # raises for a damaged download
+    # With custom_load, timm would use the architecture's own loader instead of this file.
     return repository, {"file": path, "custom_load": False}
 
 
 def _check_architecture(name: str, args: Mapping[str, Any]) -> None:
-    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
+    """Raises `StackError` for a model that `wrap` would refuse, before its weights are loaded."""
     try:
         sketch = _sketch(name, args)
     except (UsageError, TypeError):
-        return  # it may be built with memory all the same, or says then what is wrong
+        return  # building it with memory may succeed, or will raise
     check_architecture(sketch)
 
 
@@ -349,19 +350,18 @@ def _create(
             host: HostModel = timm.create_model(
                 name, pretrained=pretrained, pretrained_cfg_overlay=dict(overlay or {}), **args
             )
-    # What architectures raise for arguments they do not take, or that do not fit each other.
+    # Errors of architectures for unknown or inconsistent arguments.
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
         raise _not_built(name, args, error) from error
     return host
 
 
 def _sketch(name: str, args: Mapping[str, Any]) -> HostModel:
-    """The model without memory for its tensors, not to be changed. `args` are plain JSON."""
+    """The model on the meta device, cached, so it must not be changed. `args` are plain JSON."""
     return _sketched(name, json.dumps(args))
 
 
-# A training saves the same model again and again, and drawing weights that are not there takes as
-# long as half of a save.
+# A training saves the same model repeatedly, and building a sketch takes half the time of a save.
 @lru_cache(maxsize=4)
 def _sketched(name: str, args_json: str) -> HostModel:
     args = json.loads(args_json)
@@ -383,7 +383,7 @@ def _not_built(name: str, args: Mapping[str, Any], error: Exception) -> UsageErr
 
 
 def _known_args(host: HostModel) -> dict[str, Any]:
-    """Arguments remembered by timm (from 1.0.31 on) or by `build`, else what the model shows."""
+    """Arguments recorded by timm (1.0.31 or later) or by `build`, else those of its attributes."""
     args = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
     if not args:
         args = {"in_chans": getattr(host, "in_chans", None), "img_size": image_size(host)}
@@ -402,13 +402,13 @@ def _plain_json(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
-    """Raises `UsageError` unless `name` and `args` give a model that computes the same."""
+    """Raises `UsageError` unless `name` and `args` give an equivalent model."""
     hint = "name what the model was built with: save(model, directory, model_args={'depth': 12})"
     try:
         sketch = _sketch(name, args)
     except UsageError as error:
         raise UsageError(error.cause, hint=hint) from error
-    # Shapes alone would miss another activation, epsilon or pooling.
+    # Shapes alone do not show another activation, epsilon or pooling.
     for facts_of in (lambda m: shapes_of(m.state_dict()), _behaviour):
         ours, theirs = facts_of(host), facts_of(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
@@ -421,7 +421,7 @@ def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
 
 
 def _behaviour(model: nn.Module) -> dict[str, Any]:
-    """Settings that decide what the model computes: numbers, words and tuples of every module."""
+    """Settings that affect the computation: numbers, strings and tuples of every module."""
     return {
         f"{path}.{key}": list(value) if isinstance(value, tuple) else value
         for path, module in model.named_modules()
@@ -429,7 +429,7 @@ def _behaviour(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple)
         and not key.startswith("_")
         and key not in _IGNORED
-        # Rates of dropout act in training only.
+        # Dropout rates only affect training.
         and "drop" not in key
     }
 

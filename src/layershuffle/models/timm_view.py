@@ -1,4 +1,4 @@
-"""How a timm model wants its images, in timm's words (pretrained_cfg) and in ours."""
+"""Convert the image view of a timm model between timm's form (pretrained_cfg) and ours."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from layershuffle.data.view import INTERPOLATIONS, ImageView, Resize
 from layershuffle.errors import UsageError
 from layershuffle.models.origin import HostModel, per_channel, size_pair
 
-_CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's word: ours
+_CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
 
 
 def view_of_config(host: HostModel, config: Mapping[str, Any]) -> ImageView:
-    """The view in what timm's `resolve_data_config` returned, at the size of timm's model `host`.
+    """The view in the result of timm's `resolve_data_config`, at the size of the model `host`.
 
-    Raises as `image_view`.
+    Raises the errors of `timm_host.image_view`.
     """
     channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
     height, width = image_size(host) or tuple(config["input_size"][1:])
@@ -27,7 +27,7 @@ def view_of_config(host: HostModel, config: Mapping[str, Any]) -> ImageView:
             place=type(host).__name__,
             hint="add crop_mode=center or crop_mode=squash to the spec of the model",
         )
-    # timm also names "random" and "lanczos", which a view does not have.
+    # timm also has "random" and "lanczos", which a view does not support.
     usable = config["interpolation"] in INTERPOLATIONS
     return ImageView(
         channels=channels,
@@ -42,7 +42,7 @@ def view_of_config(host: HostModel, config: Mapping[str, Any]) -> ImageView:
 
 
 def config_of_view(view: ImageView) -> dict[str, Any]:
-    """The settings of a pretrained_cfg that make timm prepare images as `view` says."""
+    """The settings of a pretrained_cfg for `view`."""
     return {
         "input_size": [view.channels, view.height, view.width],
         "mean": list(view.mean),
@@ -54,7 +54,7 @@ def config_of_view(view: ImageView) -> dict[str, Any]:
 
 
 def set_view(host: HostModel, view: Mapping[str, Any]) -> None:
-    """Let `view`, settings of a spec, win over the host's own; raises `UsageError` for bad ones."""
+    """Override the host's view by the settings `view` of a spec. Raises `UsageError` if invalid."""
     if not view:
         return
     changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
@@ -75,6 +75,6 @@ def _tuple(value: object) -> tuple[Any, ...]:
 
 
 def image_size(host: HostModel) -> tuple[int, int] | None:
-    """(height, width) that the patches of `host` were made for, if it says so."""
+    """(height, width) of the input of `host`, `None` if it is unknown."""
     size = getattr(getattr(host, "patch_embed", None), "img_size", None)
     return size_pair(size) if size is not None else None

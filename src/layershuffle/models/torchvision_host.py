@@ -1,6 +1,6 @@
 """torchvision vision transformers: built by name, saved as stock keys and constructor arguments.
 
-torchvision has no directory layout of its own. What `write` leaves loads without this package:
+torchvision has no directory layout. The files of `write` can be loaded without this package:
 
     model = torchvision.models.VisionTransformer(**json.load(open("config.json"))["kwargs"])
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
@@ -52,7 +52,7 @@ from layershuffle.models.origin import (
 NAME = "torchvision"
 _CLASS = "VisionTransformer"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of torchvision's ImageNet presets
-_RESIZE = 256 / 224  # the presets resize to 256 and cut 224
+_RESIZE = 256 / 224  # the presets resize to 256 and crop to 224
 _REFUSED = (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError)
 
 
@@ -62,10 +62,10 @@ def owns(model: nn.Module) -> bool:
 
 
 def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """The classification model `name`; `weights` is DEFAULT (as if left out), another tag or none.
+    """The classification model `name`; `weights`: a tag or none (default: DEFAULT).
 
     The other `settings` are keywords of torchvision's builder. Raises `UsageError` for unknown
-    names and keywords, `ModelFileError` if the weights cannot be had.
+    names and keywords, `ModelFileError` if the weights are unavailable.
     """
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
@@ -86,15 +86,15 @@ def num_classes(host: HostModel) -> int:
 
 
 def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
-    """Give `host` a fresh head, all zero as torchvision starts them, and say so."""
+    """Replace the head of `host` by a zero one, as in torchvision, with a warning."""
     old = _head(host)
-    # The meta device draws nothing: torch's global generator stays as it was.
+    # On the meta device, which does not draw from torch's global generator.
     new = nn.Linear(old.in_features, classes, device="meta").to_empty(device=old.weight.device)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.zero_()
     host.get_submodule("heads").head = new.to(old.weight.dtype)
-    host.num_classes = classes  # a plain attribute of torchvision's
+    host.num_classes = classes  # an attribute of torchvision
     remember(host, replace(origin_of(host), class_names=None))
     warn_new_head(old.out_features, classes, seed=seed)
 
@@ -105,12 +105,12 @@ def class_names(host: HostModel) -> tuple[str, ...] | None:
 
 
 def set_class_names(host: HostModel, names: Sequence[str]) -> None:
-    """Name the classes; config.json then lists them as "categories", torchvision's own word."""
+    """Set the class names, which config.json lists as "categories", torchvision's term."""
     remember(host, replace(origin_of(host), class_names=tuple(names)))
 
 
 def set_depth(host: HostModel, depth: int) -> None:
-    """Nothing to note: the number of blocks is read off the model when it is saved."""
+    """Do nothing: `write` takes the number of blocks from the model."""
 
 
 def image_view(host: HostModel) -> ImageView:
@@ -130,11 +130,11 @@ def image_view(host: HostModel) -> ImageView:
 def write(
     host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Write config.json and model.safetensors; ("VisionTransformer", its arguments).
+    """Write config.json and model.safetensors. Returns ("VisionTransformer", its arguments).
 
     Raises `UsageError` for models that these arguments do not describe.
     """
-    # config.json has no place for it: layershuffle.json holds the view.
+    # The view is in layershuffle.json.
     del view
     if not isinstance(host, VisionTransformer):
         raise UsageError(
@@ -151,7 +151,7 @@ def write(
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write` left in `directory`, and the name of its class."""
+    """The model that `write` wrote into `directory`, and the name of its class."""
     place = directory / CONFIG
     config = read_json(place)
     check_numbers(config, place)
@@ -175,7 +175,7 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
             place=place,
             hint="save the model again",
         ) from error
-    # A model saved in half precision comes back in it.
+    # In the dtype of the file, such as half precision.
     tensors = read_tensors(weights, shapes_of(host.state_dict()))
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
@@ -210,10 +210,10 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> HostMod
     size = weights.meta.get("min_size", (None,))[0]
     of_weights = {"num_classes": len(weights.meta["categories"]), "image_size": size}
     classes = args.pop("num_classes", None)
-    # image_size is a keyword of the vision transformers alone.
+    # Only vision transformers have the keyword image_size.
     args = {**({k: v for k, v in of_weights.items() if v} if "vit" in name else {}), **args}
     host = _create(name, args, seed=seed)
-    check_architecture(host)  # before its weights are fetched
+    check_architecture(host)  # before its weights are downloaded
     _load_trained(host, weights, name)
     names = tuple(weights.meta["categories"])
     remember(
@@ -225,8 +225,8 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> HostMod
 
 
 def _load_trained(host: HostModel, weights: Any, name: str) -> None:
-    # torchvision publishes .pth alone. Its hash is checked, and weights_only makes torch read
-    # tensors and refuse everything else a pickle can do; torch.hub's default would not.
+    # torchvision only publishes .pth files. Their hash is checked, and with weights_only torch
+    # reads tensors and refuses other pickled objects, unlike torch.hub's default.
     try:
         tensors = weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
     except URLError as error:
@@ -288,7 +288,7 @@ def _sketch(kwargs: Mapping[str, Any]) -> VisionTransformer:
 
 
 def _check_rebuilt(host: VisionTransformer, kwargs: Mapping[str, Any]) -> None:
-    # A stem of convolutions or another norm is handed to the constructor as objects.
+    # A convolutional stem or another norm is passed to the constructor as an object.
     sketch = _sketch(kwargs)
     same_norm = isinstance(host.norm_layer, functools.partial) and (
         host.norm_layer.func is nn.LayerNorm and host.norm_layer.keywords == {"eps": 1e-6}

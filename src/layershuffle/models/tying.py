@@ -1,9 +1,9 @@
 """Tied blocks: several places of the stack share the weights of one block.
 
-A place keeps its own module (drop path, hooks and graphs belong to places), and its parameters and
-buffers are those of the block that it is tied to. So a `state_dict` has the keys of an untied
-model, and what `save` writes is an ordinary model of full size for its host library. That loads the
-places untied: the outputs are equal, and a training there changes every place by itself.
+A place has its own module (drop path, hooks and graphs belong to places), but the parameters and
+buffers of the block to which it is tied. So a `state_dict` has the keys of an untied model, and
+`save` writes an ordinary model of full size. Its host library loads the places untied: the outputs
+are equal, but further training changes every place separately.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from layershuffle.stack import blocks_of
 
 
 def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-    """`model` itself, wrapped, whose place i now has the weights of block `blocks[i]`.
+    """Tie place i of `model` to the weights of block `blocks[i]`, in place; returns it wrapped.
 
-    Raises `UsageError` for another number of places, for blocks that are not there, and for blocks
-    whose tensors do not fit together.
+    Raises `UsageError` for another number of places, for unknown blocks, and for blocks whose
+    tensors have different shapes.
     """
     stack = blocks_of(model)
     if len(blocks) != len(stack) or not all(0 <= block < len(stack) for block in blocks):
         raise UsageError(
             f"The model has {len(stack)} places; {list(blocks)} does not name a block for each"
         )
-    # Taken before any is replaced: a block may give its weights away and get others.
+    # Collected before any is replaced, because a block may both give weights and get others.
     tensors = [{**dict(block.named_parameters()), **dict(block.named_buffers())} for block in stack]
     shapes = [{name: tensor.shape for name, tensor in own.items()} for own in tensors]
     for place, block in enumerate(blocks):
@@ -46,9 +46,9 @@ def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
 
 
 def tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
-    """Tie a model as it was when it was saved; raises `ModelFileError` where that changes weights.
+    """Tie a model as it was saved. Raises `ModelFileError` if that would change weights.
 
-    `path`: the file that says how.
+    `path`: the file that contains `places`.
     """
     before = weights_digest(model)
     try:
@@ -64,10 +64,9 @@ def tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
 
 
 def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:
-    """For the place of each block the first place with the same weights; `None` if none share.
+    """For each place the first place with the same weights; `None` if no places share weights.
 
-    Places that share only a part of their weights count as different ones: `save` then writes each
-    as it is, and `load` does not tie them again.
+    Places that share only some weights count as different: `load` does not tie them again.
     """
     stack = list(blocks)
     places = tuple(
@@ -78,13 +77,13 @@ def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:
 
 
 def share_weights(blocks: Iterable[nn.Module]) -> bool:
-    """Whether a parameter belongs to two blocks or more."""
+    """Whether a parameter belongs to several blocks."""
     owned = [{id(parameter) for parameter in block.parameters()} for block in blocks]
     return sum(map(len, owned)) > len(set().union(*owned))
 
 
 def _is_same(block: nn.Module, other: nn.Module) -> bool:
-    """Whether both are one module, or have all parameters in common and equal buffers."""
+    """Whether both are the same module, or share all parameters and have equal buffers."""
     if block is other:
         return True
     weights, others = dict(block.named_parameters()), dict(other.named_parameters())
@@ -92,7 +91,7 @@ def _is_same(block: nn.Module, other: nn.Module) -> bool:
         n: id(p) for n, p in others.items()
     }:
         return False
-    # `Module.to` keeps parameters and makes every place buffers of its own.
+    # `Module.to` keeps parameters shared, but creates separate buffers for every place.
     buffers, copies = dict(block.named_buffers()), dict(other.named_buffers())
     return buffers.keys() == copies.keys() and all(
         torch.equal(buffer, copies[name]) for name, buffer in buffers.items()
@@ -100,9 +99,9 @@ def _is_same(block: nn.Module, other: nn.Module) -> bool:
 
 
 def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
-    """For each of `depth` places its block, if `distinct` ones are repeated in runs of places.
+    """The block of each of `depth` places, if `distinct` blocks are repeated in runs of places.
 
-    The runs are as even as they can be, and the block in the middle of a run stands for all of it.
+    The runs have nearly equal lengths, and a run gets the block in its middle.
     Raises `UsageError` unless 1 <= distinct <= depth.
     """
     if not 1 <= distinct <= depth:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One arm at one length."""
+    """The accuracy of one arm at one length of training."""
 
     arm: str
     steps: int
@@ -31,14 +31,14 @@ class Point:
 
 
 def budget_points(study: Study) -> tuple[Point, ...]:
-    """Every (arm, length, mode) of the curve; the arms of the main part join at their length."""
+    """A point per (arm, length, mode) of the curve, including the arms of the main part."""
     arms = list(dict.fromkeys(base_arm(r.task) for r in study.runs if r.task.part == "budget"))
     groups: dict[tuple[int, int, str], dict[int, list[ScoreRow]]] = {}
     for run in study.runs:
         arm = base_arm(run.task)
         for row in run.result.rows if run.result and arm in arms else ():
-            # Pruned scores have no place on the curve.
-            if run.result and row.choose == "":  # the full stack
+            # Scores of pruned models are not part of the curve.
+            if run.result and row.choose == "":
                 key = (arms.index(arm), run.result.steps, row.mode)
                 groups.setdefault(key, {}).setdefault(row.seed, []).append(row)
     points = [
@@ -59,10 +59,9 @@ def budget_points(study: Study) -> tuple[Point, ...]:
 
 
 def budget_section(summary: Summary) -> Section | None:
-    """The section, or `None` for a study without a curve or nothing of it done."""
+    """The section of the curve; `None` if the study has scores of fewer than two lengths."""
     points = budget_points(summary.study)
     lengths = sorted({point.steps for point in points})
-    # A curve needs two lengths; a study that has just begun may have one.
     if len(lengths) < 2:
         return None
     curves: dict[tuple[str, str], dict[int, Estimate]] = {}
@@ -101,7 +100,7 @@ def budget_section(summary: Summary) -> Section | None:
 
 
 def _position_tables(summary: Summary, lengths: Sequence[int]) -> tuple[Table, ...]:
-    """How often the position is named right at each length, of arms whose curve was asked."""
+    """A table of how often the position is predicted correctly at each length, if analysed."""
     arms = dict.fromkeys(base_arm(run.task) for run in summary.study.runs)
     answers = (a.result for a in summary.study.analyses if a.task.options.name == "position")
     by_model = (result.facts.get("sources", {}) for result in answers if result is not None)
@@ -112,7 +111,7 @@ def _position_tables(summary: Summary, lengths: Sequence[int]) -> tuple[Table, .
         for source in sources:
             path = ("sources", source, "accuracy")
             shares = [summary.fact("position", labels.get(n, ""), path=path) for n in lengths]
-            # One length is no curve: it stands with the analysis itself.
+            # A single length is no curve; its number is in the analysis itself.
             if sum(share is not None for share in shares) > 1:
                 cells = (NONE if share is None else f"{share:.2f}" for share in shares)
                 rows.append((label(arm), source, *cells))
@@ -141,13 +140,13 @@ def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[
             for (arm, mode), curve in curves.items()
             if arm in shown
         ]
-        # Lengths differ by factors; on a linear axis the short ones would lie on each other.
+        # Lengths differ by factors; on a linear axis the short ones would overlap.
         axes.set_xscale("log")
         axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
         axes.minorticks_off()
         # Room for the markers of scores near 0 and 100 %.
         axes.set_ylim(-2, 102)
-        # Below the panel: inside it, whatever the place, some study has a line there.
+        # Below the panel, because inside it would cover a line of some study.
         legend_below(part, entries)
     return figure
 
@@ -161,7 +160,7 @@ def _draw_curve(
         yerr=error_bars(list(curve.values())),
         color=style[0],
         marker=style[1],
-        # Colour and marker tell the arm, the line tells the order mode.
+        # Colour and marker show the arm, the line style shows the order mode.
         linestyle="-" if mode == "sequential" else "--",
         capsize=2.5,
     )

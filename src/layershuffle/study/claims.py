@@ -1,8 +1,8 @@
-"""The paper's claims, one by one, against this study's numbers.
+"""The paper's claims, judged by this study's numbers.
 
 Every claim has a criterion, written down before the study was scored but with smaller studies
-known. Claims 4, 6, 7, 16 and 17 were written anew when the reasons for which they failed were
-measured (docs/log.md).
+known. The criteria of claims 4, 6, 7, 16 and 17 were rewritten when the reasons for their failures
+had been measured (docs/log.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layershuffle.study.verdicts import (
     grade,
 )
 
-# Merges share their donors, so they are no independent sample of what other models would give.
+# Merges share their donors, so they are no independent sample of merges of other models.
 _OVER_MERGES = " (over merges of these models)"
 
 
@@ -39,7 +39,7 @@ def _works_in_any_order(s: Summary) -> Judgement:
     if not (base and shuffled and ours):
         return None
     top, low, high = mean(base), mean(shuffled), mean(ours)
-    # Shares of the baseline, not points: the level depends on the data.
+    # Shares of the baseline, not points, because the level depends on the data.
     parts = (low <= top / 10, high >= top / 2)
     text = f"baseline {top:.1f} -> {low:.1f}, LayerShuffle {high:.1f} in arbitrary order"
     return grade(all(parts), any(parts)), text
@@ -53,11 +53,11 @@ def _works_in_any_order(s: Summary) -> Judgement:
 )
 def _price_of_arbitrary_order(s: Summary) -> Judgement:
     base, ours = s.means("baseline", "sequential"), s.means("layershuffle", "arbitrary")
-    # A model that is never right has nothing to lose, and no share of it can be named.
+    # Without a correct answer of the baseline there is no loss, and no share of its accuracy.
     if not (base and ours) or mean(base) == 0:
         return None
     loss = compare(base, ours)
-    # A smaller loss than the paper's is no failure, and not what the paper says either.
+    # A smaller loss than the paper's is no failure, but not the paper's claim either.
     verdict = grade(abs(loss.points - 19.84) < PAR, loss.points < 19.84)
     return verdict, f"{loss}, {100 * loss.points / mean(base):.1f} % of the baseline's accuracy"
 
@@ -74,7 +74,7 @@ def _sequential_in_between(s: Summary) -> Judgement:
     base = s.means("baseline", "sequential")
     if min(len(ours), len(shuffled), len(base)) < 2:
         return None
-    # Both intervals must be apart from 0: the differences are small beside the spread over seeds.
+    # Both intervals must exclude 0: the differences are small against the spread over seeds.
     gain, loss = compare(ours, shuffled), compare(ours, base)
     parts = (gain.low > 0, loss.high < 0)
     return grade(all(parts), any(parts)), (
@@ -129,7 +129,7 @@ def _predict_varies_most(s: Summary) -> Judgement:
     spreads = {
         arm: spread for arm in arms if (spread := deviation(s.means(arm, "arbitrary"))) is not None
     }
-    # A spread needs two models; without one of the three there is no largest.
+    # A spread needs two models, and the comparison all three spreads.
     if len(spreads) < len(arms):
         return None
     most = max(spreads, key=lambda arm: spreads[arm])
@@ -137,7 +137,7 @@ def _predict_varies_most(s: Summary) -> Judgement:
     samples = [list(s.means(arm, "arbitrary").values()) for arm in arms]
     if min(map(len, samples)) < 3:
         return "undecided", text
-    # The spread of five models is known to a factor of two to three.
+    # The spread of five models is known only to a factor of two to three.
     p = equal_spreads(samples)
     verdict = grade(most == "layershuffle-predict") if p < 0.05 else "undecided"
     return verdict, f"{text}; equal spreads have p = {p:.2f}"
@@ -149,7 +149,7 @@ def _predict_varies_most(s: Summary) -> Judgement:
     criterion="at least 99 % on test images by the heads of the longest training; partly from 90 %",
 )
 def _position_is_predicted(s: Summary) -> Judgement:
-    # The names of the sources are those of `analysis/position.py`.
+    # The names of the sources in `analysis/position.py`.
     heads = ("sources", "the model's own prediction part", "accuracy")
     probes = ("sources", "probe on the block's output", "accuracy")
     lengths = sorted(s.lengths("layershuffle-predict").items())
@@ -157,7 +157,7 @@ def _position_is_predicted(s: Summary) -> Judgement:
     shown = {steps: share for steps, share in shares.items() if share is not None}
     if not shown:
         return None
-    # The paper trained 20 times as long as most of our arms: the longest is nearest to it.
+    # The paper trained 20 times as long as most of our arms; the longest is the most similar.
     share = shown[max(shown)]
     curve = ", ".join(f"{value:.2f} % after {steps:,}" for steps, value in shown.items())
     text = f"the trained heads: {curve} steps"
@@ -228,7 +228,7 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
         others = [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
         if len(refined) < 2 or not all(len(means) > 1 for means in others):
             return None
-        # Above the better of the two is above both.
+        # A model above the better of the two is above both.
         gap = compare(refined, max(others, key=mean))
         apart.append(gap.low > 0)
         texts.append(f"with {kept} {gap} above the better of the two")
@@ -256,10 +256,10 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
         }
         if not (ours and others):
             return None
-        # At 3 blocks the paper itself has an exception: the identity draw, a claim of its own.
+        # At 3 blocks the paper has an exception, the identity draw, which is a separate claim.
         alone = alone and (kept == 3 or max(others.values()) <= mean(ours) / 10)
-        rest = ", ".join(f"{arm} {value:.1f}" for arm, value in others.items())
-        texts.append(f"with {kept} {mean(ours):.1f} against {rest}")
+        scores = ", ".join(f"{arm} {value:.1f}" for arm, value in others.items())
+        texts.append(f"with {kept} {mean(ours):.1f} against {scores}")
     parts = (alone, mean(nine) >= mean(full) / 2)
     return grade(all(parts), any(parts)), f"{texts[0]}, {'; '.join(texts[1:])}"
 
@@ -272,15 +272,15 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
 )
 def _identity_draw(s: Summary) -> Judgement:
     cell = s.cell("truncated", Column("arbitrary", 3))
-    # Scores under a new order for every batch name no order.
+    # Scores with a new order for every batch have no order.
     rows = [] if cell is None else [row for row in cell.rows if row.order]
     straight = [row.top1 for row in rows if row.order == "0,1,2"]
     others = [row.top1 for row in rows if row.order != "0,1,2"]
     if not (straight and others):
         return None
-    identity, rest = mean(straight), mean(others)
-    return grade(rest <= identity / 3, rest < identity), (
-        f"identity {identity:.1f} ({len(straight)} draws), others {rest:.1f} ({len(others)} "
+    identity, other = mean(straight), mean(others)
+    return grade(other <= identity / 3, other < identity), (
+        f"identity {identity:.1f} ({len(straight)} draws), others {other:.1f} ({len(others)} "
         "draws); 5 draws of 6 orders hit the identity with probability 0.60"
     )
 
@@ -292,8 +292,8 @@ def _identity_draw(s: Summary) -> Judgement:
     "by chance",
 )
 def _outputs_depend_on_position(s: Summary) -> Judgement:
-    # The mean token, which shows more: on digit pairs 58 % of its neighbours are at most one
-    # position away, and 33 % of those of the class token.
+    # The mean token shows more than the class token: on digit pairs 58 % of its neighbours are at
+    # most one position away, against 33 %.
     share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
     chance = s.fact("umap", "layershuffle", path=("tokens", "mean", "chance"))
     if share is None or chance is None:
@@ -336,14 +336,14 @@ def _merges_lose_little(s: Summary) -> Judgement:
     }
     if not pairs or any(min(map(len, pair)) < 2 for pair in pairs.values()):
         return None
-    # How far a merge falls depends on the learning rate, so the arm that loses least is judged.
+    # The loss of a merge depends on the learning rate, so the arm that loses least is judged.
     gaps = {arm: compare(*pair) for arm, pair in pairs.items()}
     best = max(gaps.values(), key=lambda gap: gap.points)
     texts = (
         f"{arm} single {mean(single):.2f}, merged {mean(merged):.2f}: {gaps[arm]}"
         for arm, (merged, single) in pairs.items()
     )
-    # The upper end: as long as it reaches 0, nothing speaks against "no loss".
+    # The upper end of the interval: if it reaches 0, "no loss" is not refuted.
     return grade(best.high >= 0, best.points >= -PAR), f"{'; '.join(texts)}{_OVER_MERGES}"
 
 
@@ -358,14 +358,14 @@ def _merged_baselines_fail(s: Summary) -> Judgement:
     random = s.merging("baseline", "merge", name="random slots")
     if not (merged and single):
         return None
-    # No division: a model of a few steps can be right on no image at all.
-    whole, rest = mean(single), mean(merged)
-    text = f"single {whole:.2f}, merged {rest:.2f}"
+    # No division: a model of a few steps may have an accuracy of 0.
+    single_top1, merged_top1 = mean(single), mean(merged)
+    text = f"single {single_top1:.2f}, merged {merged_top1:.2f}"
     if random:
         # The paper's 1.87 +-6.51 has the spread of such merges.
         text += f"; with random slots {mean(random):.2f} +-{deviation(random) or 0:.2f}"
-    partly = rest <= whole / 2 or (bool(random) and mean(random) <= whole / 10)
-    return grade(rest <= whole / 10, partly), f"{text}{_OVER_MERGES}"
+    partly = merged_top1 <= single_top1 / 2 or (bool(random) and mean(random) <= single_top1 / 10)
+    return grade(merged_top1 <= single_top1 / 10, partly), f"{text}{_OVER_MERGES}"
 
 
 @claim(
@@ -375,7 +375,7 @@ def _merged_baselines_fail(s: Summary) -> Judgement:
     "model, order) scores",
 )
 def _merges_vary_more(s: Summary) -> Judgement:
-    # Over single orders on both sides: a merge is scored in one order, a model in several.
+    # Over single orders on both sides, because a merge is scored in one order, a model in several.
     rows = s.merging_rows("layershuffle")
     single, merged = (
         deviation([row.top1 for row in rows if row.kind == kind]) for kind in ("donor", "merge")
@@ -395,7 +395,7 @@ def _ensemble_is_better(s: Summary) -> Judgement:
     ensemble, single = (s.merging("layershuffle", kind) for kind in ("ensemble", "donor"))
     if not (ensemble and single):
         return None
-    # No interval: one ensemble says nothing of ensembles of other models.
+    # No interval, because one ensemble shows no spread over ensembles of other models.
     points = mean(ensemble) - mean(single)
     text = f"ensemble {mean(ensemble):.2f}, {points:+.2f} points"
     return grade(points > SLIGHT, points > 0), text

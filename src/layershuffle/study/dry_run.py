@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the tasks, and what they will take in work, time and disk."""
+"""The output of `--dry-run`: the tasks, and a forecast of their work, time and disk space."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from layershuffle.study.tasks import AnalysisResult, RunResult, read_outcome
 from layershuffle.text import counted
 
 _START_SECONDS = 8.0  # a process imports torch and transformers and reads its data
-# What an analysis takes, in scoring passes over its images: 26 to 48 were measured, 128 for UMAP.
+# Time of an analysis in scoring passes over its images: 26 to 48 measured, 128 for UMAP.
 _ANALYSIS_PASSES = 40
-# Weights and Adam's two moments; a new checkpoint is whole before the old one goes.
+# Weights and Adam's two moments; a new checkpoint is complete before the old one is deleted.
 _CHECKPOINT_COPIES = 2 * 3
 # By kind of data or name of the directory: title, training images, test images, classes.
 _PUBLISHED = {
@@ -34,7 +34,7 @@ _PUBLISHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class StudySubject:
-    """What the work depends on: model and data.
+    """The facts on model and data that the work depends on.
 
     The numbers of images are `None` if they are unknown, as for a stream. `notes` list what was
     estimated, and from what.
@@ -49,7 +49,7 @@ class StudySubject:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work that can be counted before it is done.
+    """Amounts of work that can be counted in advance.
 
     `steps`: optimiser steps; `trained`: images in all steps, each counted by the share of the
     blocks that it runs through; `block_runs`: runs of one block on one image in scoring.
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the tasks that are left will take.
+    """A forecast for the unfinished tasks.
 
     `seconds` of work in all, from the times of `measured` finished runs and of finished analyses:
     `None` if no run is finished.
@@ -81,7 +81,7 @@ class Forecast:
 def plan_text(
     study: StudySettings, tasks: Sequence[Task], *, subjects: Mapping[str, StudySubject]
 ) -> str:
-    """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
+    """The tasks as text: a line per arm, merging and analysis. `subjects`: by task name."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     mergings = sum(isinstance(task, MergingSpec) for task in tasks)
     analyses = len(tasks) - len(runs) - mergings
@@ -118,7 +118,7 @@ def plan_text(
 
 
 def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
-    """What every task works on, by the task's name. Raises as `open_subject`."""
+    """The subject of every task, by the task's name. Raises as `open_subject`."""
     # Most arms share model and data, so each pair is opened once.
     opened: dict[tuple[object, ...], StudySubject] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
@@ -141,7 +141,7 @@ def forecast(
     out: Path,
     workers: int | None,
 ) -> Forecast:
-    """Count the work that is not done in `out`; its time comes from the runs that are.
+    """Count the work that is not done in `out`; its time is estimated from the finished runs.
 
     An analysis takes as long per image as finished ones of its kind; before that, it is counted in
     scoring passes. `subjects`: of every task. Nothing is trained: a probe of a few batches would
@@ -178,7 +178,7 @@ def forecast(
             )
             for task, work in zip(left, counted, strict=True)
         )
-    # The rule of `local_pool`: the time is that of as many workers as would run.
+    # As in `local_pool`: the number of workers that would run.
     count = workers or study.workers or gpu_count() or len(os.sched_getaffinity(0))
     sizes = [subjects[run.name].parameter_bytes for run in runs]
     return Forecast(
@@ -223,7 +223,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
     from layershuffle.models import image_view, load, num_classes_of, replace_head
     from layershuffle.stack import depth_of
 
-    # Built and not looked up: only the host library knows the sizes of a spec with options.
+    # Built, because only the host library knows the sizes of a spec with options.
     spec, notes = architecture(fitted.model)
     model = load(spec, seed=fitted.seed)
     holdout = None if fitted.paper_protocol else fitted.holdout
@@ -250,7 +250,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
 
 
 def architecture(model: str) -> tuple[str, tuple[str, ...]]:
-    """A spec of as large a model that needs no weights and no network, and what to say of it."""
+    """A spec of an equally large model that needs no weights and no network, and notes on it."""
     from huggingface_hub import try_to_load_from_cache
     from timm import is_model
 
@@ -269,7 +269,7 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     pairs = [pair for pair in query.split("&") if pair.partition("=")[0] in spec.settings]
     named = [pair for pair in pairs if pair.partition("=")[0] not in ("pretrained", "weights")]
     plain = f"{place}?{'&'.join([*named, 'pretrained=false'])}"
-    # What is no name of the hub is a directory, there or not; opening it says which.
+    # Any other text is the path of a directory, which may not exist; opening it shows that.
     named_on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", spec.place) is not None
     if spec.scheme != "hf" or not named_on_hub or Path(spec.place).is_dir():
         return plain, ()
@@ -290,7 +290,7 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
 def published_sizes(
     data: str, holdout: float | None
 ) -> tuple[int | None, int | None, int | None, str]:
-    """(training images, test images, classes, what to say) of data that are not there."""
+    """(training images, test images, classes, note) of data that are not on this machine."""
     from layershuffle.data.loading import parse_spec
 
     scheme, place, _ = parse_spec(data)
@@ -315,12 +315,12 @@ def work_of(task: Task, subject: StudySubject) -> Work | None:
             return None
         steps = float(fitted.steps or 0)
         if fitted.steps is None and subject.train_images is not None:
-            # The last batch of an epoch may be smaller; it is a step all the same.
+            # The last batch of an epoch may be smaller, but is a step too.
             batches = math.ceil(subject.train_images / fitted.batch_size)
             steps = (fitted.epochs or DEFAULT_EPOCHS) * batches
         return Work(
             steps=steps,
-            # A shortened model trains a part of the blocks; stem and head are small beside them.
+            # A truncated model trains a part of the blocks; stem and head are small in comparison.
             trained=steps * fitted.batch_size * depth / subject.depth,
             block_runs=block_runs(task.evaluate, depth) * images,
         )
@@ -342,7 +342,7 @@ def passes_of(task: MergingSpec | AnalysisSpec) -> int:
 
 
 def orders_of(settings: EvalSettings, depth: int) -> int:
-    """How many orders a model with `depth` blocks is scored under."""
+    """The number of orders under which a model with `depth` blocks is scored."""
     modes = parse_modes(settings.modes)
     return sum(mode.draws(settings.num_orders, depth=depth) for mode in modes)
 
@@ -360,7 +360,7 @@ def block_runs(settings: EvalSettings, depth: int) -> int:
 
 
 def forecast_text(forecast: Forecast, out: Path) -> str:
-    """The forecast in words."""
+    """The forecast as text."""
     # `out` may not exist yet; its nearest parent lies on the same disk.
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -373,7 +373,7 @@ def forecast_text(forecast: Forecast, out: Path) -> str:
         )
     work = "Work: not known, because the number of images is not"
     if forecast.work is not None:
-        # Three digits are known of a forecast; written out, since few read powers of ten.
+        # Three digits, written without an exponent.
         block_runs = float(f"{forecast.work.block_runs:.3g}")
         work = (
             f"Work: {forecast.work.steps:,.0f} training steps, and "

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Dash = Literal["-", "--", "-.", ":"]
-# One style per arm, in the order of the plan: colour, marker and dash differ together, so that no
-# reader depends on colour. Mostly Okabe and Ito's colours, the pale ones left out.
+# One style per arm, in the order of the plan: colour, marker and dash differ together, so no reader
+# depends on colour. Mostly Okabe and Ito's colours, without the pale ones.
 STYLES: tuple[tuple[str, str, _Dash], ...] = (
     ("#5d6975", "o", "--"),
     ("#0072b2", "s", "-"),
@@ -50,16 +50,16 @@ PANELS = {
 }
 ARMS_PER_PANEL = 5  # more lines cannot be told apart
 _MOST_ARMS = 3 * ARMS_PER_PANEL
-# Blocks between the outermost arms of a panel, so that intervals of near values stay apart, and
-# between an arm's point and the paper's: every point is within 0.2 of the number it stands for.
+# Horizontal offsets in blocks, between the outermost arms of a panel and between an arm's point and
+# the paper's, which separate intervals of near values. Every point is within 0.2 of its number.
 _DODGE, _PAPER_SHIFT = 0.3, 0.04
 
 
 def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figure:
-    """One panel per mode, side by side: per arm a line with its 95 % intervals.
+    """A panel per mode, side by side, with a line with 95 % intervals per arm.
 
-    At most `ARMS_PER_PANEL` arms a panel: more take further rows, each with a legend. The paper's
-    points stand beside ours, hollow; "~" marks those that its text only describes.
+    A panel has at most `ARMS_PER_PANEL` arms; further arms get more rows, each with a legend. The
+    paper's points are hollow, beside ours; "~" marks those that its text only describes.
     """
     alone = len(modes) == 1
     rows = panels_of(arms_drawn(summary)) or [()]
@@ -76,7 +76,7 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
 
 
 def arms_drawn(summary: Summary) -> tuple[str, ...]:
-    """The arms with a line: those scored with blocks missing, or all where none is."""
+    """The arms with a line: those scored with missing blocks, or all if there are none."""
     curves = {
         arm: [cell for mode in PANELS for cell in summary.curve(arm, mode)] for arm in summary.arms
     }
@@ -85,9 +85,9 @@ def arms_drawn(summary: Summary) -> tuple[str, ...]:
 
 
 def too_many_arms(summary: Summary) -> str:
-    """Why the study has no figure of its arms; empty if it has one.
+    """The reason why the study has no figure of its arms; "" if it has one.
 
-    Nobody compares lines over more than three rows of panels.
+    Lines cannot be compared over more than three rows of panels.
     """
     count = len(arms_drawn(summary))
     if count <= _MOST_ARMS:
@@ -99,7 +99,7 @@ def too_many_arms(summary: Summary) -> str:
 
 
 def panels_of(arms: Sequence[str]) -> list[tuple[str, ...]]:
-    """The arms in as few panels as `ARMS_PER_PANEL` allows, and about as many in each."""
+    """The arms, split evenly over as few panels as `ARMS_PER_PANEL` allows."""
     count = -(-len(arms) // ARMS_PER_PANEL)
     bounds = [len(arms) * panel // max(1, count) for panel in range(count + 1)]
     return [tuple(arms[first:last]) for first, last in pairwise(bounds)]
@@ -108,22 +108,22 @@ def panels_of(arms: Sequence[str]) -> list[tuple[str, ...]]:
 def inline_svg(summary: Summary, mode: str) -> str:
     """One panel as an `<svg>` element for an HTML page, described for screen readers.
 
-    Ids carry the mode, so that several fit into one page. Colours are the page's variables
+    Ids contain the mode, so a page may have several. Colours are the page's variables
     `--ink`, `--rule`, `--ground` and `--arm-0`, ... with the printed colours behind them.
     """
     figure = draw_figure(summary, [mode])
     figure.patch.set_alpha(0.0)
     text = figure_bytes(figure, "svg").decode("utf-8")
     text = text[text.index("<svg") :]
-    # matplotlib's style rules are for every element, also for those of the page around it.
+    # matplotlib's style rules would apply to every element of the page.
     text = re.sub(r" <defs>\s*<style.*?</style>\s*</defs>\n", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{mode}-', text)
     text = re.sub(r'xlink:href="#', f'href="#{mode}-', text)
     text = re.sub(r"url\(#", f"url(#{mode}-", text)
-    # In the opening tag alone, for shapes have a width and a height as well.
+    # Only in the opening tag, because shapes have a width and a height as well.
     end = text.index(">") + 1
     text = re.sub(r' (xmlns(:xlink)?|version|width|height)="[^"]*"', "", text[:end]) + text[end:]
-    # The page changes its variables where the reader prefers a dark one.
+    # The page has other values of its variables for a dark theme.
     for colour, name in _variables().items():
         text = text.replace(colour, f"var(--{name}, {colour})")
     words = escape(describe_panel(summary, mode), quote=True)
@@ -131,7 +131,7 @@ def inline_svg(summary: Summary, mode: str) -> str:
 
 
 def describe_panel(summary: Summary, mode: str) -> str:
-    """The panel in words: every line with its numbers."""
+    """A description of the panel as text, with the numbers of every line."""
     parts = [
         f"{label(arm)}: " + ", ".join(f"{cell.top1.mean:.1f} % with {cell.kept}" for cell in cells)
         for arm in arms_drawn(summary)
@@ -143,7 +143,7 @@ def describe_panel(summary: Summary, mode: str) -> str:
 def arm_style(summary: Summary, arm: str) -> tuple[str, str, _Dash]:
     """Colour, marker and dash of an arm."""
     turn, index = divmod(summary.arms.index(arm), len(STYLES))
-    # Where colours come again, they have other markers and dashes.
+    # Repeated colours have other markers and dashes.
     _, marker, dash = STYLES[(index + turn) % len(STYLES)]
     return STYLES[index][0], marker, dash
 
@@ -155,7 +155,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
             shift = _DODGE * (place / (len(arms) - 1) - 0.5) if len(arms) > 1 else 0.0
             _draw_arm(axes, summary, cells, shift)
     ticks = sorted({cell.kept for cell in summary.cells})
-    # More than a dozen labels would run into each other.
+    # More than a dozen labels would overlap.
     axes.set_xticks(ticks if len(ticks) <= 12 else ticks[:: (len(ticks) + 11) // 12])
     axes.set(xlim=(min(ticks, default=1) - 0.6, summary.depth + 0.6), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
@@ -186,7 +186,7 @@ def _draw_arm(axes: Axes, summary: Summary, cells: Sequence[ScoreCell], shift: f
 
 
 def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: tuple[str, str]) -> None:
-    """A hollow point; a range as a bar with its middle."""
+    """Draw a hollow point, or a bar with its middle for a range."""
     half = number.high - number.value
     axes.errorbar(
         [x],
@@ -206,7 +206,7 @@ def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: tuple[str, 
 
 
 def error_bars(scores: Sequence[Estimate]) -> tuple[list[float], list[float]]:
-    """How far the intervals reach below and above the means: 0 where there is none."""
+    """The lengths of the intervals below and above the means; 0 without an interval."""
     return (
         [0.0 if score.low is None else score.mean - score.low for score in scores],
         [0.0 if score.high is None else score.high - score.mean for score in scores],
@@ -218,7 +218,7 @@ def _legend_entries(
 ) -> list[tuple[Any, str]]:
     from matplotlib.lines import Line2D
 
-    # A study that is half done has arms without a line in any panel.
+    # An unfinished study has arms without a line in any panel.
     drawn = {str(box.get_label()) for axes in panels for box in axes.containers}
     entries: list[tuple[Any, str]] = []
     for arm in arms:

@@ -1,4 +1,4 @@
-"""What a report says first. An arm is called better only where an interval says so."""
+"""The first sentences of a report. An arm is called better only if an interval shows it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ARMS_SHOWN = 4
 
 
 def headline(summary: Summary) -> str:
-    """The one sentence to remember, from the numbers: arbitrary order, baseline against ours.
+    """The main result in a sentence: the baseline and our method in arbitrary order.
 
     It names the better of two arms only if the 95 % interval of their difference excludes 0.
     """
-    # The paper's own comparison, where the study has both sides of it.
+    # The paper's comparison, if the study has these arms.
     paper_arms = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
     column = Column("arbitrary", summary.depth)
     cells = _cells(summary, column, arms=paper_arms or list(summary.arms[:_ARMS_SHOWN]))
@@ -49,12 +49,12 @@ def key_facts(summary: Summary) -> list[str]:
     rivals = [arm for arm, gap in gaps.items() if not gap.low > 0]
     where = f"With {column.kept} of {summary.depth} blocks in arbitrary order"
     if not rivals:
-        # No other may be left out: a wider interval of a lower arm could reach further up.
+        # Over all arms, because a wide interval of a lower arm may reach further up.
         nearest = min(gaps, key=lambda arm: gaps[arm].low)
         return [
             f"{where}, {label(best.arm)} is best: {_points(gaps[nearest])} above {label(nearest)}."
         ]
-    # The rival with the highest mean speaks for the others.
+    # The rival with the highest mean.
     gap = gaps[rivals[0]]
     numbers = "there is no interval" if math.isinf(gap.low) else f"they differ by {_points(gap)}"
     return [

@@ -1,4 +1,4 @@
-"""Table 2 and Figure 5: merged models, soups and ensembles beside the models they came from."""
+"""Table 2 and Figure 5: merged models, soups and ensembles beside their donors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RowGroup = tuple[str, tuple[str, str, str], list[MergingRow]]
-"""Arm, (kind, name, ends), rows: what is one row of Table 2 and one column of Figure 5."""
+"""Arm, (kind, name, ends), rows: a row of Table 2 and a row of dots of Figure 5."""
 
 _KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
 _HEAD = (
@@ -28,14 +28,17 @@ _HEAD = (
 )  # fmt: skip
 _DOT_POINTS = 2.4  # diameter of a dot
 _DOT_INCHES = _DOT_POINTS / 72
-_WIDTH = 9.2  # inches: on 1,200 pixels the smallest letters are 15 pixels high
-_PLOT, _RANGE = 5.5, 104.0  # least width of the panels in inches, and what it stands for in points
+_WIDTH = 9.2  # inches: at 1,200 pixels the smallest letters are 15 pixels high
+_PLOT, _RANGE = (
+    5.5,
+    104.0,
+)  # least width of the panels in inches, their range in percentage points
 _DOT_WIDTH = _RANGE * _DOT_INCHES / _PLOT  # of a dot, in percentage points
-_ROW, _ACROSS = 0.24, 0.8  # least height of a row in inches, and how much of it dots may fill
+_ROW, _ACROSS = 0.24, 0.8  # least height of a row in inches, and the share of it that dots may fill
 
 
 def merging_section(study: Study) -> Section | None:
-    """The section, or `None` while no merging is done."""
+    """The section; `None` if no merging is done."""
     groups: list[RowGroup] = []
     for merging in study.mergings:
         if merging.result is None or not merging.result.rows:
@@ -92,14 +95,14 @@ def _with_sd(value: float, sd: float | None) -> str:
 
 
 def draw_merges(groups: Sequence[RowGroup]) -> Figure:
-    """Figure 5: a panel per arm, in it a row of dots per group of models, every model one dot."""
+    """Figure 5: a panel per arm, with a row of dots per group of models, one dot per model."""
     by_arm: dict[str, list[tuple[str, list[float], list[float]]]] = {}
     for arm, (kind, name, ends), rows in groups:
         words = ", ".join(filter(None, (_KINDS[kind], name, ends and f"ends: {ends}")))
         values = [mean(scores) for scores in by_model(rows).values()]
         shifts = beeswarm_offsets(values, height=_DOT_WIDTH)
         by_arm.setdefault(arm, []).append((words, values, shifts))
-    # Inches, so that no dot covers another however many are alike.
+    # In inches, so no dot covers another, however many are equal.
     heights = {
         arm: [max(_ROW, _across(shifts) / _ACROSS) for _, _, shifts in clouds]
         for arm, clouds in by_arm.items()
@@ -118,7 +121,7 @@ def draw_merges(groups: Sequence[RowGroup]) -> Figure:
         middles = [end - inches / 2 for end, inches in zip(below, heights[arm], strict=True)]
         for (_, values, shifts), middle in zip(clouds, middles, strict=True):
             colour = STYLES[number % len(STYLES)][0]
-            # A single model is no cloud: its dot has to be seen alone.
+            # The dot of a single model is larger, because it must be visible alone.
             size = _DOT_POINTS if len(values) > 1 else 3 * _DOT_POINTS
             at = [middle + _DOT_INCHES * shift for shift in shifts]
             axes.scatter(values, at, s=size**2, color=colour, linewidths=0)
@@ -131,18 +134,18 @@ def draw_merges(groups: Sequence[RowGroup]) -> Figure:
 
 
 def _across(shifts: Sequence[float]) -> float:
-    """Inches that dots take side by side."""
+    """The width of the dots in inches."""
     return (1 + 2 * max(map(abs, shifts))) * _DOT_INCHES
 
 
 def beeswarm_offsets(values: Sequence[float], *, height: float) -> list[float]:
-    """How many dots to the side each value stands so that none covers another.
+    """The sideways offset of each value, in dots, such that no dot covers another.
 
     Values nearer than `height` to each other take different places: 0, 1, -1, 2, -2, ...
     """
     offsets = [0.0] * len(values)
     placed: list[tuple[float, int]] = []
-    # From the lowest value up, so that the order of the rows does not change the picture.
+    # From the lowest value up, so the order of the rows does not change the picture.
     for index in sorted(range(len(values)), key=lambda i: values[i]):
         used = {place for value, place in placed if abs(value - values[index]) < height}
         place = next(place for place in _outwards() if place not in used)

@@ -1,4 +1,4 @@
-"""What the paper leaves open: each question with the option's name, its default, and this study's
+"""Questions that the paper leaves open, each with the option's name, its default, and this study's
 value.
 """
 
@@ -13,11 +13,11 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.study.tables import Section, Table, unique
 
 Answerer = Callable[[StudySettings], tuple[str, str]]
-"""From a study to (default, what the study does)."""
+"""A function from a study to (default, the study's value)."""
 
 
 def open_choices(study: StudySettings) -> Section:
-    """The questions A1 to A19 with what this study answers."""
+    """The questions A1 to A19 with this study's answers."""
     rows = ((number, text, option, *answer(study)) for number, text, option, answer in QUESTIONS)
     return Section(
         title="What the paper leaves open, and what was done here",
@@ -36,7 +36,7 @@ def _show(settings: Any, *paths: str) -> str:
         value = settings
         for name in path.split("."):
             value = getattr(value, name)
-        # With spaces, because a long list of modes has to break into lines.
+        # With spaces, so a long list of modes can be wrapped.
         text = (
             "/".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(",", ", ")
         )
@@ -53,17 +53,17 @@ def _evaluate(*paths: str) -> Answerer:
 
 
 def _fit(*paths: str, method: str = "") -> Answerer:
-    """The values in the runs of a method, or of all; several where the arms differ."""
+    """The values in the runs of a method, or of all methods; several if the arms differ."""
 
     def answer(study: StudySettings) -> tuple[str, str]:
-        # A run must name a model and data, but no question is about them.
+        # Model and data are required, but no question is about them.
         default = FitSettings(
             method=method or "layershuffle",
             model="none",
             data="none",
-            kept=1 if method == "truncated" else None,  # which this method cannot do without
+            kept=1 if method == "truncated" else None,  # required by this method
         )
-        # Settings do not depend on the seed: the first one stands for all.
+        # Settings do not depend on the seed, so the first one is enough.
         arms = [arm for arm in study.arms if method in ("", arm.method)]
         used = (_show(study.fit_settings(arm, study.seeds_of(arm)[0]), *paths) for arm in arms)
         return _show(default, *paths), "; ".join(unique(used)) or "not in this study"

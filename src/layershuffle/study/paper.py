@@ -1,9 +1,9 @@
-"""The paper's numbers, each with the place it stands in (arXiv 2407.04513, sections 4.1 to 4.4).
+"""The paper's numbers, each with its place (arXiv 2407.04513, sections 4.1 to 4.4).
 
 ImageNet2012 validation accuracy (top-1, percent) of ViT-B/16 with 12 blocks, 5 models per method.
-Table 1 gives numbers. Figure 1 gives curves that the text describes in words only: those entries
-are `approximate`, a single value or a range, and stand in the report with a "~". What the words do
-not pin down (6 blocks; LayerDrop in arbitrary order, which "does not perform well") is left out.
+Table 1 gives numbers. Figure 1 gives curves that the text only describes in words: those entries
+are `approximate`, a single value or a range, and have a "~" in the report. Scores that the text
+leaves vague (6 blocks; LayerDrop in arbitrary order, which "does not perform well") are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NUMBERS: tuple[PaperNumber, ...] = (
     PaperNumber("layershuffle-position", "arbitrary", 12, 63.61, 63.61, 0.23, _TABLE),
     PaperNumber("layershuffle-predict", "sequential", 12, 74.41, 74.41, 0.20, _TABLE),
     PaperNumber("layershuffle-predict", "arbitrary", 12, 61.18, 61.18, 1.06, _TABLE),
-    # The text puts both methods into one range at 9 blocks and names a value for each at 3.
+    # The text gives one range for both methods at 9 blocks, and a value for each at 3.
     PaperNumber("layershuffle", "sequential", 9, 70.0, 80.0, None, _TEXT, approximate=True),
     PaperNumber("layershuffle", "sequential", 3, 18.0, 18.0, None, _TEXT, approximate=True),
     PaperNumber("layerdrop", "sequential", 9, 70.0, 80.0, None, _TEXT, approximate=True),
@@ -68,7 +68,7 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     Arms with options of their own ("layerdrop-p0.5") have none. For another depth than the
     paper's 12, only the full stack compares.
     """
-    # All blocks of a model stand for all 12 of the paper, however many they are.
+    # All blocks of any model are compared with all 12 of the paper.
     kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
@@ -94,6 +94,6 @@ class PaperMerge:
 MERGES: tuple[PaperMerge, ...] = (
     PaperMerge("merge", "baseline", "sequential", 1.87, 6.51, 4.53, 11.82),
     PaperMerge("merge", "layershuffle", "arbitrary", 59.68, 1.15, 82.16, 1.03),
-    # There is one ensemble of the 12 models, so nothing can vary.
+    # There is only one ensemble of the 12 models, so there is no spread.
     PaperMerge("ensemble", "layershuffle", "arbitrary", 69.20, None, 88.93, None),
 )

@@ -1,9 +1,9 @@
-"""What a study will do, as plain data: tasks, their settings, what each needs.
+"""The plan of a study as plain data: tasks, their settings and their dependencies.
 
 A plan is a pure function of the study's settings. `--dry-run` prints it, the runner executes it,
-`plan.json` keeps the recipe that it follows from. A task is a run (one training and its scores), a
-merging (all merges of an arm's models) or an analysis (one question asked of one model); it is done
-if and only if its directory holds `result.json`.
+and `plan.json` stores the recipe. A task is a run (one training and its scores), a merging (all
+merges of an arm's models) or an analysis (of one model); it is done if and only if its directory
+holds `result.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.txt"
 KEPT_FILE = "runs.json"
-"""Stands in for the directories of the runs where only the results of a study are kept."""
+"""Replaces the directories of the runs if only the results of a study are kept."""
 _SCHEMA = 1
 
 ReportPart = Literal["main", "budget"]
@@ -47,11 +47,11 @@ class RunSpec:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the tasks that must be done before."""
+        """Names of the tasks that must be done first."""
         return ()
 
     def directory(self, out: Path) -> Path:
-        """Where the run keeps everything."""
+        """The directory of the run."""
         return out / "runs" / self.name
 
 
@@ -66,7 +66,7 @@ class MergingSpec:
     options: Merging
 
     def directory(self, out: Path) -> Path:
-        """Where its results go."""
+        """The directory of its results."""
         return out / "merging" / self.arm
 
 
@@ -81,7 +81,7 @@ class AnalysisSpec:
     options: AnalysisTask
 
     def directory(self, out: Path) -> Path:
-        """Where its files go."""
+        """The directory of its files."""
         return out / "analysis" / self.name
 
 
@@ -89,13 +89,13 @@ Task = RunSpec | MergingSpec | AnalysisSpec
 
 
 def tasks_of(study: StudySettings) -> tuple[Task, ...]:
-    """All tasks, each after what it needs."""
+    """All tasks, each after the tasks that it needs."""
     runs = runs_of(study)
     return (*runs, *_mergings(study, runs), *_analyses(study))
 
 
 def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
-    """All runs, seed by seed, so that a half-done study has every arm; then the budget curve."""
+    """All runs, seed by seed, so an unfinished study has every arm; then the budget curve."""
     seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
     main = tuple(
         _run(study, arm, seed, part="main")
@@ -118,7 +118,7 @@ def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart) -> RunS
 
 
 def _as_trained(scoring: Scoring, settings: FitSettings) -> Scoring:
-    """`scoring` with the data settings of the training: images are prepared for both alike."""
+    """`scoring` with the data settings of the training, so images are prepared the same way."""
     names = {"resize", "skip_corrupt", "streaming"} & type(scoring).model_fields.keys()
     return scoring.model_copy(update={name: getattr(settings, name) for name in names})
 
@@ -154,7 +154,7 @@ def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec
 
 
 def _settings(study: StudySettings, label: str) -> FitSettings:
-    """The settings of an arm, which differ between its runs in the seed alone."""
+    """The settings of an arm; its runs differ only in the seed."""
     arm = study.arm(label)
     return study.fit_settings(arm, study.seeds_of(arm)[0])
 
@@ -176,14 +176,14 @@ def _analyses(study: StudySettings) -> list[AnalysisSpec]:
 
 
 def is_finished(task: Task, out: Path) -> bool:
-    """Whether the task is done: its result is written last.
+    """Whether the task's result exists, which is written last.
 
-    A merging is not done any more once its arm has more donors.
+    A merging counts as unfinished if its arm has got more donors since.
     """
     path = task.directory(out) / RESULT_FILE
     if not path.is_file():
         return False
-    # More seeds mean more donors: such a merging is done again.
+    # A merging is repeated if its arm has more seeds, hence more donors.
     if isinstance(task, MergingSpec):
         donors: list[str] = json.loads(path.read_text(encoding="utf-8")).get("donors", [])
         return donors == list(task.needs)
@@ -191,7 +191,7 @@ def is_finished(task: Task, out: Path) -> bool:
 
 
 def write_plan(study: StudySettings, out: Path) -> None:
-    """Keep the plan in `out`; raises as `check_plan`."""
+    """Write the plan into `out`. Raises the errors of `check_plan`."""
     check_plan(study, out)
     plan = {
         "schema": _SCHEMA,
@@ -203,11 +203,11 @@ def write_plan(study: StudySettings, out: Path) -> None:
 
 
 def check_plan(study: StudySettings, out: Path) -> None:
-    """Raises `UsageError` if the study contradicts what is done in `out`, or `out` is foreign.
+    """Raises `UsageError` if the study contradicts finished tasks in `out`, or `out` is foreign.
 
-    A study may grow: more arms, seeds, lengths, analyses. What is finished must stay as it is.
+    A study may grow by arms, seeds, lengths and analyses, but finished tasks must not change.
     """
-    # All of its runs would count as unfinished and be trained again beside the kept results.
+    # Otherwise all of its runs would count as unfinished and be trained again.
     if (out / KEPT_FILE).exists():
         raise UsageError(
             "This directory holds the kept results of a study, without its models",
@@ -221,12 +221,12 @@ def check_plan(study: StudySettings, out: Path) -> None:
 
 def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
-    # What is not done yet may change: no result of it exists.
+    # Unfinished tasks may change, because they have no results.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
     changed = [task.name for task in done if not same_task(task, planned.get(task.name))]
     if old.name != new.name or changed:
         details = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
-        # For the message: names of settings tell more than names of tasks.
+        # For the message, because names of settings are clearer than names of tasks.
         differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
         raise UsageError(
             f"This directory holds a study with other settings ({', '.join(differing)}), {details}",
@@ -236,9 +236,9 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
 
 
 def same_task(done: Task, planned: Task | None) -> bool:
-    """Whether a finished task stays as it is; more donors only make a merging be done again."""
+    """Whether a finished task is unchanged in the new plan; a merging may get more donors."""
     if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
-        # Not the whole of `options`: its list of arms may grow without a change to this arm.
+        # Not all of `options`, whose list of arms may grow without a change to this arm.
         return set(done.needs) <= set(planned.needs) and done.options.options == (
             planned.options.options
         )
@@ -251,7 +251,7 @@ def same_task(done: Task, planned: Task | None) -> bool:
 
 
 def read_study_plan(out: Path) -> StudySettings:
-    """The study that `out` holds. Raises `UsageError` if there is none or it cannot be read.
+    """The study in `out`. Raises `UsageError` if there is none or it cannot be read.
 
     Older versions also stored the tasks, which follow from the recipe; they are not read.
     """

@@ -1,4 +1,4 @@
-"""Where tasks run: processes of this machine. (`ray_pool` does the same on a cluster.)"""
+"""Run tasks in processes of this machine (`ray_pool`: on a cluster)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from layershuffle.study.plan import FAILURE_FILE, Task
 from layershuffle.study.worker import PROGRESS_FILE
 
 LOG_FILE = "log.txt"
-STOP_SECONDS = 60.0  # a stopped run saves a checkpoint after its step; longer than any step here
+STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
 
 
 class Pool(Protocol):
-    """What the runner asks of a place to run tasks in."""
+    """The interface between the runner and the processes of tasks."""
 
     @property
     def running(self) -> Collection[str]:
-        """Names of the tasks that run now."""
+        """Names of the running tasks."""
 
     def start(self, task: Task) -> None:
-        """Start a task; it writes its files below the study's directory."""
+        """Start a task, which writes its files below the study's directory."""
 
     def reap(self) -> dict[str, int]:
         """Exit codes of the tasks that ended since the last call."""
 
     def stop(self) -> None:
-        """Ask all for a checkpoint, wait for it, and end those that do not obey."""
+        """Let all tasks save a checkpoint and end, and kill those that do not."""
 
 
 @dataclass
@@ -49,24 +49,24 @@ class LocalPool:
 
     @property
     def running(self) -> Collection[str]:
-        """Names of the tasks that run now."""
+        """Names of the running tasks."""
         return self.processes.keys()
 
     def start(self, task: Task) -> None:
-        """Start `task` in a process of its own, its output in its `log.txt`."""
+        """Start `task` in its own process, with its output in its `log.txt`."""
         directory = fresh_directory(task, self.out)
         gpu = self._least_used_gpu()
         if gpu is not None:
             self.gpu_of[task.name] = gpu
         log = directory / LOG_FILE
-        # Ctrl-C reaches us alone, in a session of its own; we pass it on as SIGTERM.
+        # In its own session, so Ctrl-C reaches only this process, which passes it on as SIGTERM.
         self.processes[task.name] = start_worker(
             self.out, task.name, log=log, threads=self.threads, gpu=gpu, own_session=True
         )
 
     def _least_used_gpu(self) -> int | None:
         busy = [self.gpu_of[name] for name in self.processes if name in self.gpu_of]
-        # More tasks than GPUs are allowed (`--workers`); they are spread evenly.
+        # There may be more tasks than GPUs (`--workers`); they are spread evenly.
         return min(range(self.gpus), key=busy.count, default=None)
 
     def reap(self) -> dict[str, int]:
@@ -78,7 +78,7 @@ class LocalPool:
         return codes
 
     def stop(self) -> None:
-        """SIGTERM to all, wait for their checkpoints, SIGKILL to those that do not end."""
+        """Send SIGTERM to all, wait for their checkpoints, and kill those that do not end."""
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         # One deadline for all: they save their checkpoints at the same time.
@@ -93,7 +93,7 @@ class LocalPool:
 
 
 def fresh_directory(task: Task, out: Path) -> Path:
-    """The task's directory, without what an earlier attempt said of itself."""
+    """The task's directory, without the failure and progress files of an earlier attempt."""
     directory = task.directory(out)
     with explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -111,11 +111,11 @@ def start_worker(
     gpu: int | None = None,
     own_session: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """The process that runs the task `name` of the study in `out`; it appends to `log`."""
-    # Appended: the log of a run that resumes begins before the interruption.
+    """Start a process that runs the task `name` of the study in `out` and appends to `log`."""
+    # Appended, because the log of a resumed run includes the time before the interruption.
     with explained(log.parent), log.open("ab") as file:
         return subprocess.Popen(
-            # This Python, whatever `python` means in the shell.
+            # This interpreter, not the `python` of the shell.
             [sys.executable, "-m", "layershuffle.study.worker", str(out), name],
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -126,7 +126,7 @@ def start_worker(
 
 
 def gpu_count() -> int:
-    """GPUs that are ours to use, without importing torch into the process that only watches."""
+    """The number of GPUs that this process may use, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return len(_visible_gpus())
     try:
@@ -147,10 +147,10 @@ def _visible_gpus() -> list[str]:
 def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:
     environment = dict(os.environ)
     if threads is not None:
-        # By the environment, because OpenMP reads it before any line of ours runs.
+        # By the environment, which OpenMP reads before any of our code runs.
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpu is not None:
         visible = _visible_gpus()
-        # We may own a part of the GPUs only; then their names count, not numbers from 0.
+        # If only some GPUs are visible, they have these names, not numbers from 0.
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
     return environment

@@ -1,4 +1,4 @@
-"""Where tasks run: a Ray cluster (`--ray auto|ADDRESS`), one task per Ray worker.
+"""Run tasks on a Ray cluster (`--ray auto|ADDRESS`), one task per Ray worker.
 
 The plan, the files and the worker are the same as on one machine. The study's directory must lie on
 a disk that all machines share: runs resume from their checkpoints there, and merges read the models
@@ -28,14 +28,14 @@ _PROOF_FILE = ".shared-disk"
 # The exit code of `Interrupted`.
 _STOPPED = 143
 _LOST = 1
-# A network disk may take long to show a file of another machine.
+# A network disk may show a file of another machine late.
 _FIND_SECONDS = 60.0
-# Each one goes on from the last checkpoint, so that five lost machines cost little.
+# Each retry resumes from the last checkpoint, so five lost machines cost little.
 _RETRIES = 5
 
 
 def ray_pool(address: str) -> MakePool:
-    """A maker of pools on the cluster at `address` ("auto": the one that this machine is in).
+    """A function that makes pools on the cluster at `address` ("auto": that of this machine).
 
     Raises `UsageError` if Ray is not installed, the cluster does not answer, or one of its machines
     does not see the study's directory.
@@ -59,8 +59,8 @@ def ray_pool(address: str) -> MakePool:
 
 
 def check_shared(ray: Any, out: Path) -> None:
-    """Raises `UsageError` naming the machines of the cluster that do not see `out`."""
-    # The content counts: another machine may have a directory of this name, and an older file.
+    """Raises `UsageError` if some machines of the cluster do not see `out`, and names them."""
+    # The content is compared: another machine may have a directory of this name with an old file.
     proof, word = out / _PROOF_FILE, f"{platform.node()} {os.getpid()}"
     out.mkdir(parents=True, exist_ok=True)
     write_text(proof, word)
@@ -80,11 +80,11 @@ def check_shared(ray: Any, out: Path) -> None:
 
 
 def _seen(ray: Any, node: Mapping[str, Any], *, proof: Path) -> str:
-    # Hard affinity: Ray would otherwise look from any machine that has room.
+    # Hard affinity, or Ray would run the check on any machine.
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         node["NodeID"], soft=False
     )
-    # No CPU is asked for, or a busy cluster would let the check wait.
+    # It reserves no CPU, or the check would wait on a busy cluster.
     see = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_sees)
     try:
         return str(ray.get(see.remote(str(proof)), timeout=_FIND_SECONDS))
@@ -103,7 +103,7 @@ def _sees(proof: str) -> str:
 
 @dataclass
 class RayPool:
-    """Tasks of one study on a cluster; each takes one CPU, and one GPU where there are any."""
+    """Tasks of one study on a cluster; each takes one CPU, and one GPU if the cluster has any."""
 
     ray: Any
     out: Path
@@ -113,19 +113,19 @@ class RayPool:
 
     @property
     def running(self) -> Collection[str]:
-        """Names of the tasks that run or wait for a place on the cluster."""
+        """Names of the tasks that run or wait for resources of the cluster."""
         return self.references.keys()
 
     def start(self, task: Task) -> None:
-        """Give `task` to the cluster."""
+        """Submit `task` to the cluster."""
         self.directories[task.name] = fresh_directory(task, self.out)
         log = self.directories[task.name] / LOG_FILE
         work = self.ray.remote(
             num_cpus=1,
             num_gpus=1 if self.gpus else 0,
-            max_retries=_RETRIES,  # on another machine when one dies, from the last checkpoint
+            max_retries=_RETRIES,  # on another machine if one dies, from the last checkpoint
         )(_work)
-        # Ray reserves one CPU for the task, but torch would use all of the machine.
+        # Ray reserves one CPU for the task, but torch would use all CPUs of the machine.
         threads = None if self.gpus else 1
         self.references[task.name] = work.remote(str(self.out), task.name, str(log), threads)
 
@@ -134,7 +134,7 @@ class RayPool:
         if not self.references:
             return {}
         names = {reference: name for name, reference in self.references.items()}
-        # A time-out of 0 only looks: the runner asks again.
+        # With a time-out of 0 it does not wait: the runner calls it again.
         ended, _ = self.ray.wait(list(names), num_returns=len(names), timeout=0)
         codes = {names[reference]: self._code(reference, names[reference]) for reference in ended}
         for name in codes:
@@ -154,7 +154,7 @@ class RayPool:
         return code
 
     def _wait_for_result(self, name: str) -> None:
-        """A network disk may show a file some seconds after another machine wrote it."""
+        """Wait for the result, which a network disk may show some seconds after it was written."""
         deadline = time.monotonic() + _FIND_SECONDS
         path = self.directories[name] / RESULT_FILE
         while not path.is_file() and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class RayPool:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Cancel all: each worker gets SIGTERM, and saves a checkpoint."""
+        """Cancel all tasks: each worker gets SIGTERM, and saves a checkpoint."""
         for reference in self.references.values():
             self.ray.cancel(reference)
         if self.references:
@@ -173,7 +173,7 @@ class RayPool:
 
 
 def _work(out: str, name: str, log: str, threads: int | None) -> int:
-    """On the cluster: one task in a process of its own, which ends with this one."""
+    """Run one task on the cluster in its own process, which ends with this one."""
     process = start_worker(Path(out), name, log=Path(log), threads=threads)
     try:
         return process.wait()

@@ -1,4 +1,4 @@
-"""The report of a study, drawn from its results alone; a half-done study says what is missing.
+"""The report of a study, made only from its results; it lists unfinished tasks.
 
     OUT/results.csv    every score of every finished run
     OUT/table.md       the main table beside the paper's numbers, ready for a README
@@ -7,7 +7,7 @@
     OUT/report.html    the same as one self-contained page (no script, nothing fetched)
     OUT/figure1.svg/.png    accuracy against blocks kept, of at most 15 arms
 
-The same results give the same bytes: nothing is dated, nothing depends on the machine.
+The same results give the same bytes, without dates and independent of the machine.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIT_DIRECTORY = "fit"
-"""What a run trains into, below its directory; `layershuffle eval` takes it."""
+"""The directory of the training below that of a run; `layershuffle eval` accepts it."""
 KEPT_DPI = 96  # a repository holds these figures: 150 would make them twice as large
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was written. `complete`: every planned task is done; `text`: for the terminal."""
+    """The written report. `complete`: every planned task is done; `text`: for the terminal."""
 
     summary: Summary
     files: tuple[Path, ...]
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        """The main table with its legend and what is missing, at most 100 columns wide."""
+        """The main table with its legend and the unfinished tasks, at most 100 columns wide."""
         return table_text(self.summary, gaps(self.summary.study))
 
 
@@ -96,10 +96,10 @@ def write_report(out: Path) -> Report:
     drawn: list[str] = []
 
     def draw(figure: Figure, name: str, *, kind: Literal["png", "svg"]) -> str:
-        """The file that holds the figure, drawn now."""
+        """Draw the figure. Returns the name of its file."""
         file = f"{name}.{kind}"
         drawn.append(file)
-        # Kept figures have a palette: drawn again, they would differ in every byte.
+        # Kept figures were reduced to a palette; drawn again, their bytes would differ.
         if study.kept and (out / file).exists():
             pictures[file] = (out / file).read_bytes()
         else:
@@ -124,7 +124,7 @@ def write_report(out: Path) -> Report:
         named = (replace(p, file=f) for p, f in zip(section.pictures, files, strict=True))
         parts.append(replace(section, pictures=tuple(named)))
     texts = render(summary, parts, pictures=pictures)
-    # Not padded: a repository holds these files, and no digit is lost.
+    # Not padded, because repositories hold these files; no digit is lost.
     write_rows(out / "results.csv", study.rows, padded=False)
     for name, text in texts.items():
         write_text(out / name, text)
@@ -139,7 +139,7 @@ def write_report(out: Path) -> Report:
 
 
 def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]) -> dict[str, str]:
-    """The pages of the report by file name; everything from the results is escaped.
+    """The pages of the report by file name; all text from the results is escaped.
 
     `pictures`: the content of the figures that the page embeds, by file.
     """
@@ -181,7 +181,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
             autoescape=escape,
             # Control characters could drive the reader's terminal.
             finalize=lambda value: printable(value) if escape and type(value) is str else value,
-            # A misspelt name would otherwise leave an empty place in the report.
+            # Otherwise a misspelt name would give an empty string.
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -195,7 +195,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         environment.filters["code"] = lambda text: printable(text).replace("```", "'''")
         return environment
 
-    # Markdown escapes by a filter of its own; HTML entities would show in a code block.
+    # Markdown has its own filter, because HTML entities would be visible in a code block.
     markdown, html = environment(escape=False), environment(escape=True)
     pages = {
         f"{page}.md": markdown.get_template(f"{page}.md.j2").render(values).rstrip() + "\n"
@@ -208,7 +208,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
 def escape_markdown(text: str) -> str:
     """`text` as literal text inside a Markdown table or paragraph."""
     safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    # "$" and "~" too: GitHub reads mathematics and deleted text there.
+    # "$" and "~" too, which GitHub interprets as mathematics and deleted text.
     return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
 
 
@@ -217,11 +217,11 @@ def _data_uri(file: str, content: bytes) -> str:
     return f"data:image/{kind};base64,{b64encode(content).decode('ascii')}"
 
 
-# --- what the report says ------------------------------------------------------------------------
+# --- contents of the report ----------------------------------------------------------------------
 
 
 def status(study: Study) -> str:
-    """How much of the study is there, in one line."""
+    """The progress of the study in one line."""
     states = [outcome.state for outcome in study.outcomes]
     noun = "tasks" if study.mergings or study.analyses else "runs"
     if set(states) <= {"done"}:
@@ -233,26 +233,26 @@ def status(study: Study) -> str:
 
 
 def gaps(study: Study) -> list[tuple[str, str]]:
-    """(task, what happened) of every task that is not finished, those that failed first."""
-    # Failures first: whoever reads the report has to act on them.
+    """(task, reason) of every unfinished task, those that failed first."""
+    # Failures first, because the reader has to act on them.
     failed = [o for o in study.outcomes if o.state == "failed"]
     missing = [(o.task.name, NOT_DONE) for o in study.outcomes if o.state == "missing"]
     return [(o.task.name, f"failed: {o.failure}") for o in failed] + missing
 
 
 def unmeasured(summary: Summary) -> str:
-    """One line that names the claims that this study cannot judge; empty without such claims."""
+    """A line that lists the claims that this study cannot judge; "" without such claims."""
     names = [f'"{c.says}"' for c, verdict, _ in judge(summary) if verdict == "not measured"]
     return f"Not measured in this study: {'; '.join(names)}." if names else ""
 
 
 def sections(summary: Summary) -> list[Section]:
-    """Everything below the main table and its figure."""
+    """The sections below the main table and its figure."""
     study = summary.study
     seeds = sorted({run.task.settings.seed for run in study.runs})
     noun = "Seed" if len(seeds) == 1 else "Seeds"
     shared, differing = settings_tables(
-        # The seed differs in every run, and its name says it.
+        # Without the seed, which differs in every run and is part of its name.
         study,
         lambda result: {k: v for k, v in result.settings.items() if k != "seed"},
         title="Settings of the runs",
@@ -302,12 +302,11 @@ def sections(summary: Summary) -> list[Section]:
 
 
 def _analysis_sections(study: Study) -> list[Section]:
-    """One section per analysis name, with a paragraph and the figures of every model asked."""
+    """A section per analysis name, with a paragraph and the figures of every analysed model."""
     groups: dict[str, list[tuple[str, str, AnalysisResult]]] = {}
     for outcome in study.main_analyses:
         task = outcome.task
         if outcome.result is not None:
-            # One question of several models is one section.
             group = groups.setdefault(task.options.name, [])
             group.append((task.name, task.arm, outcome.result))
     return [
@@ -329,7 +328,7 @@ def _analysis_sections(study: Study) -> list[Section]:
 
 
 def _claims_section(summary: Summary) -> Section | None:
-    """The claims that were measured; `None` while there is nothing to judge by."""
+    """The section of the measured claims; `None` if no claim was measured."""
     rows = tuple(
         (claim.says, claim.where, verdict, text, claim.criterion)
         for claim, verdict, text in judge(summary)
@@ -352,7 +351,7 @@ def _claims_section(summary: Summary) -> Section | None:
 
 
 def _selection(study: Study) -> tuple[str, ...]:
-    """How the checkpoints were picked, and whether the reported images had a part in it."""
+    """How the checkpoints were picked, and whether on the reported images."""
     if not study.results:
         return ("No run has picked one yet.",)
     arms: dict[str, list[str]] = {}
@@ -362,7 +361,7 @@ def _selection(study: Study) -> tuple[str, ...]:
         f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
         for metric, names in arms.items()
     ]
-    # Runs of both protocols may stand side by side; then both sentences do.
+    # With runs of both protocols, both sentences are needed.
     if any(result.paper_protocol for result in study.results):
         sentences.append(
             "Paper protocol: the checkpoint was picked on the same images that the scores are "
@@ -377,7 +376,7 @@ def _selection(study: Study) -> tuple[str, ...]:
 
 
 def _replay(study: Study) -> Section:
-    """A command that computes one of the scores again."""
+    """A section with a command that computes one of the scores again."""
     title = "Replay a number"
     rows = [
         (run.task, run.result, row)
@@ -390,7 +389,7 @@ def _replay(study: Study) -> Section:
         return Section(title=title, sentences=("No finished run has an order to replay yet.",))
 
     def worth(entry: tuple[RunSpec, RunResult, Any]) -> tuple[bool, bool, bool]:
-        # A full arbitrary order, of a shuffled method if there is one.
+        # Prefer a full arbitrary order of a shuffled method.
         task, _, row = entry
         shuffled = task.settings.method.startswith("layershuffle")
         return row.mode == "arbitrary", row.choose == "", shuffled

@@ -1,4 +1,4 @@
-"""Blocks side by side, and blocks that run again: what a study says beyond the paper's orders.
+"""Scores with blocks side by side and with repeated blocks, which the paper does not have.
 
 Pure: from `Summary` to a section of the report and its figures.
 """
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_ARMS = 4  # panels in a row, lines in a panel: more are not read, and the tables have them
+_MOST_ARMS = 4  # panels in a row, lines in a panel; the tables have all arms
 _SIZE = 4.4  # inches of a panel
 
 
 def rounds_section(summary: Summary) -> Section | None:
-    """Accuracy against the number of rounds, and against blocks alive, once and again.
+    """A section on accuracy by the number of rounds, and by blocks alive and passes.
 
     `None` for a study that scored one block after the other, each once.
     """
@@ -80,13 +80,13 @@ def in_passes(summary: Summary, arm: str, *, passes: int) -> tuple[ScoreCell, ..
         and (cell.parallel, cell.draw) == (1, "pass")
         and cell.choose in ("", "random")
     ]
-    # All blocks are kept with and without the word for it: the same orders, and one point.
+    # "kept:DEPTH" and the plain mode have the same orders, so they are one point.
     by_kept = {cell.kept: cell for cell in cells}
     return tuple(by_kept[kept] for kept in sorted(by_kept, reverse=True))
 
 
 def _all_passes(summary: Summary) -> list[int]:
-    """How often blocks ran, if some ran more than once."""
+    """The numbers of passes in the study; empty if no block ran more than once."""
     again = {cell.passes for cell in summary.others if cell.parallel == 1} - {1}
     return [1, *sorted(again)] if again else []
 
@@ -140,7 +140,7 @@ def _text(cell: ScoreCell) -> str:
 
 
 def draw_rounds(summary: Summary) -> Figure:
-    """A line per arm over the number of rounds, which falls to the right: fewer hops."""
+    """A line per arm over the number of rounds, which decreases to the right."""
     figure = new_figure(_SIZE * 1.5, _SIZE)
     axes = figure.subplots()
     counts: set[int] = set()

@@ -1,7 +1,8 @@
-"""Execute a study's plan: independent tasks side by side, each in a process of its own.
+"""Execute a study's plan: independent tasks in parallel, each in its own process.
 
-Killed at any moment and started again, finished tasks are not repeated and the others go on from
-their checkpoints. A task that fails is reported, what needs it is held back, and the rest goes on.
+A study may be killed at any moment: after a restart, finished tasks are not repeated and the others
+resume from their checkpoints. A failed task is reported, the tasks that need it are held back, and
+the others continue.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import PROGRESS_FILE
 
 _POLL_SECONDS = 0.5
-_TRAINING_COST = 3.0  # of an image in a training step: a forward, and a backward of twice the work
-_TEST_IMAGES = 5000.0  # where a merging scores all, whose number is not known before the data
-_EPOCHS_WEIGHT = 1000.0  # per epoch, where the number of steps is not known before the data
+_TRAINING_COST = 3.0  # per image of a training step: a forward, and a backward of twice the work
+_TEST_IMAGES = 5000.0  # if a merging scores all, because their number is unknown before the data
+_EPOCHS_WEIGHT = 1000.0  # per epoch, if the number of steps is unknown before the data
 
 
 @dataclass(frozen=True)
 class TaskState:
-    """Where a task stands: waiting, running, done, failed or stopped; `detail` for people.
+    """The state of a task: waiting, running, done, failed or stopped; `detail` is a text.
 
     `weight`: its share of the study's work, in training steps.
     """
@@ -56,11 +57,11 @@ class TaskState:
 StudyWatcher = Callable[[list[TaskState], float], None]
 """Called with the state of all tasks and the seconds since the study started."""
 MakePool = Callable[[StudySettings, Path], tuple[Pool, int]]
-"""Where tasks are to run, and how many at a time."""
+"""Makes the pool that runs the tasks, and says how many run at a time."""
 
 
 def local_pool(study: StudySettings, out: Path) -> tuple[Pool, int]:
-    """Processes of this machine: one per GPU, else one per CPU core with a thread each."""
+    """Processes on this machine: one per GPU, else one per CPU core with a thread each."""
     gpus = gpu_count()
     limit = study.workers or gpus or len(os.sched_getaffinity(0))
     return LocalPool(out, threads=None if gpus else 1, gpus=gpus), limit
@@ -75,7 +76,7 @@ def run_study(
     watch: StudyWatcher,
     make_pool: MakePool = local_pool,
 ) -> list[str]:
-    """Run what is not finished; returns the names of the tasks that failed or were held back.
+    """Run the unfinished tasks. Returns the names of those that failed or were held back.
 
     `only` names tables and figures, as in "table1,fig5" (`selection`). Raises `UsageError` if `out`
     holds another study, `Interrupted` after SIGTERM or Ctrl-C with every running run's checkpoint
@@ -83,9 +84,9 @@ def run_study(
     """
     tasks = tasks_for(study, only)
     weights = weights_of(tasks)
-    # Before the lock, which leaves a file in the directory.
+    # Before the lock, which creates a file in the directory.
     check_plan(study, out)
-    # Locked before the plan is written: two studies would start the same tasks.
+    # Locked before the plan is written, or two processes could start the same tasks.
     with locked(out), stop_signals() as stop:
         write_plan(study, out)
         pool, limit = make_pool(study, out)
@@ -93,13 +94,13 @@ def run_study(
         started = time.monotonic()
         try:
             while not stop.is_set():
-                # What ended is never started again here: a task that fails would loop.
+                # Tasks that ended are not restarted, or a failing task would loop.
                 ready = startable(tasks, out, running=pool.running, ended=codes)
                 for task in ready[: max(0, (workers or limit) - len(pool.running))]:
                     pool.start(task)
                 if not pool.running:
                     break
-                # Files are polled: that works for processes here and on a cluster alike.
+                # Files are polled, which works for processes here and on a cluster.
                 time.sleep(_POLL_SECONDS)
                 ended = pool.reap()
                 codes.update(ended)
@@ -110,7 +111,7 @@ def run_study(
                 ]
                 watch(states, time.monotonic() - started)
         finally:
-            # Also after an error, so that no worker is left behind.
+            # Also after an error, so no worker is left behind.
             pool.stop()
         if stop.is_set():
             raise Interrupted(
@@ -118,14 +119,14 @@ def run_study(
                 place=out,
                 hint="run the same command again to continue",
             )
-    # By the files and not by exit codes: a task is done if and only if its result is there.
+    # By the files, not by exit codes: a task is done if and only if its result exists.
     return [task.name for task in tasks if not is_finished(task, out)]
 
 
 def startable(
     tasks: Sequence[Task], out: Path, *, running: Collection[str], ended: Collection[str]
 ) -> list[Task]:
-    """Tasks that are neither done, running nor failed, and whose needs are done; in plan order."""
+    """Tasks that are neither done, running nor ended, and whose needs are done; in plan order."""
     done = {task.name for task in tasks if is_finished(task, out)}
     return [
         task
@@ -138,11 +139,11 @@ def startable(
 
 
 def failure(task: Task, out: Path) -> str:
-    """Why a task failed: its paragraph, or the last line of its log."""
+    """The reason why a task failed: its error message, or the last line of its log."""
     directory = task.directory(out)
     if (directory / FAILURE_FILE).is_file():
         return (directory / FAILURE_FILE).read_text(encoding="utf-8").strip()
-    # A worker that the system killed leaves nothing but its log.
+    # A worker that the system killed leaves only its log.
     log, lines = directory / LOG_FILE, list[str]()
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -151,7 +152,7 @@ def failure(task: Task, out: Path) -> str:
 
 
 def _say_why(tasks: Sequence[Task], ended: Mapping[str, int], out: Path) -> None:
-    """A task that ended without its own words (killed, out of memory) gets a failure.txt too."""
+    """Write a failure.txt for tasks that ended without one (killed, out of memory)."""
     for task in tasks:
         code = ended.get(task.name, 0)
         path = task.directory(out) / FAILURE_FILE
@@ -194,14 +195,14 @@ def weights_of(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def _progress(path: Path) -> tuple[str, float]:
-    """What a running task says of itself, and the share of its work that is done."""
+    """A running task's progress as text, and the share of its work that is done."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # A worker imports torch for some seconds before it says anything.
+        # A worker imports torch for some seconds before it writes the file.
         return "starting", 0.0
     if content["phase"] != "training":
-        # Scoring has no counter: its share of a run is small.
+        # Scoring has no counter, because it is a small part of a run.
         share = content.get("done", 1) / max(content.get("total", 1), 1)
         return str(content["phase"]), share
     loss = content["loss"]

@@ -1,6 +1,6 @@
-"""The tables of all scores: which blocks are kept, and every condition.
+"""The tables of scores by the choice of kept blocks, and of all scores.
 
-A number stands once on a page: what the main table shows is not repeated here.
+A page shows every number once: those of the main table are not repeated here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from layershuffle.study.tables import (
 
 
 def choices_table(summary: Summary) -> Section | None:
-    """Which blocks are kept: random, evenly spaced, first, last (Figures 1b, 1c; A8)."""
+    """A section on the choice of kept blocks: random, spaced, first, last (Figures 1b, 1c)."""
     choices = [choose for choose in CHOICES if choose in {c.choose for c in summary.cells} - {""}]
     if len(choices) < 2:
         return None
     levels = sorted({cell.kept for cell in summary.cells if cell.choose not in ("", "random")})
-    # A number stands once: the main table has those of its own choice.
     cells = [cell for cell in summary.cells if not _in_main_table(summary, cell)]
     scores = {(c.arm, c.mode, c.choose, c.kept): c.top1 for c in cells}
     rows = []
@@ -54,7 +53,7 @@ def choices_table(summary: Summary) -> Section | None:
                 figure=draw_figure(replace(summary, choose=choose)),
             )
             for choose in choices
-            # That is the main figure.
+            # The main figure has those.
             if choose != "random" and not too_many_arms(summary)
         ),
         tables=(
@@ -68,7 +67,7 @@ def choices_table(summary: Summary) -> Section | None:
 
 
 def scores_table(summary: Summary) -> Table:
-    """Every cell with all its spreads, but for the numbers of the tables above."""
+    """A table of every cell with all its spreads, without the numbers of the tables above."""
     head = (
         "Arm", "Order", "Kept", "Which blocks", "Drawn per", "Models", "Orders", "Images", "Top-1",
         "sd orders", "sd models", "95 %", "over", "Lowest", "Highest", "Top-5", "Cross-entropy",

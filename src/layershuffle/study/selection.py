@@ -1,4 +1,4 @@
-"""Which tasks a table or figure of the report is made of: `--only table1,fig5`."""
+"""The tasks behind a table or figure of the report, for `--only table1,fig5`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from layershuffle.text import did_you_mean
 
 _TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-predict"}
 _FIGURE_1 = METHODS.keys() - {"layershuffle-position", "layershuffle-predict"}
-# The paper has a figure for one analysis; the others go by their own names.
+# The paper has a figure for one analysis; the others have their own names.
 _ANALYSES = {"fig4" if name == "umap" else name: name for name in ANALYSES}
 ARTEFACTS = ("table1", "fig1b", "fig1c", "table2", "fig5", "budget", *_ANALYSES)
 """The tables and figures of the paper, and the analyses."""
 
 
 def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
-    """The tasks behind the artefacts of a comma-separated list, with all that they need.
+    """The tasks behind the artefacts of a comma-separated list, with the tasks that they need.
 
-    `None` means everything. Raises `UsageError` for an unknown name, and for one that this
-    study has nothing for.
+    `None` means all tasks. Raises `UsageError` for an unknown name, and for a name without tasks in
+    this study.
     """
     tasks = tasks_of(study)
     if only is None:
@@ -40,7 +40,7 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
                 hint="add what it shows to the recipe, or leave --only out",
             )
         selected |= members
-    # Needs are runs, which need nothing themselves: one step is enough.
+    # The needed tasks are runs, which need no other tasks.
     selected |= {need for task in tasks if task.name in selected for need in task.needs}
     return tuple(task for task in tasks if task.name in selected)
 
@@ -51,7 +51,7 @@ def _belongs(task: Task, artefact: str, *, study: StudySettings) -> bool:
     if isinstance(task, AnalysisSpec):
         return _ANALYSES.get(artefact) == task.options.name
     if artefact == "budget":
-        # The arms of the main part join the curve at their own length.
+        # The arms of the main part belong to the curve, too.
         arms = {arm for curve in study.budget for arm in curve.arms}
         return task.part == "budget" or task.arm in arms
     methods = {"table1": _TABLE_1, "fig1b": _FIGURE_1, "fig1c": _FIGURE_1}.get(artefact, set())

@@ -1,4 +1,4 @@
-"""What a study recipe may say. Plain data, no torch."""
+"""The settings of a study recipe. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Arm(Settings):
     seeds: Seeds | None = None
     """Seeds of this arm (default: those of the study)."""
     fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
-    """Settings of this arm alone, over those of the study."""
+    """Training settings of this arm, which override those of the study."""
     evaluate: Annotated[dict[str, Any], KeysOf(EvalSettings)] = Field(default_factory=dict)
-    """How this arm alone is scored, over the study's `evaluate`."""
+    """Scoring settings of this arm, which override the study's `evaluate`."""
 
     @property
     def label(self) -> str:
-        """What tables and files call this arm."""
+        """The name of this arm in tables and files."""
         return self.name or self.method
 
 
@@ -47,7 +47,7 @@ class Budget(Settings):
     """The same arms trained for other numbers of steps: accuracy against training."""
 
     arms: Names
-    """Labels of the arms; their own length joins the curve."""
+    """Labels of the arms, whose own length is part of the curve, too."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)]
     """Lengths in optimiser steps."""
     seeds: Seeds | None = None
@@ -63,14 +63,14 @@ class Merging(Settings):
 
 
 class AnalysisTask(Settings):
-    """One question asked of the models of an arm."""
+    """An analysis of the models of an arm."""
 
     name: Name
     """umap, norms, attention, attribution, leave-one-out, cka or position."""
     arm: Name
     """Label of the arm; that of a budget curve at one length ends in -N-steps."""
     seeds: Seeds | None = None
-    """Models to ask (default: the first seed of the arm)."""
+    """Seeds of the models to analyse (default: the first seed of the arm)."""
     options: AnalysisSettings = AnalysisSettings()
 
 
@@ -87,12 +87,12 @@ class StudySettings(Settings):
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
     budget: tuple[Budget, ...] = ()
-    """Curves over numbers of steps; each may have arms and seeds of its own."""
+    """Curves over numbers of steps; each may have its own arms and seeds."""
     merging: tuple[Merging, ...] = ()
-    """Merges; an arm may have options of its own."""
+    """Merges; an arm may have its own options."""
     analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
-    """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
+    """Runs at a time (default: one per GPU, else one per CPU core with a thread each)."""
 
     @field_validator("budget", "merging", mode="before")
     @classmethod
@@ -109,9 +109,9 @@ class StudySettings(Settings):
             raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
         for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
             if seeds is not None and len(set(seeds)) < len(seeds):
-                # Two runs of one name would share a directory.
+                # Two runs of the same name would share a directory.
                 raise ValueError(f"a seed is named twice: {list(seeds)}")
-        # All settings are built now: a mistake in the last arm would else show after hours.
+        # All settings are built now, or a mistake in the last arm would appear after hours.
         for arm in self.arms:
             self.evaluate_settings(arm)
             for seed in self.seeds_of(arm):
@@ -135,11 +135,11 @@ class StudySettings(Settings):
         for where, values in lists.items():
             twice = [value for value in values if values.count(value) > 1]
             if twice:
-                # Two tasks of one name would write into one directory.
+                # Two tasks of the same name would share a directory.
                 raise ValueError(f"{where} holds {twice[0]} twice")
 
     def _check_names(self) -> None:
-        # A curve is one of the recipe's own arms: not one of another curve, which `arm` finds too.
+        # A curve must name the recipe's arms, not those of another curve, which `arm` also accepts.
         recipe = self.model_copy(update={"budget": ()})
         for arm in (arm for curve in self.budget for arm in curve.arms):
             recipe.arm(arm)
@@ -156,7 +156,7 @@ class StudySettings(Settings):
                 )
 
     def arm(self, label: str) -> Arm:
-        """The arm of that label, of the recipe or of a curve; raises `UsageError` for others."""
+        """The arm with this label, of the recipe or of a curve. Raises `UsageError` for others."""
         curves = (self.curve_arms(curve, steps) for curve in self.budget for steps in curve.steps)
         for arm in (*self.arms, *(arm for arms in curves for arm in arms)):
             if arm.label == label:
@@ -175,18 +175,18 @@ class StudySettings(Settings):
 
     def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
         """The training settings of one run of the study."""
-        # An arm may have a model of its own, but method and seed are not for `fit` to change.
+        # An arm may have its own model, but `fit` cannot change method and seed.
         fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
         return FitSettings(**{**fields, "method": arm.method, "seed": seed})
 
     def evaluate_settings(self, arm: Arm) -> EvalSettings:
-        """How the runs of an arm are scored."""
+        """The scoring settings of the runs of an arm."""
         return EvalSettings(**{**self.evaluate.model_dump(), **arm.evaluate})
 
 
 def _with_steps(arm: Arm, steps: int, *, seeds: tuple[int, ...]) -> Arm:
-    """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
-    # An arm that is given in epochs would contradict the number of steps.
+    """The arm at another length, with four evaluations that may pick the checkpoint."""
+    # Without `epochs`, which would contradict the number of steps.
     fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
     fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit, "seeds": seeds}
     return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})

@@ -1,10 +1,10 @@
-"""A study's results on disk: as its tasks left them, or in the few files that a repository holds.
+"""A study's results on disk: as its tasks wrote them, or in a kept form for a repository.
 
-The second form has no weights and no logs:
+The kept form has no weights and no logs:
 
     OUT/plan.json       the recipe
-    OUT/runs.json       what `result.json` says of every run: once what all runs share, and what the
-                        runs of an arm share; then a line per run
+    OUT/runs.json       the `result.json` of every run: the fields that all runs share, those that
+                        the runs of an arm share, then a line per run
     OUT/results.csv     every score of every run
     OUT/merging.csv     every score of the mergings, by arm
     OUT/analysis.csv    title, paragraph and numbers of every analysis
@@ -53,7 +53,7 @@ from layershuffle.text import one_line, shortened
 
 _SCHEMA = 2
 _OF_ONE_RUN = ("run", "arm", "seed")
-"""Fields that say which run a line is about."""
+"""Fields that identify the run of a line."""
 _MERGING_COLUMNS = ("arm", *COLUMNS)
 _HINT = "keep the study again with scripts/keep_study.py"
 
@@ -78,7 +78,7 @@ def read_study(out: Path) -> Study:
             place=out,
             hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
         )
-    # Directories that begin with a dot are being written.
+    # Directories that begin with a dot are still being written.
     directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
     return Study(
         settings=settings,
@@ -100,9 +100,9 @@ def read_study(out: Path) -> Study:
 
 
 def completed(study: Study, *, by: Study) -> Study:
-    """`study` with the results of `by` for tasks that only `by` has done.
+    """`study`, with the results of `by` for tasks that only `by` has done.
 
-    A task of the same name with other settings is another task: it stays undone.
+    A task of the same name with other settings is another task, which stays unfinished.
     """
     done = {outcome.task.name: outcome for outcome in by.outcomes if outcome.state == "done"}
 
@@ -110,7 +110,7 @@ def completed(study: Study, *, by: Study) -> Study:
         task, other = outcome.task, done.get(outcome.task.name)
         if outcome.state == "done" or other is None or not same_task(other.task, task):
             return outcome
-        # A merging of more donors than before is to be done again.
+        # A merging with more donors than before must be repeated.
         return replace(other, task=task) if other.task.needs == task.needs else outcome
 
     return replace(
@@ -148,7 +148,7 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
 
 
 def _runs_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The text of runs.json: a line per arm and per run, so that a diff shows which changed."""
+    """The text of runs.json: a line per arm and per run, so a diff shows which changed."""
     by_arm: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         by_arm.setdefault(run["arm"], []).append(run)
@@ -167,7 +167,7 @@ def _runs_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields that are the same in all runs, and of a mapping the keys that are."""
+    """The fields that are equal in all runs; of a mapping, the keys whose values are."""
 
     def same_in_all(mappings: Sequence[Mapping[str, Any]], key: str) -> bool:
         return all(key in each and each[key] == mappings[0][key] for each in mappings)
@@ -183,13 +183,13 @@ def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run, or the runs of an arm, have beside what all share."""
+    """The fields of a run, or of the runs of an arm, that are not in `shared`."""
     own: dict[str, Any] = {}
     for name, value in run.items():
         if name not in shared:
             own[name] = value
         elif isinstance(value, dict) and value.keys() - shared[name]:
-            own[name] = {key: of for key, of in value.items() if key not in shared[name]}
+            own[name] = {k: v for k, v in value.items() if k not in shared[name]}
     return own
 
 
@@ -227,11 +227,11 @@ def read_kept(out: Path) -> Study:
         cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
         raise StudyError(cause, place=out, hint=_HINT) from error
     scores: dict[tuple[str, int], list[ScoreRow]] = {}
-    # A study that was kept before its first run has no scores.
+    # A study that was kept before its first run had finished has no scores.
     if runs:
         for row in read_rows(out / "results.csv", hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)
-    # A report writes results.csv again: rows without a run would be deleted by it.
+    # A report rewrites results.csv, which would delete rows without a run.
     arms = {(t.arm, t.settings.seed) for t in tasks if isinstance(t, RunSpec) and t.name in runs}
     if unpaired := sorted(arms ^ scores.keys()):
         names = shortened(f"{arm} seed {seed}" for arm, seed in unpaired)
@@ -248,7 +248,7 @@ def read_kept(out: Path) -> Study:
     def analysis_result(task: AnalysisSpec) -> AnalysisResult | None:
         if task.name not in analysis:
             return None
-        # A study has SVG files below each task; the kept form has PNG files in one folder.
+        # The kept form has PNG files in one folder, not SVG files below each task.
         pictures = sorted((out / "figures").glob(f"{task.name}-*.png"))
         fields = {**analysis[task.name], "pictures": tuple(f"figures/{p.name}" for p in pictures)}
         return check_result(fields, AnalysisResult, task=task, place=out / "analysis.csv")
@@ -271,7 +271,7 @@ def _outcome(task: SpecT, result: ResultT | None) -> TaskOutcome[SpecT, ResultT]
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """The single numbers of nested facts with their paths; lists are left to the tables."""
+    """(path, number) of every single number in nested facts; lists are skipped."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, f"{path}/{key}")
@@ -295,8 +295,8 @@ def _analyses(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    # The csv module fills the missing fields of a short line with None. A file that was cut off
-    # inside its last number would read as another number.
+    # The csv module fills the missing fields of a short line with None. A file that is truncated
+    # within its last number would give another number.
     if not text.endswith("\n") or any(None in row.values() for row in rows):
         raise ValueError(f"{path.name} is cut off")
     analyses: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""What the rows of a study say: one cell per arm, mode, number of blocks kept and choice of blocks.
+"""Summarise the rows of a study: a cell per arm, mode, number of kept blocks and their choice.
 
-Pure: from `Study` to `Summary`, no files. Tables, figure and report all read their numbers here.
+Pure: from `Study` to `Summary`, no files. Tables, figures and report take their numbers from here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layershuffle.study.tasks import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
-# As the paper spells them; what follows the name of a method is appended as it is.
+# The paper's spelling; suffixes of a method's name are appended unchanged.
 _LABELS = {
     "layershuffle": "LayerShuffle",
     "layerdrop": "LayerDrop",
@@ -56,7 +56,7 @@ class ScoreCell:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the blocks ran in: the length of the longest chain of blocks."""
+        """Number of rounds in which the blocks ran: the length of the longest chain of blocks."""
         return self.passes * -(-self.kept // self.parallel)
 
     @property
@@ -79,8 +79,8 @@ class Summary:
     """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
 
     `choose`: how the pruned columns of the main table choose their blocks ("" if none is pruned).
-    `cells` are those of one block after the other, each once; `others` those in rounds of several
-    blocks or in several passes, which the paper has not.
+    `cells`: one block after the other, each once; `others`: rounds of several blocks or several
+    passes, which the paper does not have.
     """
 
     study: Study
@@ -98,11 +98,11 @@ class Summary:
             if (cell.arm, cell.mode, cell.kept) == (arm, column.mode, column.kept)
             and cell.choose in ("", self.choose)
         ]
-        # One order per pass gives a spread over orders; one per batch averages it away.
+        # One order per pass shows the spread over orders; one per batch averages it.
         return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
 
     def paper(self, arm: str, column: Column) -> PaperNumber | None:
-        """The paper's number for that cell, if it has one."""
+        """The paper's number for this cell, `None` if there is none."""
         return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
 
     def means(self, arm: str, mode: str, *, kept: int | None = None) -> dict[int, float]:
@@ -113,7 +113,7 @@ class Summary:
     def held_out(self, method: str) -> dict[str, float]:
         """The arms of a method with the mean held-out cross-entropy of their checkpoints.
 
-        Nothing where several arms cannot be compared by it: other metrics, or test images.
+        Empty if several arms cannot be compared by it, because of other metrics or test images.
         """
         runs = [r for r in self.study.results if r.method == method and r.arm in self.arms]
         picked_on_test = any(run.paper_protocol for run in runs)
@@ -126,8 +126,8 @@ class Summary:
         return {arm: mean(losses) for arm, losses in values.items()}
 
     def lengths(self, arm: str) -> dict[int, str]:
-        """The labels of an arm and of its curve by the number of steps."""
-        # The arm itself comes first in a plan, and wins where a curve has the same length.
+        """The labels of an arm and of its curve, by the number of steps."""
+        # The arm itself comes first in a plan, and is preferred to a curve with the same length.
         return {
             run.result.steps: run.task.arm
             for run in reversed(self.study.runs)
@@ -135,7 +135,7 @@ class Summary:
         }
 
     def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
-        """The arm's merging: its main variants, or those of a name; none while it is not done."""
+        """Rows of the arm's merging: the main variants, or those with `name`; empty until done."""
         results = [m.result for m in self.study.mergings if m.task.arm == arm and m.result]
         rows = [row for result in results for row in result.rows]
         return [row for row in rows if (row.main if name is None else row.name == name)]
@@ -152,7 +152,7 @@ class Summary:
         return [arm for arm in merged if methods[arm] == method]
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
-        """A number of an analysis by its path in the facts, averaged over the models asked."""
+        """A number of an analysis by its path in the facts, averaged over the analysed models."""
         numbers = []
         for outcome in self.study.analyses:
             task, result = outcome.task, outcome.result
@@ -160,7 +160,7 @@ class Summary:
                 value: Any = result.facts
                 for key in path:
                     value = value.get(key) if isinstance(value, dict) else None
-                # What an analysis lacks counts as not measured.
+                # A missing number counts as not measured.
                 if isinstance(value, int | float):
                     numbers.append(float(value))
         return mean(numbers) if numbers else None
@@ -173,20 +173,20 @@ class Summary:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The main table's columns that some arm was measured on.
+        """The main table's columns for which some arm was measured.
 
-        The full stack comes first, in both modes; then arbitrary and sequential order with fewer
-        blocks, at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
+        All blocks come first, in both modes; then arbitrary and sequential order with fewer blocks,
+        for at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
         """
         columns = [Column(mode, self.depth) for mode in MODES]
-        # Arbitrary order first: it is what the method is for.
+        # Arbitrary order first, because it is the purpose of the method.
         columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if (column.mode, column.kept) in measured)
 
     def _levels(self) -> list[int]:
         levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
-        # More columns would not fit a page; the figure shows every level.
+        # More columns would not fit on a page; the figure shows every level.
         if len(levels) <= _MOST_LEVELS:
             return levels
         targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
@@ -197,8 +197,8 @@ class Summary:
 def summarise(study: Study) -> Summary:
     """The summary of all finished runs of the main part; arms in the order of the plan.
 
-    The reduced-depth models share one row: each stands in the column of its own depth, as in the
-    paper's Figure 1b.
+    The reduced-depth models share one row, each in the column of its own depth, as in the paper's
+    Figure 1b.
     """
     runs = [run for run in study.runs if run.task.part == "main"]
     arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
@@ -225,18 +225,18 @@ def summarise(study: Study) -> Summary:
 
 
 def shown_arm(run: RunSpec) -> str:
-    """The row of the tables that a run belongs to: "truncated-3" and "-6" share "truncated"."""
+    """The arm in the tables of a run: "truncated-3" and "truncated-6" share "truncated"."""
     return re.sub(r"-\d+$", "", run.arm) if run.settings.method == "truncated" else run.arm
 
 
 def base_arm(run: RunSpec) -> str:
     """The arm of a budget run without its length: "layershuffle" for "layershuffle-500-steps"."""
-    # Only for budget runs, which the plan named so: an arm of the recipe may end in such words too.
+    # Only for budget runs, because the name of another arm may end like this, too.
     return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
 def label(arm: str) -> str:
-    """An arm as a person reads it: "LayerShuffle-depth"; one line, printable characters only."""
+    """The display name of an arm, as "LayerShuffle-depth"; one line, only printable characters."""
     clean = printable(arm)
     for start, shown in _LABELS.items():
         if clean == start or clean.startswith(f"{start}-"):
@@ -250,9 +250,9 @@ def printable(text: str) -> str:
 
 
 def _depth_shown(row: ScoreRow) -> int:
-    """Blocks the model has at least, as far as this row shows."""
-    # A run of a pruned model shows the depth by its highest block id alone.
-    # A block id stands at the start or behind a comma or plus; behind "@" stands a version.
+    """The least number of blocks of the model, according to this row."""
+    # A score with fewer blocks shows the depth only by its highest block id.
+    # A block id follows the start, a comma or a plus; "@" precedes a version.
     blocks = re.findall(r"(?:^|[,+])(\d+)", row.order)
     return max([row.kept, *(int(block) + 1 for block in blocks)])
 

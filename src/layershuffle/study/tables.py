@@ -1,6 +1,6 @@
-"""The report's tables as plain data, the sections that hold them, and the main table in text.
+"""The report's tables as plain data, their sections, and the main table as text.
 
-Pure: from `Summary` and `Study` to strings. The templates put the same sections into HTML and
+Pure: from `Summary` and `Study` to strings. The templates render the same sections as HTML and
 Markdown.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 NOT_DONE = "not done yet"
 NONE = "-"
-_COLUMNS_ACROSS = 5  # of the terminal's table: more would not fit `WIDTH`
-_NAMES_SHOWN = 8  # arms that are named where their settings differ
+_COLUMNS_ACROSS = 5  # of the terminal's table, to fit `WIDTH`
+_NAMES_SHOWN = 8  # most arms that are named if their settings differ
 _CHOICES = {
     "": "all",
     "random": "drawn at random",
@@ -41,8 +41,8 @@ _CHOICES = {
 class Table:
     """A table of texts.
 
-    A `folded` table starts closed in HTML, and Markdown gives only its name. `numbers` says that
-    the cells hold numbers, which are aligned as such.
+    A `folded` table is closed at first in HTML, and Markdown shows only its name. `numbers`: the
+    cells are aligned as numbers.
     """
 
     title: str = ""
@@ -57,7 +57,7 @@ class Table:
 class Picture:
     """A figure: its file below the study's directory, and a caption.
 
-    `figure` is drawn into that file; it is `None` for a file that is there already.
+    `figure` is drawn into that file; it is `None` if the file exists already.
     """
 
     file: str
@@ -80,12 +80,12 @@ class Section:
 
 
 def interval_text(score: Estimate) -> str:
-    """ "73.4-75.6", or "-" where there is no interval."""
+    """ "73.4-75.6", or "-" without an interval."""
     return NONE if score.low is None or score.high is None else f"{score.low:.1f}-{score.high:.1f}"
 
 
 def number_text(value: float | None, *, decimals: int = 2) -> str:
-    """The value with so many decimals, or "-"."""
+    """The value with this number of decimals, or "-" for `None`."""
     return NONE if value is None else f"{value:.{decimals}f}"
 
 
@@ -95,20 +95,20 @@ def choice_text(choose: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "2 min 30 s": the two largest units."""
-    # Rounded first: 59.6 s are a minute, not 60 s.
+    """The time in its two largest units, as "2 min 30 s"."""
+    # Rounded first: 59.6 s are "1 min 00 s", not "60 s".
     whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, remainder = divmod(whole, 60)
     if whole < 60:
         return f"{whole} s"
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def describe_data(study: Study) -> str:
-    """Our own data and model in a few words, from the finished runs or else the recipe."""
-    # What was trained on, which the recipe may have changed since.
+    """The study's data and model in a few words, from the finished runs or else the recipe."""
+    # The data of the runs, because the recipe may have changed since.
     specs = sorted({result.data.spec for result in study.results})
     data = " and ".join(specs) or study.settings.data
     shown = data.replace("digit-pairs", "digit pairs", 1)
@@ -116,11 +116,11 @@ def describe_data(study: Study) -> str:
 
 
 def table_notes(summary: Summary) -> list[str]:
-    """Sentences under the main table: what its spreads, intervals and paper numbers are."""
+    """Sentences below the main table that explain its spreads, intervals and paper numbers."""
     shown = [summary.cell(arm, column) for arm in summary.arms for column in summary.columns]
     cells = [cell for cell in shown if cell is not None]
     intervals = []
-    # The interval covers the widest source of spread there is data for, so cells can differ.
+    # The interval covers the widest measured source of spread, so cells may differ.
     for kind, text in (
         ("models", "t over the means of {} models"),
         ("orders", "t over {} draws of one model"),
@@ -131,7 +131,7 @@ def table_notes(summary: Summary) -> list[str]:
             spans = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
             intervals.append(text.format(spans))
             if kind == "images":
-                # Those of the tables further down as well.
+                # Includes the scores of the tables further down.
                 scores = (cell.top1 for cell in summary.cells)
                 independent = counted_as(s.effective for s in scores if s.kind == kind)
                 intervals[-1] += f", {independent}"
@@ -152,9 +152,9 @@ def table_notes(summary: Summary) -> list[str]:
 
 
 def table_text(summary: Summary, gaps: Sequence[tuple[str, str]] = ()) -> str:
-    """The main table for a terminal with its legend, no line above 100 columns.
+    """The main table for a terminal with its legend; lines have at most 100 columns.
 
-    `gaps`: (task, what happened) of every task that is not done.
+    `gaps`: (task, reason) of every unfinished task.
     """
     lines = ["No run has finished yet."]
     notes: list[str] = []
@@ -184,7 +184,7 @@ def _column_name(column: Column, depth: int, *, separator: str = ", ") -> str:
 
 
 def _arm_rows(summary: Summary, arm: str, columns: Sequence[Column]) -> list[tuple[str, ...]]:
-    """The arm's means, under them what there is of its spreads, intervals and paper numbers."""
+    """Rows with the arm's means, and those of its spreads, intervals and paper numbers."""
     cells = [summary.cell(arm, column) for column in columns]
 
     def row(name: str, show: Callable[[Estimate], str]) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def _arm_rows(summary: Summary, arm: str, columns: Sequence[Column]) -> list[tup
         ("  the paper", *(str(number).split(" +-")[0] if number else NONE for number in numbers)),
     ]
     means = row(label(arm), lambda score: f"{score.mean:.1f}")
-    # A line without any number would only make the table longer.
+    # Rows without numbers are left out.
     return [means, *(cells for cells in below if set(cells[1:]) != {NONE})]
 
 
@@ -223,7 +223,7 @@ def main_table(summary: Summary) -> dict[str, Any]:
 
 
 def table_1(summary: Summary) -> Section | None:
-    """Every method in both order modes beside the paper; `None` while no full stack is scored."""
+    """Every method in both order modes beside the paper; `None` without scores of all blocks."""
     cells = [
         cell
         for arm in summary.arms
@@ -262,7 +262,7 @@ def table_1(summary: Summary) -> Section | None:
 
 def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     """Difference to the sequential baseline refined from the same model, with its interval."""
-    # Arms may start from different models (CIFAR-100 refines two): each has its own baseline.
+    # Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
     models = {
         shown_arm(run.task): (run.task.settings.model, run.task.settings.method)
         for run in summary.study.runs
@@ -319,14 +319,14 @@ def runs_table(study: Study) -> Table:
 def settings_tables(
     study: Study, of: Callable[[RunResult], Mapping[str, Any]], *, title: str = ""
 ) -> tuple[Table, Table]:
-    """Settings of the runs: those that all share, and those that differ with who has them."""
+    """Settings of the runs: those that all share, and those that differ, with the arms."""
     settings = [(result.arm, flatten(of(result))) for result in study.results]
     shared, differing = [], []
     for key in unique(key for _, values in settings for key in values):
         arms_with: dict[str, list[str]] = {}
         for arm, values in settings:
             arms_with.setdefault(values.get(key, NONE), []).append(arm)
-        # Older runs may lack a setting: then it differs too.
+        # A setting that older runs lack differs, too.
         if len(arms_with) == 1:
             shared.append((key, *arms_with))
         else:

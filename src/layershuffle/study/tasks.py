@@ -1,4 +1,4 @@
-"""What the tasks of a study left on disk, as checked models, read by one function.
+"""Read the files that the tasks of a study wrote, as checked models.
 
     OUT/plan.json                    the recipe, from which the tasks follow
     OUT/runs/NAME/results.csv        one row per (mode, blocks kept, order)
@@ -7,8 +7,8 @@
     .../result.json                  facts of the task; written last, so it marks a finished task
     .../failure.txt                  why it failed
 
-A study may be half done: tasks without `result.json` have failed (with `failure.txt`) or are not
-done yet. A file that is there but cut off, or contradicts the plan, is refused.
+A study may be unfinished: tasks without `result.json` have failed (with `failure.txt`) or are not
+done yet. A file that is truncated or contradicts the plan is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StudyError(LayerShuffleError):
 
 
 class _Model(BaseModel):
-    # Strict: `true` is no number of steps. Further fields, also those of later versions, are
-    # carried along unchecked: a study that is kept loses none of them.
+    # Strict, because `true` is no number of steps. Further fields, also those of later versions,
+    # are preserved without a check, so a kept study loses none of them.
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="allow")
 
 
@@ -62,14 +62,14 @@ class Selected(_Model):
 
 
 class RunData(_Model):
-    """What a run was trained and scored on; sizes, classes and the like are further fields."""
+    """The data of a run; sizes, classes and the like are further fields."""
 
     spec: str
     notes: list[str]
 
 
 class TaskResult(_Model):
-    """What one task left."""
+    """The result of one task."""
 
 
 class RunResult(TaskResult):
@@ -80,7 +80,7 @@ class RunResult(TaskResult):
     arm: str
     method: str
     seed: int
-    # 12 of the 64 digits tell settings apart.
+    # 12 of the 64 digits are enough to distinguish settings.
     settings_hash: Annotated[str, AfterValidator(lambda digits: digits[:12])]
     finished: str
     train_seconds: float
@@ -97,7 +97,7 @@ class RunResult(TaskResult):
 
 
 class MergingResult(TaskResult):
-    """A finished merging: its scores, and how long it took."""
+    """A finished merging: its scores, and its time in seconds."""
 
     seconds: float | None = None
     rows: tuple[MergingRow, ...] = ()
@@ -115,7 +115,7 @@ class AnalysisResult(TaskResult):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutcome(Generic[SpecT, ResultT]):
-    """A planned task and what is there of it: `result` if done, `failure` if failed."""
+    """A planned task and its outcome: `result` if done, `failure` if failed."""
 
     task: SpecT
     state: OutcomeState
@@ -125,10 +125,10 @@ class TaskOutcome(Generic[SpecT, ResultT]):
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All of a study that is on disk.
+    """A study as it is on disk.
 
-    `unplanned`: directories of runs that the plan does not name, ignored. `kept`: only results and
-    report are here (`layershuffle.study.store`).
+    `unplanned`: directories of runs that the plan does not name, which are ignored. `kept`: only
+    results and report are stored (`layershuffle.study.store`).
     """
 
     settings: StudySettings
@@ -145,7 +145,7 @@ class Study:
 
     @property
     def main_analyses(self) -> tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...]:
-        """The analyses of the main arms: those along a curve stand in the table of that curve."""
+        """The analyses of the main arms; those along a curve are in the table of that curve."""
         arms = {run.task.arm for run in self.runs if run.task.part == "main"}
         return tuple(outcome for outcome in self.analyses if outcome.task.arm in arms)
 
@@ -161,13 +161,14 @@ class Study:
 
 
 def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[SpecT, ResultT]:
-    """What `task` left in the study's directory `out`, as a model of `kind`."""
+    """The outcome of `task` in the study's directory `out`, as a model of `kind`. Raises
+    `StudyError` or `DataError` for a broken file."""
     directory = task.directory(out)
     failure = directory / FAILURE_FILE
     if not (directory / RESULT_FILE).exists():
-        # A run that was killed between its scores and result.json is not done: it goes on.
+        # A run that was killed between its scores and result.json is not done, and resumes.
         if failure.exists():
-            # A full disk may have cut the text inside a character.
+            # A full disk may have truncated the text within a character.
             text = failure.read_text(encoding="utf-8", errors="replace").strip()
             return TaskOutcome(task=task, state="failed", failure=text)
         return TaskOutcome(task=task, state="missing")
@@ -177,7 +178,7 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[
         # pydantic models have a method of the name `schema`.
         fields["schema_version"] = fields.pop("schema", 1)
         if isinstance(task, AnalysisSpec):
-            # It is written before result.json, so it is whole here.
+            # It is written before result.json, so it is complete.
             place = directory / "files" / "summary.json"
             fields = {**_json_object(place), "seconds": fields.get("seconds")}
             names = (name for name in fields.get("files", ()) if name.endswith(".svg"))
@@ -186,7 +187,7 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[
         result = check_result(fields, kind, task=task, place=place)
         if isinstance(task, RunSpec):
             scores = read_rows(directory / "results.csv", hint=AGAIN)
-            # A copied file would pass every other check and give these scores to this run.
+            # A copied file would pass every other check.
             if {(row.method, row.seed) for row in scores} != {(task.arm, task.settings.seed)}:
                 raise _another_study("results.csv holds other scores", directory)
             result = result.model_copy(update={"rows": scores})
@@ -220,19 +221,19 @@ def check_result(
         raise StudyError(
             f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=hint
         ) from error
-    # A result under the right name can still be of another study: copied, or of an older recipe.
+    # A result with the right name may come from another study or an older recipe.
     if isinstance(task, RunSpec) and isinstance(result, RunResult):
         settings = task.settings
         planned = (task.name, task.arm, settings.method, settings.seed)
         if (result.run, result.arm, result.method, result.seed) != planned:
             raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
         for name in _position_forms(settings):
-            form, was = asdict(getattr(settings, name)), result.settings.get(name, {})
-            # The default forms have changed since some results were written, and `init` was new.
-            if name == "prediction" and was:
-                was = {"init": "default", **was}
-            if changed := [field for field in was if was[field] != form.get(field)]:
-                trained_with = ", ".join(f"{name}.{field} {was[field]}" for field in changed)
+            form, stored = asdict(getattr(settings, name)), result.settings.get(name, {})
+            # The default forms have changed since some results were written, which lack `init`.
+            if name == "prediction" and stored:
+                stored = {"init": "default", **stored}
+            if changed := [field for field in stored if stored[field] != form.get(field)]:
+                trained_with = ", ".join(f"{name}.{field} {stored[field]}" for field in changed)
                 raise _another_study(f"{result.run} was trained with {trained_with}", place)
     return result
 

@@ -1,9 +1,9 @@
-"""How a claim is judged: its criterion and the verdicts.
+"""Claims, their criteria and verdicts.
 
 Verdicts are computed: `holds`, `holds partly`, `does not hold`, `undecided` where the study is too
-small to tell, or `not measured` where it lacks what it takes. Differences are between means over
-models, in pairs over the seeds that both arms have. Where they share none, as merges and single
-models do, their 95 % interval is Welch's (1947).
+small to tell, or `not measured` where it lacks the scores. Differences are between means over
+models, paired over the seeds that both arms have. If they share none, as merges and single models,
+the 95 % interval is Welch's (1947).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from layershuffle.study.summary import Summary
 
 Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
 Judgement = tuple[Verdict, str] | None
-"""The verdict and the numbers behind it; `None` where the study lacks what it takes."""
+"""The verdict and the numbers behind it; `None` if the study lacks the scores."""
 CellKey = tuple[str, str, int | None]
 """Arm, mode, blocks kept (`None`: all)."""
 GapBounds = tuple[float, float]
@@ -37,7 +37,7 @@ Judge = Callable[[Summary], Judgement]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What the paper says and where, our criterion, and how it is judged."""
+    """A claim of the paper and its place, our criterion, and the function that judges it."""
 
     says: str
     where: str
@@ -61,10 +61,10 @@ def claim(*, says: str, where: str, criterion: str) -> Callable[[Judge], None]:
 def between(
     ours: CellKey, theirs: CellKey, *, holds: GapBounds, partly: GapBounds, interval: bool = False
 ) -> Judge:
-    """Whether the difference of two cells' means lies between bounds.
+    """A judge of whether the difference of two cells' means lies between bounds.
 
-    With `interval`, all of its 95 % interval must lie between the bounds `holds`, which are then no
-    part of what holds: no difference at all is neither a gain nor a loss.
+    With `interval`, the whole 95 % interval must lie between the bounds `holds`, which are then
+    excluded, because a difference of 0 is neither a gain nor a loss.
     """
 
     def judge(s: Summary) -> Judgement:
@@ -75,7 +75,7 @@ def between(
         if interval:
             within = holds[0] < gap.low and gap.high < holds[1]
             return grade(within, partly[0] < gap.points < partly[1]), str(gap)
-        # Without an interval one model of each arm is enough to judge by.
+        # Without an interval one model of each arm is enough.
         within = holds[0] <= gap.points <= holds[1]
         return grade(within, partly[0] <= gap.points <= partly[1]), str(gap)
 

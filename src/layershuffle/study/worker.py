@@ -1,7 +1,7 @@
-"""One task of a study in a process of its own: `python -m layershuffle.study.worker OUT NAME`.
+"""Run one task of a study in its own process: `python -m layershuffle.study.worker OUT NAME`.
 
-It leaves its files and then `result.json`, each whole or absent: a task is done if and only if its
-`result.json` is there. A failure leaves `failure.txt` instead.
+It writes its files and then `result.json`, each atomically: a task is done if and only if its
+`result.json` exists. A failure leaves `failure.txt` instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from layershuffle.study.plan import (
     tasks_of,
 )
 
-# What each kind of task computes with; no more, as a study starts a process for every task.
+# The modules that each kind of task needs; no more, because every task starts a process.
 _MODULES = {
     RunSpec: ("layershuffle.training", "layershuffle.evaluation"),
     MergingSpec: ("layershuffle.merging.scoring",),
@@ -45,11 +45,11 @@ _MODULES = {
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SCORING = 1 << 20  # a rank of its own among the draws: orders are drawn with small ones
+_SCORING = 1 << 20  # a rank for these draws alone; orders are drawn with small ranks
 
 
 def main(argv: list[str]) -> int:
-    """Do the named task; exit code 0, 1, or 143 when stopped with a checkpoint saved."""
+    """Run the named task. Returns the exit code: 0, 1, or 143 if stopped with a checkpoint."""
     end_with_parent()
     out, name = Path(argv[0]), argv[1]
     task = next(task for task in tasks_of(read_study_plan(out)) if task.name == name)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     except Interrupted as stopped:
         print(stopped, flush=True)
         return stopped.exit_code
-    # Other errors end in a traceback in the log, of which the runner reports the last line.
+    # Other errors write a traceback to the log, of which the runner reports the last line.
     except LayerShuffleError as error:
         write_text(directory / FAILURE_FILE, f"{error}\n")
         return 1
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def execute(task: Task, out: Path) -> None:
-    """Do one task and write its results, `result.json` last."""
+    """Run one task and write its results, `result.json` last."""
     directory = task.directory(out)
     (directory / FAILURE_FILE).unlink(missing_ok=True)
     if isinstance(task, RunSpec):
@@ -102,7 +102,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     write_rows(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
     facts = asdict(fitted)
-    # The recipe asked for compiled blocks, so the report has to say that it got others.
+    # The recipe asks for compiled blocks, so the report must mention eager ones.
     if settings.compile and evaluation.blocks["mode"] == "eager":
         facts["data"]["notes"].append(f"scored in eager mode: {evaluation.blocks['reason']}")
     return {
@@ -119,9 +119,9 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
 def scoring_seed(seed: int, model: int) -> int:
     """Seed of the orders that a model is scored under.
 
-    The same for all arms, so that they compare order by order; another for every model, so that a
-    spread over models holds that over orders; and none that picked a checkpoint, whose orders come
-    from the run's own seed.
+    It is the same for all arms, which can then be compared order by order. It differs between
+    models, so the spread over models includes that over orders, and from the run's own seed, whose
+    orders picked the checkpoint.
     """
     return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
@@ -136,7 +136,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)
-    # The donors differ in their seed alone.
+    # The donors differ only in their seed.
     first = donors[0]
     method = first.settings.find_method()
     options = task.options.options
@@ -145,7 +145,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         [f"dir:{run.directory(out) / 'fit'}" for run in donors],
         first.settings.data,
         settings=options,
-        # As in the paper: merges run in the order that their donors were trained for.
+        # As in the paper, merges run in the order for which their donors were trained.
         mode=method.selects_by,
         names=[run.name for run in donors],
         progress=lambda _, done, total: _write_progress(
@@ -209,7 +209,7 @@ def _common_facts(
 
 
 def end_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the study's process dies, so that no run is left behind."""
+    """Ask Linux for a SIGTERM when the study's process dies, so no run is left behind."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -234,7 +234,7 @@ def _progress_writer(directory: Path) -> Any:
 
 
 def _write_progress(directory: Path, progress: dict[str, Any]) -> None:
-    # Not flushed to disk as results are: it is worth nothing after a crash.
+    # Not flushed to disk, because it is useless after a crash.
     stage = directory / f"{PROGRESS_FILE}.new"
     stage.write_text(json.dumps(progress), encoding="utf-8")
     os.replace(stage, directory / PROGRESS_FILE)
@@ -244,5 +244,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # All that counts is on the disk: torch would take another second to leave in good order.
+    # All results are on disk, and an orderly exit of torch takes another second.
     os._exit(code)

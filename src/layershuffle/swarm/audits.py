@@ -1,9 +1,9 @@
-"""Which visits are audited: some drawn at random, others because they look odd for their host.
+"""Choose the visits to audit: some at random, others because they look odd for their host.
 
-A host that lies in one visit of a hundred meets a random audit of 2 % once in 5,000 visits. But
-its false answers rarely look like its other ones. So half of the audits go to visits that are odd
-by two cheap measures of what the blocks added to the state. Looking odd proves nothing: only the
-audit, which computes the visit again, does. This needs numpy and a generator; nothing is awaited.
+A random audit of 2 % of the visits catches a host that lies in one visit of a hundred once in 5,000
+visits. But its false answers rarely look like its other ones, so half of the audits go to visits
+that are odd by two cheap measures of what the blocks added to the state. Oddness proves nothing:
+only the audit, which computes the visit again, does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Measures = NDArray[np.float64]
 
 _TINY = 1e-12
 _WEIGHT = 0.05  # of the newest visit in a host's habits
-_KNOWN = 20  # visits after which the habits of a host say something; new hosts are audited anyway
-_NARROW = 0.01  # no spread counts as less, or two equal answers would make any third one odd
+_KNOWN = 20  # visits after which oddness is judged; new hosts are audited anyway
+_NARROW = 0.01  # least spread, because after two equal answers any third one would be odd
 _FIRST_BOUND, _STEP = 4.0, 0.5
 
 
 def measures(before: State, after: State) -> Measures:
-    """How long what was added to a state is against the state (logarithm), and its direction.
+    """Length of the change relative to the state (natural logarithm), and its direction, `[2]`.
 
-    The direction is the cosine of the angle between the two. Both are of all values of the state.
+    The direction is the cosine of the angle between state and change, over all values of the state.
     """
     start = before.ravel().astype(np.float64)
     added = after.ravel() - start
@@ -39,9 +39,9 @@ def measures(before: State, after: State) -> Measures:
 
 @dataclass(eq=False, slots=True)
 class Habit:
-    """What the visits of one host with as many blocks look like.
+    """Statistics of the visits of one host with the same number of blocks.
 
-    `bound` is the oddness above which one is audited: it follows the share of visits that may be.
+    `bound` is the oddness above which a visit is audited; it adapts to the share of audits.
     """
 
     visits: int = 0
@@ -50,18 +50,18 @@ class Habit:
     bound: float = _FIRST_BOUND
 
     def is_odd(self, values: Measures, *, share: float) -> bool:
-        """Whether a visit with these measures is among the oddest, and learn from it."""
+        """Whether a visit with these measures is among the oddest; updates the statistics."""
         off = np.abs(values - self.centre)
         oddness = float((off / np.maximum(self.spread, _NARROW)).max())
         self.visits += 1
-        # The first visits count alike, or the very first would weigh for long.
+        # The first visits have equal weights, or the very first would dominate for long.
         weight = max(_WEIGHT, 1 / self.visits)
         self.centre += weight * (values - self.centre)
         self.spread += weight * (off - self.spread)
         if self.visits <= _KNOWN:
             return False
         odd = oddness > self.bound
-        # Steps up and down balance where `share` of the visits lie above.
+        # Steps up and down balance where a fraction `share` of the visits lies above.
         self.bound *= 1 + _STEP if odd else (1 + _STEP) ** (-share / (1 - share))
         return odd
 
@@ -83,7 +83,7 @@ class AuditDraw:
         return {*self._passed, *self._habits}
 
     def chosen(self, host: str, blocks: int, *, before: State, after: State, share: float) -> bool:
-        """Whether a visit to `host` of so many blocks is audited.
+        """Whether a visit to `host` with this number of blocks is audited.
 
         `before`, `after`: states `[images, tokens, width]` around it. In the long run a fraction
         `share` of visits is audited; if it is small, half of these are chosen for their oddness,
@@ -93,7 +93,7 @@ class AuditDraw:
         habit = self._habits.setdefault(host, {}).setdefault(blocks, Habit())
         odd = habit.is_odd(measures(before, after), share=for_oddness)
         chance = max(share - for_oddness, 1 / (1 + self._passed[host]))
-        # Always drawn, so that the answers of one host do not shift the draws of the others.
+        # Always drawn, so the answers of one host do not shift the draws of others.
         return bool(self._chance.random() < chance) or odd
 
     def passed(self, host: str) -> None:

@@ -1,13 +1,13 @@
-"""What the head sends to block hosts: one program for all blocks, and each block's weights.
+"""The data that block hosts receive: one program for all blocks, and each block's weights.
 
 `make_bundle` records one forward of the model to learn the arguments of its blocks, exports one
-block with `torch.export`, and accepts the program only if every block computes the same through
-it, bit for bit. If a block needs more than the state (rotary tables, masks, its position) the
-model is refused with the reason, because a host would not have it.
+block with `torch.export`, and accepts the program only if every block gives the same result with
+it, bit for bit. If a block needs more than the state (rotary tables, masks, its position), which a
+host does not have, the model is refused with the reason.
 
 Some operations of torch have two implementations that differ in the last bits: torchvision's
 attention is fused when no gradient is needed, and torch.export takes the plain one. A program must
-equal one of the two.
+match one of the two.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _CHECKED = (1, 3)  # images per batch at which program and block are compared
 
 @dataclass(frozen=True)
 class Bundle:
-    """All that hosts need to run the blocks of a model.
+    """The program and the weights with which hosts run the blocks of a model.
 
-    `program` and `tensors` (by block) are what `BlockHost.load` takes. `shape`: of a state without
-    its batch, (tokens, width). `lineage`: which other models' blocks may stand in. `sample`: a
-    state as it stands before the first block for a noise image, float32 `[1, tokens, width]`.
+    `program` and `tensors` (by block) are what `BlockHost.load` takes. `shape`: shape of a
+    state without its batch, (tokens, width). `lineage`: decides which other models' blocks may
+    stand in. `sample`: the input of the first block for a noise image, float32
+    `[1, tokens, width]`.
     """
 
     program: bytes
@@ -63,21 +64,21 @@ class Bundle:
         return {block: digest_of(content) for block, content in self.tensors.items()}
 
     def compute(self, block: int, state: State) -> State:
-        """The state after `block`, computed here as a host does; float32, shape as before."""
+        """The state after `block`, computed as on a host; float32, in the shape of `state`."""
         run = bound_block(self.program, self.tensors[block])
-        # A copy: what arrives may be read-only, or in use by the sender.
+        # A copy, because `state` may be read-only, or in use by the caller.
         return run(torch.from_numpy(state.copy())).numpy()
 
 
 @lru_cache(maxsize=4)
 def _program(content: bytes) -> BlockProgram:
-    # Reading one writes and compiles Python, and canaries ask for the same one again and again.
+    # Reading one generates and compiles Python, and canaries request the same one repeatedly.
     return read_program(content)
 
 
-@lru_cache(maxsize=24)  # the blocks of a ViT-L; canaries ask for all of them in turn
+@lru_cache(maxsize=24)  # the blocks of a ViT-L; canaries use all of them in turn
 def bound_block(program: bytes, tensors: bytes) -> Block:
-    """The block of these bytes, ready to run: the same object as long as it is in use.
+    """The block of these bytes, ready to run; cached.
 
     Binding copies and hashes the weights, which takes longer than one image through the block.
     """
@@ -85,7 +86,7 @@ def bound_block(program: bytes, tensors: bytes) -> Block:
 
 
 def make_bundle(model: nn.Module) -> Bundle:
-    """The bundle of a model that `layershuffle.load` gave.
+    """The bundle of a model from `layershuffle.load`.
 
     Raises `UsageError` for a model in training mode, with position encoding, not in float32 on the
     CPU; `StackError` with the reason if its blocks need more than the state or cannot be exported.
@@ -95,14 +96,14 @@ def make_bundle(model: nn.Module) -> Bundle:
     calls = _listen(model)
     _check_calls(calls, depth=len(modules))
     states = calls[0].state
-    # One program for all blocks: those that can take each other's place compute the same steps.
+    # One program for all blocks: interchangeable blocks compute the same steps.
     program = export(Alone(modules[0], calls[0]), states)
     bound = read_program(program)
     tensors = dict[int, bytes]()
     for block, module in enumerate(modules):
         tensors[block] = pack_tensors(module.state_dict())
         program_block = bound.bind(tensors[block])
-        # A program is believed only after every block computed the same through it (decision 009).
+        # The program is accepted only if every block gives the same result with it (decision 009).
         _check_same(Alone(module, calls[block]), program_block, block=block, states=states)
     sample = states[:1].clone().numpy()
     return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), sample)
@@ -117,10 +118,10 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
     path = other if isinstance(other, str | Path) else None
     theirs = read_lineage(other) if isinstance(other, str | Path) else other.lineage
     differences = list(_differences(bundle.lineage, theirs))
-    # Of a directory no weights are read, so that its program is not known here.
+    # The program of a directory is unknown, because no weights are read.
     if isinstance(other, Bundle) and other.program != bundle.program:
         differences.append(("the computation of a block", "the served one", "another one"))
-    # Only the first difference is told: it is the most important.
+    # Only the first difference is reported: it is the most important.
     for feature, ours, its in differences:
         raise UsageError(
             f"These blocks cannot stand in for the swarm's: {feature} is {its} in the donor and "
@@ -132,8 +133,8 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
 
 
 def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
-    """What differs, with the values of both sides, the most important first."""
-    # Two models without a record may come from anywhere, so that they do not match either.
+    """The differences, as (feature, ours, theirs), the most important first."""
+    # Two models without a record may come from anywhere, so they do not match either.
     if None in (ours.base, theirs.base) or ours.base != theirs.base:
         yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
     if ours.depth != theirs.depth:
@@ -147,7 +148,7 @@ def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str
 
 
 def _check_servable(model: nn.Module) -> None:
-    """Refuses models that hosts cannot run before anything is computed."""
+    """Refuse models that hosts cannot run, before anything is computed."""
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise UsageError(
             "The blocks of this model need a position encoding, which hosts do not have",
@@ -207,14 +208,14 @@ def _check_calls(calls: Sequence[RecordedCall], *, depth: int) -> None:
             hint=UNSERVED,
         )
     for call, after in zip(calls, [*calls[1:], None], strict=True):
-        if not _is_plain(call) or (call.rest, call.named) != (first.rest, first.named):
+        if not _is_plain(call) or (call.args, call.kwargs) != (first.args, first.kwargs):
             raise StackError(
                 f"Block {call.block} gets more than the state: {_extras(call)}. A host has only "
                 "the state",
                 hint="serve a model whose position information enters before the blocks (ViT, "
                 "DeiT, DINOv2)",
             )
-        # What a model does between two blocks would not happen on a host.
+        # A host would omit what a model computes between two blocks.
         if after is not None and not torch.equal(after.state, call.answer):
             raise StackError(
                 f"The model changes the state between the blocks {call.block} and {after.block}",
@@ -223,20 +224,22 @@ def _check_calls(calls: Sequence[RecordedCall], *, depth: int) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is made of numbers and words, which the exported program keeps as they are."""
+    """Whether a value consists of numbers and strings, which the exported program keeps."""
     if isinstance(value, RecordedCall):
-        return _is_plain((value.rest, *value.named.values()))
+        return _is_plain((value.args, *value.kwargs.values()))
     if isinstance(value, tuple | list):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _extras(call: RecordedCall) -> str:
-    named = [
-        f"{name} {_describe(value)}" for name, value in call.named.items() if not _is_plain(value)
+    keywords = [
+        f"{name} {_describe(value)}" for name, value in call.kwargs.items() if not _is_plain(value)
     ]
-    rest = [f"argument {i + 2} {_describe(v)}" for i, v in enumerate(call.rest) if not _is_plain(v)]
-    return ", ".join([*rest, *named]) or "other arguments than the other blocks"
+    extras = [
+        f"argument {i + 2} {_describe(v)}" for i, v in enumerate(call.args) if not _is_plain(v)
+    ]
+    return ", ".join([*extras, *keywords]) or "other arguments than the other blocks"
 
 
 def _describe(value: object) -> str:
@@ -264,9 +267,9 @@ def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) ->
 
 
 def _computed(module: nn.Module, state: Tensor, *, gradient: bool) -> Tensor:
-    """The block's own output; some of torch's operations have two ways to compute it."""
+    """The block's own output; some operations of torch depend on whether gradients are needed."""
     with torch.set_grad_enabled(gradient):
         leaf = state.clone().requires_grad_(gradient)
-        # A clone, because torch refuses to change a leaf in place that wants gradients.
+        # A clone, because torch refuses to change a leaf that requires gradients in place.
         answer: Tensor = module(leaf.clone())
     return answer.detach()

@@ -1,9 +1,9 @@
 """The accuracy to expect of an answer, by how its blocks ran (`rounds.Cell`).
 
-Measured once on test images, stored as calibration.json beside the model and looked up at every
-answer. Every cell gets as many orders. Those of one seed are prefixes of the same permutations
-(`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks. What follows
-from it, for answers and for the router, is in `expectations`.
+It is measured once on test images, stored as calibration.json beside the model and looked up for
+every answer. Every cell has the same number of orders. Those of one seed are prefixes of the same
+permutations (`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks.
+`expectations` applies it to answers and to the router.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 CALIBRATION = "calibration.json"
 SPLIT = "test"
-"""Neither trained on nor used to pick a checkpoint, whatever made the model."""
+"""The split that no training and no choice of a checkpoint uses."""
 _SCHEMA = 3
 _AGAIN = "run layershuffle swarm calibrate again"
-_TAIL = 0.05  # of the orders, beyond either end of the range over orders
-_PARALLEL = 4  # the shipped model loses 3 points with 4 side by side, and 7 with 6
-_PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more nothing was gained
+_TAIL = 0.05  # share of the orders outside of each end of the range over orders
+_PARALLEL = 4  # the bundled model loses 3 points with 4 blocks side by side, and 7 with 6
+_PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more there was no gain
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CalibrationFacts:
-    """What the expected accuracies were measured on."""
+    """The data that the expected accuracies were measured on."""
 
     data: str
     split: str
@@ -64,9 +64,9 @@ class _CalibrationModel(BaseModel):
 class Row(_CalibrationModel):
     """Top-1 in percent of a cell (`rounds.Cell`); `sd_orders`: its spread over orders.
 
-    `orders_low`, `orders_high`: the 5 % and 95 % quantiles over orders, each of which keeps blocks
-    of its own. `effective`: how many independent images it was measured on; `None` without groups
-    of images.
+    `low`, `high`: 95 % interval of `top1`. `orders_low`, `orders_high`: the 5 % and 95 % quantiles
+    over orders, which keep different blocks. `effective`: number of independent images; `None`
+    without groups of images.
     """
 
     kept: Count
@@ -82,16 +82,16 @@ class Row(_CalibrationModel):
 
     @property
     def cell(self) -> Cell:
-        """What it was measured of."""
+        """The cell of this row."""
         return Cell(self.kept, self.passes, self.parallel)
 
 
 class Calibration(_CalibrationModel):
-    """The content of calibration.json. `weights`: digest of the model it was measured on.
+    """The content of calibration.json. `weights`: digest of the measured model.
 
-    `late`: top-1 with all blocks one after the other, of which the last read a state that was 1, 2
-    ... versions old. `tied`: for every place the first one with the same weights, where some share
-    them; such places were measured apart (`rounds.overlapped`).
+    `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
+    1, 2 ... versions old. `tied`: for every place the first one with the same weights, `None` if no
+    places share them; such places were measured apart (`rounds.overlapped`).
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
@@ -108,12 +108,12 @@ class Calibration(_CalibrationModel):
 
     @property
     def queue(self) -> tuple[Row, ...]:
-        """The rows of one block after the other, each once, by the number of blocks."""
+        """The rows in which blocks run one after the other, each once, by the number of blocks."""
         return tuple(row for row in self.rows if row.passes == row.parallel == 1)
 
     @property
     def facts(self) -> CalibrationFacts:
-        """What it was measured on, as answers show it."""
+        """The measurement's data, as answers show it."""
         return CalibrationFacts(
             data=self.data, split=self.split, orders=self.orders, images=self.images
         )
@@ -132,8 +132,8 @@ def calibrate(
 ) -> Calibration:
     """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
 
-    `progress` hears of images. Raises `StackError` for models that a swarm cannot serve,
-    `DataError` for data with other classes, `UsageError` for fewer than two orders.
+    `progress` is called with the images done. Raises `StackError` for models that a swarm cannot
+    serve, `DataError` for data with other classes, `UsageError` for fewer than two orders.
     """
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import class_names_of, file_view, num_classes_of
@@ -142,7 +142,7 @@ def calibrate(
     from layershuffle.stack import blocks_of, depth_of
     from layershuffle.swarm.remote_model import served_host
 
-    # One order has no spread, and so no interval.
+    # One order has no spread, hence no interval.
     if orders < 2:
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
@@ -164,7 +164,7 @@ def calibrate(
     try:
         scores, late = measure(parallel=_PARALLEL)
     except StackError as error:
-        # It is served all the same, one block after the other.
+        # A swarm serves it nevertheless, one block after the other.
         _log.warning("Only one block after the other can be measured: %s", error)
         scores, late = measure(parallel=1)
     return Calibration(
@@ -183,7 +183,7 @@ def calibrate(
 
 
 def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
-    """What is measured of a model: all numbers of blocks, and again as far as it may help."""
+    """The measured cells: all numbers of blocks, and repeated passes as far as they may help."""
     return tuple(
         Cell(kept, passes, under_way)
         for under_way in range(1, parallel + 1)
@@ -202,8 +202,8 @@ def _measure(
     batch_size: int,
     progress: Progress,
 ) -> tuple[dict[Cell, list[Score]], tuple[float, ...]]:
-    """The scores of all cells, one per permutation, and the accuracies of a last block that is
-    1, 2 ... versions late (none where nothing may run side by side)."""
+    """The scores of all cells, one per permutation, and the accuracies with a last block that is
+    1, 2 ... versions late (none if `parallel` is 1)."""
 
     from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
@@ -237,25 +237,25 @@ def _measure(
 
 
 def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[Row, ...]:
-    """A row per cell, of the scores of single orders."""
+    """A row per cell, from the scores of its orders."""
     return tuple(_row(cell, group) for cell, group in scores.items())
 
 
 def _row(cell: Cell, scores: Sequence[Score]) -> Row:
-    """The mean with a 95 % interval over orders and over images.
+    """The row of a cell: the mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
     (t-interval over orders; Wilson's over images, which is wide enough for any correlation between
-    orders) add as independent errors do: by their squares, each side for itself.
+    orders) add as independent errors do: by their squares, separately on each side.
     """
     top1 = [score.top1 for score in scores]
     centre = mean(top1)
     low_orders, high_orders = t_interval(top1)
     counts = [score.top1_n for score in scores if score.top1_n is not None]
-    # The harmonic mean, so that p (1 - p) / n is the mean of the orders' variances: that of their
-    # mean is no larger.
+    # With the harmonic mean, p (1 - p) / n is the mean of the orders' variances, which the variance
+    # of their mean does not exceed.
     effective = harmonic_mean(counts) if counts else None
-    # Wilson's interval stays within 0 and 100 %, where accuracies near 100 % lie.
+    # Wilson's interval stays within 0 and 100 %, also for accuracies near 100 %.
     low_images, high_images = wilson_interval(centre, effective or scores[0].images)
     low = centre - math.hypot(centre - low_orders, centre - low_images)
     high = centre + math.hypot(high_orders - centre, high_images - centre)
@@ -267,7 +267,7 @@ def _row(cell: Cell, scores: Sequence[Score]) -> Row:
         top1=centre,
         low=max(0.0, low),
         high=min(100.0, high),
-        # Rounded outwards, so that few orders give their whole range and no narrower one.
+        # Rounded outwards, so few orders give their whole range.
         orders_low=ordered[math.floor(_TAIL * last)],
         orders_high=ordered[math.ceil((1 - _TAIL) * last)],
         sd_orders=deviation(top1),
@@ -276,7 +276,7 @@ def _row(cell: Cell, scores: Sequence[Score]) -> Row:
 
 
 def calibration_path(model: str) -> Path:
-    """Where the calibration of the model with this spec stands: beside its weights.
+    """The path of the calibration of the model with this spec, beside its weights.
 
     Raises `UsageError` for models without a directory of their own.
     """
@@ -292,7 +292,7 @@ def calibration_path(model: str) -> Path:
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Store `calibration` at `path`, whole or not at all."""
+    """Write `calibration` to `path`, atomically."""
     write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
@@ -307,8 +307,8 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     if not path.is_file():
         return None
     stored = read_json(path)  # checked for size and nesting
-    # The first version has no range over orders, the second one knows no blocks side by side: what
-    # is missing cannot be made from what is there.
+    # Version 1 lacks the range over orders, version 2 blocks side by side, and neither can be
+    # computed from the rest.
     if stored.get("schema") != _SCHEMA:
         raise ModelFileError(
             f"The calibration is of version {stored.get('schema')}, not {_SCHEMA}: it was written "
@@ -328,7 +328,7 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     kept = [row.kept for row in calibration.queue]
     if not kept or kept != list(range(1, len(kept) + 1)):
         raise ModelFileError("The rows must have 1, 2, 3, ... blocks", place=path, hint=_AGAIN)
-    # A model that was refined further has other accuracies, and must not be told by the old file.
+    # A model that was refined further has other accuracies than its old file says.
     if calibration.weights != weights:
         raise ModelFileError(
             "The calibration was measured on other weights than the model has",

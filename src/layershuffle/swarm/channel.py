@@ -1,13 +1,14 @@
-"""The data channel: states travel to a host over a separate connection, beside Ray.
+"""The data channel: states are sent to a host over a separate connection, beside Ray.
 
 A call of an actor takes 2 ms for a state of 148 KiB, a socket a tenth of that (decision 025). So
 each host opens one server, whose address is in its `HostInfo`, and a gateway keeps one connection
-to each host, over which visits go side by side. Ray starts and watches the hosts as before, and
-carries the visits to a host whose channel cannot be reached.
+to each host, which carries concurrent visits. Ray still starts and watches the hosts, and carries
+the visits to a host whose channel cannot be reached.
 
 Both sides prove that they hold the swarm's token before anything else is read: the server sends a
-random number, the client answers with one of its own and an HMAC over both, and the server with
-another. With the swarm's certificates both sides speak TLS, too. Use it from one event loop.
+random number, the client answers with its own random number and an HMAC over both, and the server
+with another HMAC. With the swarm's certificates both sides also use TLS. Use it from one event
+loop.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ if TYPE_CHECKING:
 
 _MILLI = 1000.0
 _NONCE = 32  # bytes
-_CONNECTIONS = 64  # at one host; a swarm has one gateway, and another one that takes over
+_CONNECTIONS = 64  # at one host; a swarm has one gateway, and one more when it is replaced
 _log = logging.getLogger(__name__)
 
 
 class ChannelLost(LayerShuffleError):
-    """The channel ended before the answer; whether the host is dead is not known here."""
+    """The channel ended before the answer; the host may be alive or dead."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a member of the swarm proves itself by: the token, and the contexts of its TLS."""
+    """The credentials of a member of the swarm: the token, and its TLS contexts."""
 
     token: bytes
     server: ssl.SSLContext | None = None
@@ -77,7 +78,7 @@ def credentials_in(variables: Mapping[str, str]) -> Credentials:
         )
         contexts = []
         for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-            # Of both sides, as Ray has it: whoever has no certificate of the swarm gets no word.
+            # Both sides need a certificate of the swarm, as with Ray.
             context = ssl.SSLContext(protocol)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             context.load_cert_chain(certificate, key)
@@ -94,12 +95,12 @@ def credentials_in(variables: Mapping[str, str]) -> Credentials:
 
 
 def proof_of(token: bytes, side: bytes, *, host: str, nonces: bytes) -> bytes:
-    """32 bytes that only a holder of the token can make for these random numbers.
+    """32 bytes that only a holder of the token can compute for these random numbers.
 
-    `side`: who makes it, the gateway or the host of this name.
+    `side`: who computes it, the gateway or the host named `host`.
     """
-    # The side, or a proof could be sent back to who made it; the host, or one host's number could
-    # be had signed for another.
+    # Without the side, a proof could be sent back to its author; without the host, one host's
+    # random number could be signed for another.
     return hmac.digest(token, b"layershuffle channel " + side + host.encode() + nonces, "sha256")
 
 
@@ -107,9 +108,9 @@ def proof_of(token: bytes, side: bytes, *, host: str, nonces: bytes) -> bytes:
 
 
 class ChannelServer:
-    """Lets gateways visit `host` over connections, once it is open.
+    """Accepts connections over which gateways visit `host`.
 
-    `connections`: those that are open. `refused` counts those without a proof.
+    `connections`: the open connections. `refused`: number of connections without a proof.
     """
 
     def __init__(self, host: BlockHost, *, credentials: Credentials, limits: Limits) -> None:
@@ -119,7 +120,7 @@ class ChannelServer:
         self._server: asyncio.Server | None = None
 
     async def open(self, address: str, *, ports: Sequence[int] = (0,)) -> str:
-        """Listen on the first of `ports` that is free (0: any); "address:port".
+        """Listen on the first free port of `ports` (0: any). Returns "address:port".
 
         Raises `LayerShuffleError` if none is.
         """
@@ -138,7 +139,7 @@ class ChannelServer:
         raise LayerShuffleError(f"No data channel can be opened on {address} ({why})")
 
     def close(self) -> None:
-        """Listen no more, and end all connections."""
+        """Stop listening, and end all connections."""
         if self._server is not None:
             self._server.close()
         for connection in [*self.connections]:
@@ -172,7 +173,7 @@ class _Served:
         if self._patience is not None:
             self._patience.cancel()
         if not self.stream.trusted:
-            # Once as a warning, or whoever connects again and again would fill the log.
+            # A warning only once, because repeated connections would fill the log.
             level = logging.DEBUG if self._server.refused else logging.WARNING
             _log.log(level, "A connection to the data channel was refused: %s", why)
             self._server.refused += 1
@@ -184,7 +185,7 @@ class _Served:
         if not self.stream.trusted:
             self._check(head, tail)
         elif head.kind is FrameKind.CANCEL:
-            # It may be over already.
+            # The visit may be over already.
             if visit := self._visits.pop(head.id, None):
                 visit.cancel()
         else:
@@ -199,7 +200,7 @@ class _Served:
             self._fail(number, error)
             return
         self._visits[number] = visit
-        # Without a task, which would take as long as all the rest here. It ends in another thread.
+        # A task would take as long as the rest of this method. The visit ends in another thread.
         visit.add_done_callback(
             lambda visit: self._loop.call_soon_threadsafe(self._answer, number, visit)
         )
@@ -218,7 +219,7 @@ class _Served:
         self.stream.send(word_frame(FrameKind.WELCOME, words=mine))
 
     def _answer(self, number: int, visit: Future[Answer]) -> None:
-        """Send what became of a visit. Nothing is sent of one that was given up."""
+        """Send the result or the error of a visit, unless it was cancelled."""
         self._visits.pop(number, None)
         if visit.cancelled():
             return
@@ -230,7 +231,7 @@ class _Served:
     def _fail(self, number: int, error: BaseException) -> None:
         if not isinstance(error, VisitError):
             name = self._server.host.name
-            if not isinstance(error, LayerShuffleError):  # a defect of ours
+            if not isinstance(error, LayerShuffleError):  # unexpected
                 _log.error("A visit of host %s broke", name, exc_info=error)
             error = HostFailed(f"Host {name} failed: {one_line(error)}")
         self.stream.send(failure_frame(number, error))
@@ -255,7 +256,7 @@ class _Connection:
         self.stream = FrameStream(self._receive, made=lambda: None, lost=self._lost)
 
     async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
-        """The host's answer; being cancelled drops the visit at the host."""
+        """The host's answer; cancellation cancels the visit at the host."""
         number = next(self._numbers)
         frame = visit_frame(number, blocks, packet=packet, budget_ms=budget_ms)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -299,7 +300,7 @@ class _Connection:
     def _take(self, head: Head, tail: bytearray) -> None:
         answer = self._visits.get(head.id)
         if answer is None or answer.done():
-            return  # of a visit that was given up
+            return  # of a cancelled visit
         try:
             answer.set_result(read_answer(head, tail))
         except VisitError as error:
@@ -308,7 +309,7 @@ class _Connection:
 
 
 class ChannelLink:
-    """The way to a host over its channel: opens a connection, and reopens it when it is lost.
+    """The connection to a host's channel, which is reopened when it is lost.
 
     `why` is the reason for a missing connection, "" while it is open. The pauses between tries
     double, from `suspect_ms` to `suspect_max_ms`.
@@ -326,11 +327,11 @@ class ChannelLink:
 
     @property
     def open(self) -> bool:
-        """Whether visits can go over it now."""
+        """Whether it can carry visits now."""
         return self._connection is not None and self._connection.stream.open
 
     async def tried(self) -> None:
-        """Return once the first try to open it has succeeded or failed."""
+        """Wait until the first attempt to open it has succeeded or failed."""
         await self._tried.wait()
 
     async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
@@ -340,11 +341,11 @@ class ChannelLink:
         return await self._connection.visit(blocks, packet, budget_ms=budget_ms)
 
     def end(self) -> None:
-        """End the connection soon, and open none any more."""
+        """End the connection soon, and do not reopen it."""
         self._task.cancel()
 
     async def close(self) -> None:
-        """End the connection, and open none any more."""
+        """End the connection, and do not reopen it."""
         self.end()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -359,12 +360,12 @@ class ChannelLink:
                 self._connection = None
                 connection.stream.abort("the gateway has closed it")
             self._note(why)
-            # One that was open and broke at once, again and again, is to be left alone as well.
+            # A connection that breaks before the first answer counts as a failed attempt.
             pause = first if connection.answered else min(2 * pause, longest)
             await asyncio.sleep(pause / _MILLI)
 
     async def _until_lost(self, connection: _Connection) -> str:
-        """Open the connection, and wait until it ends; the reason why it could not, or did."""
+        """Open the connection, and wait until it ends. Returns why it failed or ended."""
         limit = self._limits.channel_ms
         try:
             async with asyncio.timeout(limit / _MILLI):
@@ -392,7 +393,7 @@ class ChannelLink:
         await connection.proved
 
     def _note(self, why: str) -> None:
-        """Say once, until it is open again, that visits go another way."""
+        """Log that visits go over Ray, once until the channel is open again."""
         self.why = why
         if not self._silent:
             _log.warning("Visits to host %s go over Ray, not its data channel: %s", self.host, why)

@@ -1,11 +1,11 @@
-"""Injected failures: which host fails when, and the wrappers that inject them.
+"""Injected faults: which host fails when, and the wrappers that inject them.
 
-A list of `Fault` is pure data and a function of a seed. Its times are counted in requests, so that
-the same list hits a real swarm, one in this process and a simulated one at the same places.
+A list of `Fault` is pure data and a function of a seed. Its times are counted in requests, so the
+same list affects a real swarm, one in this process and a simulated one at the same places.
 
-`ChaosBackend` and `ChaosTransport` stand between a coordinator or router and the real ones (the
-idea is torchft's failure injector), so that hosts and engines hold no code for drills: a host
-cannot be told to answer wrongly. `FaultInjector` puts them there; before it, nothing passes here.
+`ChaosBackend` and `ChaosTransport` wrap the backend of a coordinator and the transport of a router
+(as torchft's failure injector does), so hosts and engines contain no code for drills.
+`FaultInjector` installs them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FaultKind = Literal[
     "crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin",
     "kill", "wrong-rarely", "wrong-but-canaries",
 ]  # fmt: skip
-# The last three are for scenarios; a list of faults rehearses those that can be undone.
+# The last three are only for scenarios; lists of faults contain kinds that can be undone.
 KINDS: tuple[FaultKind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
 SLOW_FACTOR = 10.0
 _NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
@@ -56,18 +56,18 @@ class Fault:
     """Just before request number `at` is sent, `kind` happens to `host`.
 
     crash    its process is killed
-    freeze   its process stops, without a word
+    freeze   its process stops silently
     slow     its compute takes ten times as long
     wrong    its answers are finite and false
-    cut      its network is gone, without a word
-    leave    it is drained, then ended in good order
-    rejoin   a crashed, left or shut-out host starts anew; any other one is whole again
+    cut      its network fails silently
+    leave    it is drained, then ended
+    rejoin   a crashed, left or shut-out host is restarted; the faults of any other one end
 
     And for `scenarios`:
 
-    kill                its process is killed, and the coordinator may start it again
-    wrong-rarely        one answer of a hundred is false, and no canary
-    wrong-but-canaries  its answers are false, those to canaries are right
+    kill                its process is killed, and the coordinator may restart it
+    wrong-rarely        one answer of a hundred is false, but none to a canary
+    wrong-but-canaries  all its answers are false, except those to canaries
     """
 
     at: int
@@ -76,7 +76,7 @@ class Fault:
 
 
 def check_faults(faults: Sequence[Fault], hosts: Sequence[str]) -> tuple[Fault, ...]:
-    """`faults` by time. Raises `UsageError` for unknown hosts."""
+    """`faults`, sorted by time. Raises `UsageError` for unknown hosts."""
     for fault in faults:
         if fault.host not in hosts:
             raise UsageError(
@@ -100,7 +100,7 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
     stream = Stream(seed, 0)
     count = max(1, int(len(hosts) * share))
     chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
-    # Quiet at both ends, so that the times before and after can be compared.
+    # No crashes at both ends, so the times before and after can be compared.
     first, last = requests // 10, requests - requests // 10
     return check_faults(
         [Fault(first + stream.below(max(1, last - first)), host, "crash") for host in chosen], hosts
@@ -108,7 +108,7 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
 
 
 def crashes_text(faults: Sequence[Fault], *, share: float, hosts: int) -> str:
-    """How many hosts that share is, which few would count as `crashes` does."""
+    """A sentence with the number of hosts that die, which `share` does not make obvious."""
     die = "dies" if len(faults) == 1 else "die"
     return f"{len(faults)} of {counted(hosts, 'host')} {die} (--kill {share:g}, rounded down)"
 
@@ -116,10 +116,11 @@ def crashes_text(faults: Sequence[Fault], *, share: float, hosts: int) -> str:
 def one_of_each_fault(
     hosts: Sequence[str], *, requests: int, seed: int, kinds: Sequence[FaultKind] = KINDS
 ) -> tuple[Fault, ...]:
-    """Every kind of failure once, one after the other, each on a host drawn at random.
+    """Every kind of fault once, one after the other, each on a host drawn at random.
 
-    The requests are cut into as many parts as there are kinds. A failure comes after a quarter of
-    its part and is undone (rejoin) after three quarters, so that its costs can be told apart.
+    The requests are split into as many parts as there are kinds. A fault begins after a quarter of
+    its part and is undone (rejoin) after three quarters, so its costs can be separated. Raises
+    `UsageError` for too few requests.
     """
     stream = Stream(seed, 1)
     troubles = [kind for kind in kinds if kind != "rejoin"]
@@ -132,7 +133,7 @@ def one_of_each_fault(
     faults: list[Fault] = []
     for number, kind in enumerate(troubles):
         host = hosts[stream.below(len(hosts))]
-        # The quiet quarters keep the late effects of one failure out of the next one's part.
+        # The quarters without a fault keep late effects of one fault out of the next part.
         start = number * part + part // 4
         faults.append(Fault(start, host, kind))
         if "rejoin" in kinds:
@@ -141,12 +142,12 @@ def one_of_each_fault(
 
 
 class ChaosTransport:
-    """A transport that breaks on demand (`messages.Transport`); whole, it adds nothing.
+    """A transport with injected faults (`messages.Transport`); without any, it adds nothing.
 
-    cut, freeze  nothing reaches the host and nothing comes from it, until `heal`
+    cut, freeze  neither visits nor answers are delivered, until `heal`
     slow         a visit computes `factor` times as long, and others wait for it
-    wrong        an answer gets noise of ten times its own spread, the same for equal states; in a
-                 share of the answers to requests alone where it is "rarely" or "but canaries"
+    wrong        an answer gets noise of ten times its own spread, the same for equal states;
+                 "wrong-rarely" and "wrong-but-canaries" change only answers to requests
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -158,7 +159,7 @@ class ChaosTransport:
         self._open: dict[str, asyncio.Event] = {}
 
     def break_host(self, host: str, kind: FaultKind, *, factor: float = SLOW_FACTOR) -> None:
-        """From now on, break `host`: cut, freeze, slow (by `factor`), or a kind of wrong."""
+        """Inject a fault into `host`: cut, freeze, slow (by `factor`), or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = (factor, asyncio.Lock())
         elif kind.startswith("wrong"):
@@ -167,7 +168,7 @@ class ChaosTransport:
             self._open.setdefault(host, asyncio.Event())
 
     def heal(self, host: str) -> None:
-        """Repair the way to `host`."""
+        """End the faults of `host`."""
         self._slow.pop(host, None)
         self._wrong.pop(host, None)
         self.dead.discard(host)
@@ -175,7 +176,7 @@ class ChaosTransport:
             way.set()
 
     async def way_to(self, host: str) -> None:
-        """Wait until messages get through to `host` and back."""
+        """Wait until messages to and from `host` are delivered."""
         # A loop, because the host may be cut off again before this task runs.
         while host in self._open:
             await self._open[host].wait()
@@ -187,7 +188,7 @@ class ChaosTransport:
             answer = await self._slowly(visit, packet)
         else:
             answer = await self._passed(visit, packet)
-        # Also on the way back: a host that is cut off computes, but its answer is lost.
+        # On the way back too: a host that is cut off computes, but its answer does not arrive.
         await self.way_to(visit.host)
         if self._lies(visit):
             state = unpack(answer.packet)
@@ -201,7 +202,7 @@ class ChaosTransport:
         kind = self._wrong.get(visit.host)
         if kind is None or kind == "wrong":
             return kind is not None
-        # Canaries have no budget beyond their limit: a host that lies with care knows them.
+        # Canaries have no budget, by which a careful liar recognises them.
         return visit.budget is not None and (
             kind == "wrong-but-canaries" or bool(self._chance.random() < _RARELY)
         )
@@ -210,14 +211,14 @@ class ChaosTransport:
         try:
             return await self.inner.visit(visit, packet)
         except VisitError as error:
-            # A killed host of this process is only closed; callers are to hear what a dead one
-            # would say.
+            # A killed host in this process is only closed; callers must get the error of a dead
+            # process.
             if visit.host in self.dead:
                 raise HostGone(f"The process of host {visit.host} is dead") from error
             raise
 
     async def _slowly(self, visit: Visit, packet: Packet) -> Answer:
-        """One visit after the other, because a host computes in one thread; batches are lost."""
+        """Run one visit after the other, because a host computes in one thread; without batches."""
         factor, turn = self._slow[visit.host]
         clock = asyncio.get_running_loop().time
         arrived = clock()
@@ -236,9 +237,9 @@ class ChaosTransport:
 
 
 class ChaosBackend:
-    """A backend whose hosts can be broken (`placement.HostBackend`); whole, it adds nothing.
+    """A backend with injected faults (`placement.HostBackend`); without any, it adds nothing.
 
-    `transport` wraps that of `backend`, and takes its place in the router.
+    `transport` wraps that of `backend`, and replaces it in the router.
     """
 
     def __init__(self, backend: HostBackend) -> None:
@@ -249,42 +250,42 @@ class ChaosBackend:
         return await self.inner.nodes()
 
     async def start(self, name: str, *, node: str) -> HostInfo:
-        """A process for `name` on that machine."""
+        """Start a process for `name` on that machine."""
         await self.transport.way_to(name)
         return await self.inner.start(name, node=node)
 
     async def end(self, name: str) -> None:
-        """End the host, and with it its injected failure."""
+        """End the host, and its injected faults."""
         await self.inner.end(name)
         self.transport.heal(name)
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
-        """What that method of the host returns."""
+        """The result of this method of the host."""
         await self.transport.way_to(name)
         result = await self.inner.call(name, method, *args)
         await self.transport.way_to(name)
         return result
 
     def carriers(self) -> Mapping[str, Carrier]:
-        """How visits get to each host."""
+        """How visits reach each host."""
         return self.inner.carriers()
 
     def forget(self) -> None:
-        """Drop everything about the processes; what is wrong with a host lasts until its `end`."""
+        """Drop everything about the processes; injected faults last until the host's `end`."""
         self.inner.forget()
 
 
 def signal_process(ray: Any, pid: int, *, number: signal.Signals, node: str) -> None:
     """Signal a process on a member of the cluster. Raises `HostUnavailable` if it is dead."""
     if node == ray.get_runtime_context().get_node_id():
-        # A task would have to wait for a worker process to start there.
+        # A task would have to wait until a worker process has started there.
         try:
             os.kill(pid, number)
         except ProcessLookupError as error:
             raise HostUnavailable(f"The process {pid} of a host is dead") from error
         return
     there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    # Without retries: the number may be another process's by then.
+    # Without retries: the pid may belong to another process by then.
     send = ray.remote(_send_signal).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     send.remote(pid, int(number))
 
@@ -294,11 +295,10 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 class FaultInjector:
-    """Makes faults happen to the hosts of a running swarm (`drill.Engine`).
+    """Injects faults into the hosts of a running swarm (`drill.Engine`).
 
-    From here on the wrappers stand before the hosts of `coordinator`. `ray`: the connected module
-    if they are processes that Ray runs, which then really die and stop; without it they only seem
-    to.
+    It wraps the backend and the transport of `coordinator`. `ray`: the connected module if Ray runs
+    the hosts, whose processes then really die and stop; otherwise they only appear to.
     """
 
     def __init__(self, coordinator: Coordinator, *, ray: Any | None = None) -> None:
@@ -309,7 +309,7 @@ class FaultInjector:
     async def inject(self, fault: Fault) -> None:
         """Inject the fault. A crashed host stays dead until its rejoin.
 
-        Raises `LayerShuffleError` for a host that is not there, or is dead already.
+        Raises `LayerShuffleError` for a host that is unknown or already dead.
         """
         name, coordinator = fault.host, self.coordinator
         coordinator.record_of(name)
@@ -339,10 +339,10 @@ class FaultInjector:
         if self._ray is not None:
             signal_process(self._ray, host.pid, number=signal.SIGKILL, node=host.node)
         else:
-            self.backend.transport.heal(name)  # whoever waits for it is to hear that it died
+            self.backend.transport.heal(name)  # callers that wait for it must learn of its death
             self.backend.transport.dead.add(name)
             await self.backend.inner.end(name)
-        self.coordinator.has_process(name, 0)  # its number may become another process's
+        self.coordinator.has_process(name, 0)  # its pid may be reused
 
     def freeze(self, name: str) -> None:
         """Stop the host's process; a host in this process stops answering."""
@@ -352,7 +352,7 @@ class FaultInjector:
         signal_process(self._ray, host.pid, number=signal.SIGSTOP, node=host.node)
 
     def heal(self, name: str) -> None:
-        """Repair the host, unless it is dead."""
+        """End the host's faults, unless it is dead."""
         if self._ray is not None:
             host = self._running(name)
             signal_process(self._ray, host.pid, number=signal.SIGCONT, node=host.node)

@@ -1,4 +1,4 @@
-"""Talk to a swarm's gateway from Python, blocking or not. Needs httpx alone: no torch.
+"""Clients of a swarm's gateway, blocking and for asyncio. They need httpx, but no torch.
 
 with SwarmClient("http://127.0.0.1:8000") as swarm:
     print(swarm.classify("cat.jpg").images[0].top[0].label)
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     ImageLike = str | Path | bytes | Image
 
 TIMEOUT = 60.0
-"""Seconds that a gateway may stay silent, unless told otherwise; beyond the longest deadline."""
+"""Default seconds that a gateway may stay silent; longer than the longest deadline."""
 _UNAVAILABLE = 503
 _A = TypeVar("_A", bound=BaseModel)
 
@@ -41,8 +41,8 @@ _A = TypeVar("_A", bound=BaseModel)
 class SwarmError(LayerShuffleError):
     """The gateway refused, could not answer, or cannot be reached.
 
-    `status`: of HTTP, `None` without an answer. `retry_after`: seconds after which it may help to
-    ask again, where the gateway says so.
+    `status`: the HTTP status, `None` without an answer. `retry_after`: seconds after which a retry
+    may help, if the gateway says so.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class SwarmError(LayerShuffleError):
 
 
 class ClassifyOptions(TypedDict, total=False):
-    """What a request may say beside its images; the gateway knows the rest."""
+    """Options of a request; the gateway has defaults for all of them."""
 
     deadline_ms: float | None
-    """Milliseconds until the answer is to be out."""
+    """Milliseconds until the answer must be sent."""
     min_blocks: int | None
-    """Fewest blocks of an answer; with less there is an error."""
+    """Fewest blocks of an answer; with fewer the request fails."""
     order: str | ExecutionOrder | Sequence[int] | None
     """Steps to run: blocks in this order, or as text or `layershuffle.ExecutionOrder` also in
     rounds ("3+7,5"), again ("3,7,3") and on older states."""
@@ -75,10 +75,10 @@ class ClassifyOptions(TypedDict, total=False):
 class SwarmClient:
     """A gateway at `url`; every method raises `SwarmError`. Close it, or use it in a `with`.
 
-    `authority`: for https, the file of the certificates to trust, and no others (default: those
-    that httpx trusts). `timeout` in seconds. `transport` is how requests travel, httpx's own by
-    default. Raises `UsageError` for what is no http address, for a key that no header can carry,
-    and for an authority that cannot be read or has no use.
+    `authority`: for https, a file with the only certificates to trust (default: those that httpx
+    trusts). `timeout` in seconds. `transport`: an httpx transport. Raises `UsageError` for an
+    invalid address, for a key that does not fit into a header, and for an authority that cannot be
+    read or has no effect.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class SwarmClient:
     def classify(
         self, images: ImageLike | Sequence[ImageLike], **options: Unpack[ClassifyOptions]
     ) -> Classification:
-        """The classes of one image or several: paths, bytes of image files, or Pillow images."""
+        """The classes of one or several images: paths, bytes of image files, or Pillow images."""
         request = _classify_request(self._http, images, options=options)
         return self._send(request, Classification)
 
     def swarm(self) -> SwarmAnswer:
-        """The hosts as they are now."""
+        """The current state of the swarm."""
         return self._send(self._http.build_request("GET", "/v1/swarm"), SwarmAnswer)
 
     def health(self) -> Health:
-        """Whether requests can be answered; an unhealthy swarm is an answer too."""
+        """Whether requests can be answered; an unhealthy swarm raises no error."""
         return self._send(self._http.build_request("GET", "/healthz"), Health)
 
     def close(self) -> None:
@@ -171,11 +171,11 @@ class AsyncSwarmClient:
 def _settings(
     url: str, *, api_key: str | None, authority: str | Path | None, timeout: float
 ) -> dict[str, Any]:
-    """How both clients set up httpx."""
+    """The arguments of both clients' httpx client."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
-    # A broken IPv6 address, as one without its closing bracket.
+    # Raised for an invalid IPv6 address, as one without its closing bracket.
     except ValueError:
         host = None
     if not host or parts.scheme not in ("http", "https"):
@@ -183,7 +183,7 @@ def _settings(
             f"{url!r} is not the address of a gateway",
             hint="write for example http://127.0.0.1:8000",
         )
-    # No header can carry anything else.
+    # A header cannot contain anything else.
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise UsageError(
             "An API key may contain only ASCII letters, digits and signs",
@@ -193,7 +193,7 @@ def _settings(
         "base_url": url,
         "headers": {} if api_key is None else {"X-API-Key": api_key},
         "timeout": timeout,
-        "trust_env": not is_loopback(host),  # no proxy knows the way to this machine
+        "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
     }
     if authority is not None:
         if parts.scheme != "https":
@@ -211,16 +211,16 @@ def _classify_request(
     *,
     options: ClassifyOptions,
 ) -> httpx.Request:
-    """The images and options as a form. Raises `UsageError` for what is no image."""
+    """The request with images and options as a form. Raises `UsageError` for invalid images."""
     several = images if isinstance(images, list | tuple) else [images]
     if not several:
         raise UsageError("There is no image to classify", hint="give one or several")
-    # What is not given is not sent: the gateway's own defaults hold, not those of this version.
+    # Missing options are not sent, so the defaults of the gateway's version hold.
     fields = {name: value for name, value in options.items() if value is not None}
     order = fields.get("order")
     if order is not None and not isinstance(order, str | ExecutionOrder):
         fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
-    # A part is a file only if it has a file name, whatever that is; the gateway reads none.
+    # A part is a file only if it has a file name; the gateway ignores the name.
     return http.build_request(
         "POST",
         "/v1/classify",
@@ -230,8 +230,8 @@ def _classify_request(
 
 
 def _content(image: Any) -> bytes:
-    """The bytes of an image file, as they are; of a Pillow image, as PNG."""
-    # Not decoded here: the gateway is to see the very pixels of the file.
+    """The unchanged bytes of an image file, or a Pillow image as PNG."""
+    # Not decoded here: the gateway must get exactly the pixels of the file.
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):
@@ -243,20 +243,20 @@ def _content(image: Any) -> bytes:
                 place=image,
                 hint="name the file of an image",
             ) from error
-    # By what it can do, because only those who have Pillow images need Pillow.
+    # No `isinstance`, because only users of Pillow images need Pillow.
     if not hasattr(image, "save"):
         raise UsageError(
             f"A {type(image).__name__} is not an image",
             hint="give a path, the bytes of an image file, or a Pillow image",
         )
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")  # without loss: the answer is that of the pixels given here
+    image.save(buffer, format="PNG")  # lossless
     return buffer.getvalue()
 
 
 @contextmanager
 def _swarm_errors(url: httpx.URL) -> Iterator[None]:
-    """What httpx raises, as `SwarmError`."""
+    """Raise the errors of httpx as `SwarmError`."""
     try:
         yield
     except httpx.TimeoutException as error:
@@ -276,14 +276,14 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
 
 
 def _read(response: httpx.Response, kind: type[_A]) -> _A:
-    """The answer in `response`, or the gateway's own error raised."""
+    """The answer in `response`. Raises the gateway's error as `SwarmError`."""
     place = str(response.url)
     # /healthz answers 503 with the same body when no block can be run.
     answers = response.is_success or (kind is Health and response.status_code == _UNAVAILABLE)
     try:
         if answers:
             return kind.model_validate_json(response.content)
-        # A proxy on the way has errors of its own, in HTML: those are not shown as the gateway's.
+        # Errors of a proxy, in HTML, are not shown as the gateway's.
         problem = ErrorAnswer.model_validate_json(response.content).error
     except ValidationError as error:
         raise SwarmError(

@@ -1,4 +1,4 @@
-"""The coordinator: it starts block hosts on machines, watches them, and updates the router.
+"""The coordinator starts block hosts on machines, watches them, and updates the router.
 
 It is a thin layer around `placement.reconcile`. A `placement.HostBackend` runs the processes: Ray
 (`ray_hosts.RayHosts`), or objects in this process. Use it from the router's event loop only.
@@ -79,7 +79,7 @@ class Coordinator:
         self._unknown = ""  # why the machines are unknown
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
-            # Listed from the start, so that users see which hosts are still missing.
+            # Listed from the start, so users see which hosts are still missing.
             absent = self._fresh(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
 
@@ -134,7 +134,7 @@ class Coordinator:
         await asyncio.gather(*map(self._end, self.hosts), *self._ending)
 
     def begin_anew(self, why: str) -> None:
-        """The backend has lost all its processes: start the hosts again, or find surviving ones.
+        """Restart all hosts, or find surviving ones, after the backend has lost its processes.
 
         Hosts that an operator stopped stay away.
         """
@@ -144,7 +144,7 @@ class Coordinator:
             if host.phase != "held":
                 self._do(Drop(name, why))
 
-    # --- what operators do ------------------------------------------------------------------------
+    # --- commands of operators --------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
         """Stop new visits to `name`; returns whether it has finished those in progress.
@@ -185,7 +185,7 @@ class Coordinator:
         self._begin(Start(name, host.node, host.blocks), anew=True)
 
     async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
-        """Take `block` of the host `name` from `donor` from now on; no request is lost.
+        """Replace `block` of the host `name` with that of `donor`; no request is lost.
 
         Raises `UsageError` if the donor is not a sibling or the host does not hold the block,
         `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
@@ -200,7 +200,7 @@ class Coordinator:
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
         # No canary is sent to a block while either its old or its new weights may answer.
         before = self.health.forget(name, [block])
-        self.foreign_blocks |= {(name, block)}  # until the load is over, either weights may answer
+        self.foreign_blocks |= {(name, block)}  # either weights may answer until the load is over
         try:
             await self._call(name, self._loaded(name, donor, [block]))
         except LayerShuffleError:
@@ -216,12 +216,12 @@ class Coordinator:
             raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}", hint=_STATUS)
         self._mark_foreign(name, [block])
 
-    # --- how hosts come and go --------------------------------------------------------------------
+    # --- starting and ending hosts ----------------------------------------------------------------
 
     async def _look(self) -> None:
         """Check the machines once: decide on actions and begin them.
 
-        Nothing here waits for a host, so that one slow host never delays the others.
+        Nothing here waits for a host, so one slow host never delays the others.
         """
         try:
             nodes = await self._machines()
@@ -288,7 +288,7 @@ class Coordinator:
         self._starting[start.name].add_done_callback(_log_failure)
 
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
-        """Start the process, load blocks, run canaries; only then does the router send visits."""
+        """Start the process, load blocks and run canaries, before the router sends visits."""
         name = start.name
         async with self._lock_of(name):
             if anew:
@@ -380,7 +380,7 @@ class Coordinator:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
     async def _call(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of `work` with that host, within a time limit; raises `LayerShuffleError`."""
+        """The result of `work` with that host, within `start_ms`. Raises `LayerShuffleError`."""
         limit = self.router.limits.start_ms
         try:
             async with asyncio.timeout(limit / _MILLI):
@@ -388,7 +388,7 @@ class Coordinator:
                     return await work
                 except LayerShuffleError:
                     raise
-                except Exception as error:  # a defect of this process: the watch goes on
+                except Exception as error:  # unexpected; the watch must continue
                     _log.exception("Work with host %s broke", name)
                     cause = f"Host {name} failed ({type(error).__name__}: {error})"
                     raise LayerShuffleError(cause) from error

@@ -1,4 +1,4 @@
-"""A drill: requests and failures from a list, on any engine, and their results.
+"""A drill: requests and injected faults on any engine, and their results.
 
 `run_drill` sends the requests and injects the faults; `judged` compares the answers with what the
 calibration predicts for each answer, from the number of blocks that it used.
@@ -29,15 +29,15 @@ Ended = Literal["answered", "degraded", "failed", "late"]
 
 
 class Engine(Protocol):
-    """What injects faults into the hosts of a running swarm."""
+    """An object that injects faults into the hosts of a running swarm."""
 
     async def inject(self, fault: Fault) -> None:
-        """Make the fault happen. Raises `LayerShuffleError` where the engine cannot."""
+        """Inject the fault. Raises `LayerShuffleError` if the engine cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One request's end: `ended`, whether the class was right, blocks used, milliseconds.
+    """The result of one request: how it ended, whether the class was right, blocks, milliseconds.
 
     degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
     `cell`: how the blocks ran (default: one after the other, each once). `unjudged`: why the swarm
@@ -80,7 +80,7 @@ async def run_drill(
 ) -> Drill:
     """Send requests 0, 1, ... with up to `concurrency` at a time; each fault before its request.
 
-    Requests under way feel a fault; new ones wait until the engine has injected it, which for a
+    A fault affects requests under way; new ones wait until the engine has injected it, which for a
     rejoin takes until the host is back. `ask(number)` returns a `Reply` for a request that fails
     and never raises. Raises what the engine raises.
     """
@@ -89,7 +89,7 @@ async def run_drill(
 
     async def work() -> None:
         while True:
-            # One lock over both: a fault happens just before its request, with no other in between.
+            # One lock for both, so a fault happens just before its request.
             async with turn:
                 number = next(numbers, None)
                 if number is None:
@@ -118,7 +118,7 @@ async def run_drill(
 class DrillJudgement:
     """Accuracy over the answers of a drill (percent) against the calibration's interval.
 
-    `answers`: the number of those that were judged. `unjudged` others were not, most for `why`.
+    `answers`: the number of judged answers; `unjudged`: of others, most of them for `why`.
     """
 
     answers: int
@@ -149,7 +149,7 @@ def judged(replies: Sequence[Reply], calibration: Calibration) -> DrillJudgement
     (`expectations.expected_over`); those that ran in a way that was not measured, or through blocks
     that were not (`Reply.unjudged`), do not count.
     """
-    # Late answers count: their classes are right or wrong all the same.
+    # Late answers count, because their classes are right or wrong, too.
     ran = {reply: reply.cell or Cell(reply.blocks) for reply in replies if reply.ended != "failed"}
     unjudged = {
         reply: reply.unjudged or f"{counted(cell.kept, 'block')} so late were not measured"
@@ -177,7 +177,7 @@ class Foreseen:
 def foreseen(
     plan: SwarmPlan, faults: Sequence[Fault], *, requests: int, routing: Routing
 ) -> Foreseen:
-    """The expected ends of the requests, if faults and rejoins took effect at once.
+    """The expected results of the requests, if faults and rejoins took effect at once.
 
     A host is out from its fault to its rejoin. In free order a request is degraded while fewer
     blocks can be reached than it wants, and fails when no block is left; a slow host counts as out,
@@ -215,7 +215,7 @@ def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
 
 
 def calibrated_data(calibration: Calibration | None, *, model: str) -> str:
-    """The data spec that the model was calibrated on. Raises `UsageError` if it never was."""
+    """The data spec of the calibration. Raises `UsageError` for `None`."""
     if calibration is None:
         raise UsageError(
             "The model was never calibrated, so it is not known which images it is for",
@@ -238,9 +238,9 @@ def why_not_judged(calibration: Calibration | None, *, data: str) -> str:
 def drill_report(
     drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> str:
-    """The ends of the requests beside the expected ones, and the accuracy beside its interval.
+    """A report: results beside the expected ones, and the accuracy beside its interval.
 
-    `judgement`: a text says why the accuracy is not judged.
+    `judgement`: a text is the reason why the accuracy is not judged.
     """
     rows = [
         ("answered in full", drill.share("answered"), 100 - expected.degraded - expected.failed),
@@ -270,7 +270,7 @@ def drill_report(
 
 
 def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, object]:
-    """How the requests of a drill ended, for `json.dumps`; shares and accuracy in percent.
+    """The results of the requests of a drill, for `json.dumps`; shares and accuracy in percent.
 
     `accuracy` is `None` where it was not judged, as JSON has no NaN; `accuracy_why` says why it was
     not, of some answers or all.
@@ -292,7 +292,7 @@ def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, objec
 def drill_json(
     drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> dict[str, object]:
-    """What `drill_report` says, for `json.dumps`."""
+    """The content of `drill_report`, for `json.dumps`."""
     why = {"accuracy_why": judgement} if isinstance(judgement, str) else {}
     return {
         "routing": routing,

@@ -1,4 +1,4 @@
-"""What a calibration says: the accuracy to expect of an answer, and which ways of running pay."""
+"""Apply a calibration: the accuracy to expect of an answer, and how requests should run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ NEVER = (
     "again)"
 )
 UNMEASURED = "no calibration of such orders"
-_USEFUL = 0.5  # of the accuracy with all blocks
-_POINTS = 0.5  # of top-1: what side by side may cost, and what another pass has to bring
-_SURE = 1.96  # standard deviations on either side of a 95 % interval
+_USEFUL = 0.5  # share of the accuracy with all blocks
+_POINTS = 0.5  # of top-1: largest loss side by side, and least gain of another pass
+_SURE = 1.96  # half-width of a 95 % interval in standard deviations
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The accuracy of answers whose blocks ran like this, in any order, from the calibration.
+    """The accuracy in percent of answers whose blocks ran like this, from the calibration.
 
-    Percent of the first guesses that were right. `top1` is the mean over orders, and `low` and
-    `high` bound this mean at 95 %. An answer comes from a single order of the blocks that could be
-    reached, whose accuracy is another: nine of ten orders, and choices of blocks, lie within
-    `orders_low` and `orders_high`. `kept` blocks ran, each `passes` times, `parallel` of them under
-    way at once. `effective`: how many independent images the `images` count as; null where the data
-    named no groups of images that are wrong together.
+    `top1` is the mean over orders, and `low` and `high` are its 95 % interval. A single answer
+    comes from one order of the reachable blocks, which has its own accuracy: nine of ten orders,
+    and choices of blocks, lie between `orders_low` and `orders_high`. `kept` blocks ran, each
+    `passes` times, `parallel` of them in flight at once. `effective`: number of independent images
+    that `images` count as; null if the data have no groups of images.
     """
 
     top1: float
@@ -50,10 +49,10 @@ class Expected:
 
 
 def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
-    """The accuracy to expect of an answer that ran as `cell` says; `None` if none was measured.
+    """The accuracy to expect of an answer in `cell`; `None` if it was not measured.
 
-    Of more passes than were measured it is that of the most that were: a host that comes back
-    brings blocks which join a request that already ran its others again.
+    For more passes than were measured it is that of the most measured ones: a returning host adds
+    blocks to a request that already ran its other blocks again.
     """
     rows = [
         row
@@ -86,7 +85,7 @@ def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expect
         return None
     cell = cell_of_named(order)
     expected = None if cell is None else expected_at(calibration, cell)
-    # More passes than were measured may be named, where they do harm.
+    # A client may name more passes than were measured, which may be harmful.
     if expected is None or cell is None or expected.passes < cell.passes:
         return None
     return expected
@@ -95,7 +94,7 @@ def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expect
 def useful_blocks(calibration: Calibration | None) -> int:
     """Fewest blocks with at least half of the accuracy that all have; 1 without a calibration.
 
-    Each runs once: another pass needs time, which a request may not have.
+    Each block counts as run once, because a request may lack the time for another pass.
     """
     if calibration is None:
         return 1
@@ -104,14 +103,14 @@ def useful_blocks(calibration: Calibration | None) -> int:
 
 
 def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -> Rounds:
-    """How requests in free order may run, by what was measured.
+    """How requests in free order run, according to the calibration.
 
-    For each number of blocks: the fewest passes within half a point of the best number of them, and
-    with so many the most blocks under way that cost no more than half a point. `parallel` sets the
-    number under way instead. A late answer counts as far as it was no worse than none, and always
-    where it is no older than those of so many under way. Without a calibration nothing runs again,
-    and answers may be twice as old as that. Raises `UsageError` for `parallel` above 1 if only one
-    block after the other was measured: the blocks may not add to their state.
+    For each number of blocks: the fewest passes within half a point of the best number of passes,
+    and with these the most blocks in flight that cost at most half a point. `parallel` sets the
+    number in flight instead. A late answer counts up to the age at which it is worse than none, and
+    always up to the age that the number in flight causes. Without a calibration no block runs
+    again, and answers may be `2 * parallel` versions old. Raises `UsageError` for `parallel` above
+    1 if only one block after the other was measured: the blocks may not add to their state.
     """
     if calibration is None:
         return Rounds(otherwise=Way(parallel or 1), max_age=2 * (parallel or 1))
@@ -151,7 +150,7 @@ def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
 
 
 def _widest(top1: Mapping[Cell, float], kept: int, *, passes: int) -> int:
-    """The most blocks under way that cost no more than half a point."""
+    """The most blocks in flight that cost at most half a point."""
     least = top1[Cell(kept, passes)] - _POINTS
     return max(
         cell.parallel
@@ -163,23 +162,25 @@ def _widest(top1: Mapping[Cell, float], kept: int, *, passes: int) -> int:
 def expected_over(
     calibration: Calibration, cells: Sequence[Cell | None]
 ) -> tuple[float, float, float]:
-    """(top-1, low, high) to expect of answers that ran like this, one image each.
+    """(top-1, low, high) in percent to expect of answers in these cells, one image each.
 
-    Beside the calibration's own uncertainty the interval holds the chance of which images these
-    were, and of which groups of images: of few answers it is wide. An answer without blocks
-    (`None`) counts as wrong. Raises `UsageError` for no answers.
+    The interval covers the uncertainty of the calibration and the random choice of the images and
+    of their groups, so it is wide for few answers. An answer without blocks (`None`) counts as
+    wrong. Raises `UsageError` for no answers.
     """
     if not cells:
         raise UsageError("Without answers there is no accuracy to expect")
-    # Looked up once per kind of answer: a drill has thousands, of few kinds.
-    of = {cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)}
-    rows = [of[cell] for cell in cells]
+    # Looked up once per cell: a drill has thousands of answers in few cells.
+    by_cell = {
+        cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)
+    }
+    rows = [by_cell[cell] for cell in cells]
     top1 = mean([0.0 if row is None else row.top1 for row in rows])
-    # The calibration's own error is the same for all answers: it does not shrink with their number.
+    # The calibration's error is the same for all answers, so it does not shrink with their number.
     below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
     above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
-    # The share of pairs of images that err together is the same for fewer images of such groups,
-    # so the design effect beyond 1 falls with their number.
+    # The share of pairs of images that are wrong together is the same for fewer images, so the
+    # design effect beyond 1 is proportional to their number.
     shared = [
         (row.images / row.effective - 1) / (row.images - 1)
         for row in rows

@@ -1,4 +1,4 @@
-"""How a block becomes a program: `torch.export` traces it, and its graph is written to bytes."""
+"""Convert a block to a program: `torch.export` traces it, and its graph is written to bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from layershuffle.swarm.program import (
 from layershuffle.text import one_line
 
 UNSERVED = "no swarm serves such a model; layershuffle predict and eval run it on this machine"
-# Far more than a host ever runs together (`Limits.max_batch`).
+# Far more than the largest batch of a host (`Limits.max_batch`).
 _MOST_IMAGES = 4096
-# What torch.export raises for a block that it cannot follow.
+# Errors of torch.export for a block that it cannot trace.
 _REFUSED = (
     RuntimeError, ValueError, TypeError, AttributeError, AssertionError, KeyError, IndexError,
     NotImplementedError,
@@ -36,38 +36,38 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One block's call in a forward of its model: state, other arguments, and what it returned."""
+    """One block's call in a forward of its model: state, other arguments, and result."""
 
     block: int
     state: Tensor
-    rest: tuple[Any, ...]
-    named: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     answer: Tensor
 
 
 class Alone(nn.Module):
-    """A block as a function of the state, everything else as the model gives it."""
+    """A block as a function of the state, with its other arguments fixed."""
 
     def __init__(self, block: nn.Module, call: RecordedCall) -> None:
         super().__init__()
-        self.block, self._rest, self._named = block, call.rest, dict(call.named)
+        self.block, self._args, self._kwargs = block, call.args, dict(call.kwargs)
 
     def forward(self, state: Tensor) -> Tensor:
         """The state after the block, `[images, tokens, width]`."""
-        return state_of(self.block(state, *self._rest, **self._named))
+        return state_of(self.block(state, *self._args, **self._kwargs))
 
 
 def export(module: Alone, states: Tensor) -> bytes:
     """The program of a block (`layershuffle.swarm.program`), for batches of any size.
 
-    `states`: float32 `[images, tokens, width]`, two images or more, to follow the block with.
-    Raises `StackError` for a block that torch.export cannot follow, and for what does not fit into
-    a program: operations that are not torch's own, buffers that change as the block runs.
+    `states`: float32 `[images, tokens, width]`, two images or more, to trace the block with.
+    Raises `StackError` for a block that torch.export cannot trace or that does not fit into a
+    program, because of operations that are not torch's own or buffers that change.
     """
     images = torch.export.Dim("images", min=1, max=_MOST_IMAGES)
     try:
         with torch.no_grad():
-            # Two images, because torch.export takes a size of 1 for a constant.
+            # Two images, because torch.export treats a size of 1 as a constant.
             exported = torch.export.export(
                 module, (states[:2].clone(),), dynamic_shapes=({0: images},), strict=False
             )
@@ -92,7 +92,7 @@ def _written(exported: ExportedProgram, *, prefix: str) -> bytes:
             for kind, name in inputs
             if kind == "weight"
         ),
-        # A weight's `requires_grad` decides which matrix product torch takes, and so the last bits.
+        # A weight's `requires_grad` decides which matrix product torch uses, hence the last bits.
         "trained": sorted(
             name.removeprefix(prefix)
             for kind, name in inputs
@@ -112,12 +112,12 @@ def _written(exported: ExportedProgram, *, prefix: str) -> bytes:
 
 
 def _source(spec: InputSpec) -> tuple[str, str]:
-    """Where an input comes from ("state", "weight", "constant"), and its name there."""
+    """The kind of an input ("state", "weight", "constant"), and its name."""
     kind = spec.kind.name
     if kind == "USER_INPUT":
         return "state", ""
-    # A buffer that the state_dict leaves out cannot come with a block's weights: it becomes a
-    # constant of the program.
+    # A buffer that is not in the state_dict is not among a block's weights: it becomes a constant
+    # of the program.
     if kind == "PARAMETER" or (kind == "BUFFER" and spec.persistent):
         return "weight", str(spec.target)
     if kind in ("BUFFER", "CONSTANT_TENSOR"):
@@ -145,7 +145,7 @@ def _state_shape(exported: ExportedProgram) -> list[int]:
 
 def _output(exported: ExportedProgram) -> fx.Node:
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
-    # A buffer that changes while the block runs shows up here, as a second output.
+    # A buffer that changes while the block runs appears here as a second output.
     if kinds != ["USER_OUTPUT"]:
         names = ", ".join(kind.lower() for kind in kinds)
         raise StackError(

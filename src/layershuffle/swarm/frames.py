@@ -3,16 +3,16 @@
 A frame is a head of fixed length, little-endian, and a tail whose length the head says:
 
     mark        2 bytes, the same in every frame
-    kind, code  1 byte each; the code is the wire of a state, or which failure it is
+    kind, code  1 byte each; the code is the wire of a state, or the kind of a failure
     count       of blocks
     length      of the tail in bytes
     shape       of the state: images, tokens, width
-    id          by which an answer finds its visit
+    id          of the visit, the same in its answer
     numbers     a visit's budget, or an answer's compute and queue times (ms) and its batch
-    tail        blocks, scales (int8 alone), values; the words of a failure; a proof
+    tail        blocks, scales (only int8), values; the text of a failure; a proof
 
-Arrays are read in place, without a copy, and nothing is unpickled: whatever the bytes are, they
-become numbers or `BrokenFrame`. `FrameStream` cuts what comes over a connection into frames.
+Arrays are read in place, without a copy, and nothing is unpickled: any bytes become numbers or
+raise `BrokenFrame`. `FrameStream` splits the bytes of a connection into frames.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _TYPES: dict[Wire, np.dtype[Any]] = {
     "int8": np.dtype("i1"),
 }
 _SCALE, _BLOCK = np.dtype("<f4"), np.dtype("<u4")
-# What a host may say of a visit. That it is dead is not for it to say.
+# The failures that a host may report. Its death is not one of them.
 _FAILURES: tuple[type[VisitError], ...] = (HostFailed, HostUnavailable, WorkExpired)
-_CAUSE = 2000  # characters of a failure's words
+_CAUSE = 2000  # characters of a failure's text
 Bytes = bytes | bytearray | memoryview
 
-_STAGE = 1 << 14  # bytes; below them a frame is short
+_STAGE = 1 << 14  # bytes; frames up to this size are short
 _PROOFS = 64  # longest tail before the peer has proved itself
-# A cable that is cut sends no word. After these the kernel ends the connection, as soon as Ray
-# would call the member dead (`ray_config.SYSTEM_CONFIG`).
+# A cut cable is silent. After these probes the kernel ends the connection, as soon as Ray would
+# declare the member dead (`ray_config.SYSTEM_CONFIG`).
 _SILENCE_S, _SILENT_PROBES = 1, 3
 
 
 class FrameKind(IntEnum):
-    """What a frame is. The last three are the handshake (`channel`)."""
+    """The kind of a frame. The last three are the handshake (`channel`)."""
 
     VISIT = 1
     ANSWER = 2
@@ -78,12 +78,12 @@ class FrameKind(IntEnum):
 
 
 class BrokenFrame(LayerShuffleError):
-    """Bytes that are no frame, or none that may stand where they stood."""
+    """Bytes that are no frame, or a frame in the wrong place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a frame, as the module's docstring has it; `images` to `width` are the shape."""
+    """The head of a frame (see the module's docstring); `images` to `width` are the shape."""
 
     kind: FrameKind
     code: int
@@ -111,7 +111,7 @@ def answer_frame(number: int, answer: Answer) -> list[Bytes]:
 
 
 def failure_frame(number: int, error: VisitError) -> list[Bytes]:
-    """The parts of the frame that says why the visit with this id has no answer."""
+    """The parts of the frame with the reason why the visit with this id has no answer."""
     code = next((i for i, kind in enumerate(_FAILURES) if isinstance(error, kind)), 0)
     words = error.cause[:_CAUSE].encode("utf-8", "replace")
     return word_frame(FrameKind.FAILURE, number=number, code=code, words=words)
@@ -139,7 +139,7 @@ def _state_frame(
             f"{values.shape}"
         )
     tail: list[Bytes] = [np.asarray(blocks, _BLOCK).tobytes()] if blocks else []
-    # Before the values, so that what is wider than a byte stays aligned.
+    # Before the values, so scales stay aligned.
     if packet.scales is not None:
         tail.append(_bytes_of(packet.scales))
     tail.append(_bytes_of(values))
@@ -157,7 +157,7 @@ def _state_frame(
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
-    # As a view: a state is the largest thing here, and is not copied on its way to the socket.
+    # A view, because a state is large and must not be copied on its way to the socket.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -192,7 +192,7 @@ def read_visit(head: Head, tail: bytearray) -> tuple[tuple[int, ...], Packet, fl
 
 
 def read_answer(head: Head, tail: bytearray) -> Answer:
-    """The answer to a visit. Raises the `VisitError` that it says, or `BrokenFrame`."""
+    """The answer to a visit. Raises the `VisitError` in the frame, or `BrokenFrame`."""
     if head.kind is FrameKind.FAILURE:
         if head.code >= len(_FAILURES):
             raise BrokenFrame(f"an unknown failure {head.code}")
@@ -211,7 +211,7 @@ def _packet_in(head: Head, tail: bytearray) -> Packet:
     scaled = (head.images, head.tokens, 1) if wire == "int8" else None
     scale_at = head.count * _BLOCK.itemsize
     values_at = scale_at + (0 if scaled is None else math.prod(scaled) * _SCALE.itemsize)
-    # Python's integers do not overflow, so that no shape passes for another of the same bytes.
+    # Python's integers do not overflow, so a false shape cannot have the right number of bytes.
     if values_at + math.prod(shape) * _TYPES[wire].itemsize != len(tail):
         raise BrokenFrame(f"{len(tail)} bytes for {head.count} blocks and a state {shape} ({wire})")
     values = np.frombuffer(tail, _TYPES[wire], offset=values_at).reshape(shape)
@@ -222,11 +222,11 @@ def _packet_in(head: Head, tail: bytearray) -> Packet:
 
 
 def split(whole: Any) -> tuple[Head, bytearray]:
-    """Head and tail of a frame that came in one piece. Raises `BrokenFrame`."""
+    """Head and tail of a complete frame. Raises `BrokenFrame`."""
     if not isinstance(whole, bytes):
         raise BrokenFrame(f"a {type(whole).__name__} in the place of a frame")
     head = read_head(whole[:HEAD_BYTES])
-    tail = bytearray(memoryview(whole)[HEAD_BYTES:])  # a copy: callers may write to what they get
+    tail = bytearray(memoryview(whole)[HEAD_BYTES:])  # a copy, which callers may change
     if len(tail) != head.length:
         raise BrokenFrame(f"{len(tail)} bytes of {head.length}")
     return head, tail
@@ -236,11 +236,11 @@ def split(whole: Any) -> tuple[Head, bytearray]:
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """Cuts what comes over a connection into frames, which go to `receive`.
+    """Splits the bytes of a connection into frames, and passes them to `receive`.
 
-    Memory for a tail is taken only after its head was checked, and a long one is read straight into
-    it. Until `trusted`, tails are as long as a proof at most. `lost` gets the reason when the
-    connection has ended, once; `made` is called when it begins.
+    Memory for a tail is allocated only after its head was checked, and a long tail is read directly
+    into it. Until `trusted` is set, tails are at most as long as a proof. `made` is called when the
+    connection begins, `lost` once with the reason when it has ended.
     """
 
     def __init__(
@@ -252,11 +252,11 @@ class FrameStream(asyncio.BufferedProtocol):
     ) -> None:
         self._receive, self._made, self._lost = receive, made, lost
         self._transport: asyncio.Transport | None = None
-        # Short frames come whole in one read: two reads, and two turns of the loop, cost more.
+        # Short frames are read at once: two reads, and two turns of the loop, cost more.
         self._stage, self._staged = memoryview(bytearray(_STAGE)), 0
         self._head: Head | None = None
         self._tail = bytearray()
-        self._rest = memoryview(b"")  # of the tail, if it is being read straight into its memory
+        self._unread = memoryview(b"")  # part of the tail, if it is read directly into its memory
         self._why = ""
         self.trusted = False
 
@@ -268,37 +268,37 @@ class FrameStream(asyncio.BufferedProtocol):
         self._made()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """The memory for the next bytes."""
         del sizehint
-        return self._rest if self._rest else self._stage[self._staged :]
+        return self._unread if self._unread else self._stage[self._staged :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes have come."""
+        """`nbytes` bytes have arrived in the buffer."""
         try:
-            if not self._rest:
+            if not self._unread:
                 self._staged += nbytes
                 self._cut()
                 return
-            self._rest = self._rest[nbytes:]
-            if not self._rest and self._head is not None:
+            self._unread = self._unread[nbytes:]
+            if not self._unread and self._head is not None:
                 self._hand_over(self._head, self._tail)
         except BrokenFrame as error:
             self.abort(f"it sent {error.cause}")
 
     def _cut(self) -> None:
-        """Hand over the whole frames on the stage. What is left of a tail is read next, straight
-        into its memory, and what is left of a head stays."""
+        """Pass on the complete frames on the stage. The remainder of a tail is read next, directly
+        into its memory; the beginning of a head stays on the stage."""
         begin, end = 0, self._staged
         while end - begin >= HEAD_BYTES:
             most = FRAME_BYTES if self.trusted else _PROOFS
             head = read_head(self._stage[begin : begin + HEAD_BYTES], most=most)
             begin += HEAD_BYTES
-            here = min(head.length, end - begin)
+            staged = min(head.length, end - begin)
             tail = bytearray(head.length)
-            tail[:here] = self._stage[begin : begin + here]
-            begin += here
-            if here < head.length:
-                self._head, self._tail, self._rest = head, tail, memoryview(tail)[here:]
+            tail[:staged] = self._stage[begin : begin + staged]
+            begin += staged
+            if staged < head.length:
+                self._head, self._tail, self._unread = head, tail, memoryview(tail)[staged:]
                 break
             self._hand_over(head, tail)
         self._stage[: end - begin] = self._stage[begin:end]
@@ -310,7 +310,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """The peer has closed its side; asyncio then closes ours."""
-        # A half frame is worth nothing: what waited for it hears that the connection ended.
+        # An incomplete frame is dropped; its visit learns that the connection ended.
         self._why = self._why or "it closed the connection"
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -324,22 +324,22 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, parts: Iterable[Bytes]) -> None:
-        """Send the parts of a frame. A peer that lets too much lie unread is cut off."""
+        """Send the parts of a frame. A peer that leaves too much unread is disconnected."""
         transport = self._transport
         if transport is None or transport.is_closing():
-            return  # `lost` has said so, or will
+            return  # `lost` has reported it, or will
         if transport.get_write_buffer_size() > FRAME_BYTES:
             self.abort("it does not read what it is sent")
             return
         parts = list(parts)
-        # What is short goes in one call of the system: that costs more than a copy.
+        # Short frames are copied, because another system call would cost more.
         if sum(map(len, parts)) <= _STAGE:
             parts = [b"".join(parts)]
         for part in parts:
             transport.write(part)
 
     def abort(self, why: str) -> None:
-        """End the connection at once, for this reason."""
+        """End the connection at once, with this reason."""
         self._why = self._why or why
         if self._transport is not None:
             self._transport.abort()

@@ -5,10 +5,10 @@ probe   a canary for a suspect host; if it passes in time, the host is healthy a
 audit   a share of the answered visits, and the first ones of every process, are computed again
         here, off the request's path (`audits` chooses them)
 
-A correct answer is what the block computes in this process, from which its weights came
-(`Reference`). So a host that answers wrongly is shut out even if no other host holds its blocks. It
-stays out until `Coordinator.readmit` restarts it. Nothing that a host does or answers ends the
-watch. The decisions are pure functions; `HealthMonitor` carries them out.
+The correct answer is computed by the block in this process, which sent the weights (`Reference`).
+So a host that answers wrongly is shut out even if no other host holds its blocks. It stays out
+until `Coordinator.readmit` restarts it. Nothing that a host does or answers ends the watch. The
+decisions are pure functions; `HealthMonitor` carries them out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The reference for hosts with a block: the block itself, in this process.
+    """The reference for hosts that hold a block: the block itself, in this process.
 
     `compute` returns the state after the block, float32 `[images, tokens, width]`. `sample` is a
     typical input of the block, of one image; `digest` is that of the weights.
@@ -71,7 +71,7 @@ def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
     """The references for hosts with these blocks of `bundle`."""
 
     async def compute(block: int, state: State) -> State:
-        # In a thread, because a block of a large model would hold up the event loop.
+        # In a thread, because a block of a large model would delay the event loop.
         return await asyncio.to_thread(bundle.compute, block, state)
 
     return {
@@ -104,21 +104,21 @@ def due(
     swarm: Swarm,
     expectations: Expectations,
     *,
-    asked: Mapping[str, tuple[float, int]],
+    canaries: Mapping[str, tuple[float, int]],
     now: float,
     limits: Limits,
     names: Iterable[str] | None = None,
 ) -> tuple[Check, ...]:
     """The canary visits to make now, at most one per host.
 
-    `asked`: when each host was last asked, and how often, because its blocks take turns. Suspect
+    `canaries`: the time and number of each host's canaries, because its blocks take turns. Suspect
     hosts are asked when they may be probed, healthy and draining ones `canary_every_ms` after the
     last canary. `names`: hosts to consider (default: all of `swarm`).
     """
     checks = []
     for host in swarm.values() if names is None else map(swarm.__getitem__, names):
         blocks = sorted(expectations.get(host.name, ()))
-        last, times = asked.get(host.name, (-np.inf, 0))
+        last, times = canaries.get(host.name, (-np.inf, 0))
         if blocks and _is_due(host, last, now=now, limits=limits):
             limit = patience(host, swarm, limits=limits)
             checks.append(Check(host.name, blocks[times % len(blocks)], limit))
@@ -151,7 +151,7 @@ def agrees(answer: State, expected: State, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """The question to a block until the time `expires`, and the expected answer once computed."""
+    """The question to a block until the time `expires`, and the expected answer."""
 
     start: State
     output: asyncio.Future[State]
@@ -175,7 +175,7 @@ class HealthMonitor:
         self._since: dict[str, float] = {}
         self._draw = AuditDraw(self._chance)
         self._questions: dict[tuple[int, str], Question] = {}
-        self._asked: dict[str, tuple[float, int]] = {}
+        self._canaries: dict[str, tuple[float, int]] = {}
         self._next: dict[str, float] = {}
         self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_next` says otherwise
         self._busy: set[str] = set()
@@ -188,13 +188,13 @@ class HealthMonitor:
         return {
             *self._expected,
             *self._since,
-            *self._asked,
+            *self._canaries,
             *self._next,
             *self._draw.traces,
         }
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
-        """From now on, check these blocks of `host` too."""
+        """Check these blocks of `host` too, from now on."""
         self._expected[host] = {**self._expected.get(host, {}), **blocks}
         self._since[host] = self.router.clock()
         if host not in self._next:
@@ -207,7 +207,7 @@ class HealthMonitor:
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it left or restarted."""
-        for record in (self._expected, self._since, self._asked, self._next):
+        for record in (self._expected, self._since, self._canaries, self._next):
             record.pop(host, None)
         self._draw.drop(host)
 
@@ -219,7 +219,7 @@ class HealthMonitor:
                 checks = due(
                     self.router.swarm,
                     self._expected,
-                    asked=self._asked,
+                    canaries=self._canaries,
                     now=now,
                     limits=self.router.limits,
                     names=self._alarmed(now),
@@ -231,7 +231,7 @@ class HealthMonitor:
                 await asyncio.sleep(_TICK)
 
     def _alarmed(self, now: float) -> list[str]:
-        """Hosts that may be due, sorted: all suspects, and those whose alarm has gone off.
+        """Hosts that may be due, sorted: all suspects, and those whose alarm time has passed.
 
         Checking all of 10,000 hosts 20 times a second would cost more than all their canaries.
         """
@@ -279,9 +279,9 @@ class HealthMonitor:
         finally:
             self._busy.discard(check.host)
             if check.host in self._expected:
-                times = self._asked.get(check.host, (0.0, 0))[1]
+                times = self._canaries.get(check.host, (0.0, 0))[1]
                 now = self.router.clock()
-                self._asked[check.host] = (now, times + 1)
+                self._canaries[check.host] = (now, times + 1)
                 self._set_alarm(check.host, now + self.router.limits.canary_every_ms / _MILLI)
 
     async def _canary(self, check: Check) -> str:
@@ -306,9 +306,9 @@ class HealthMonitor:
     def _question(self, block: int, reference: Reference) -> Question:
         """The current question for the block; its answer may still be being computed.
 
-        All hosts of the block share it until it expires, so that many hosts cost this process no
-        more than one. A healthy host is asked less often than that. A suspect may be probed with
-        the same question again, but it never learns the answer.
+        All hosts of the block share it until it expires, so many hosts cost this process no more
+        than one. A healthy host is asked less often. A suspect may get the same question again, but
+        never learns the answer.
         """
         now, key = self.router.clock(), (block, reference.digest)
         question = self._questions.get(key)
@@ -325,16 +325,16 @@ class HealthMonitor:
         clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
         hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
         # Always float32, because rounding by a narrower wire is not the fault of the host.
-        asked = self.router.transport.visit(visit, pack(start, "fp32"))
+        visiting = self.router.transport.visit(visit, pack(start, "fp32"))
         try:
             async with asyncio.timeout(check.limit):
-                answer = await asked
+                answer = await visiting
         except TimeoutError:
             late = WorkExpired("it did not answer a canary in time")
             hop = replace(hop, outcome=late.outcome, why=late.cause)
         except VisitError as error:
             hop = replace(hop, outcome=error.outcome, why=error.cause)
-        # A defect of this process; nothing that a host does may end the watch.
+        # Unexpected; nothing that a host does may end the watch.
         except Exception as error:  # noqa: BLE001 -- it is logged, and counts as a failure
             _log.exception("A canary of host %s broke", check.host)
             why = f"its canary broke ({type(error).__name__}: {error})"

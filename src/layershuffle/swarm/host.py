@@ -1,8 +1,8 @@
 """A block host: it holds some blocks and runs visits through them, in batches if possible.
 
-Visits wait in one queue. One thread computes, so that the event loop stays free to answer; each of
-its turns runs one block on the visits that need it next (`next_batch`, a pure function). It needs
-torch, numpy and the light modules of this package, so that a host process starts quickly.
+Visits wait in one queue. One thread computes, so the event loop stays free to answer; each of its
+turns runs one block on the visits that need it next (`next_batch`, a pure function). It needs only
+torch, numpy and the light modules of this package, so a host process starts quickly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QueuedVisit:
     `compute`: total seconds of its batches, `each`: total of their seconds per image.
     """
 
-    # The blocks themselves, not their ids, so that a swap does not change a visit in progress.
+    # The blocks, not their ids, so a swap does not change a visit in progress.
     steps: tuple[Block, ...]
     packet: Packet
     arrived: float
@@ -84,7 +84,7 @@ class QueuedVisit:
     @property
     def batch_key(self) -> object:
         """Visits with the same key can run their next block together."""
-        # Blocks compare by identity, so that old and new weights of one id never share a batch.
+        # Blocks compare by identity, so old and new weights of one id never share a batch.
         return self if self.alone else self.steps[self.done]
 
 
@@ -161,7 +161,7 @@ class BlockHost:
             initargs=(threads or torch.get_num_threads(),),
         )
 
-    # --- what it holds ----------------------------------------------------------------------------
+    # --- blocks -----------------------------------------------------------------------------------
 
     def load(self, program: bytes, blocks: Sequence[int], *tensors: bytes) -> None:
         """Add or replace `blocks` with these weights, in one step.
@@ -176,10 +176,10 @@ class BlockHost:
         # Tied places also share their weights here.
         bound = {content: code.bind(content) for content in dict.fromkeys(tensors)}
         new = {block: bound[content] for block, content in zip(blocks, tensors, strict=True)}
-        rest = [block.program.shape for id_, block in self._blocks.items() if id_ not in new]
-        if any(shape != code.shape for shape in rest):
+        shapes = [block.program.shape for id_, block in self._blocks.items() if id_ not in new]
+        if any(shape != code.shape for shape in shapes):
             raise UsageError(
-                f"Host {self.name} holds blocks for states {rest[0]}, not for {code.shape}",
+                f"Host {self.name} holds blocks for states {shapes[0]}, not for {code.shape}",
                 hint="a host serves one model: load all its blocks, or unload the old ones first",
             )
         with self._lock:
@@ -196,10 +196,10 @@ class BlockHost:
             jobs, computing = [*self._jobs], [*self._turn_of]
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
-        wanted = [job for job in jobs if not job.future.cancelled()]
-        waiting = sum(job not in computing for job in wanted)
+        active = [job for job in jobs if not job.future.cancelled()]
+        waiting = sum(job not in computing for job in active)
         return HostInfo(
-            self.name, blocks, os.getpid(), waiting, len(wanted) - waiting, draining, self.channel
+            self.name, blocks, os.getpid(), waiting, len(active) - waiting, draining, self.channel
         )
 
     def drain(self) -> None:
@@ -301,7 +301,7 @@ class BlockHost:
         states = [job.state for job in jobs if job.state is not None]
         block = jobs[0].steps[jobs[0].done]
         after = block(states[0] if len(states) == 1 else torch.cat(states))
-        took = self._clock() - begun
+        seconds = self._clock() - begun
         parts = torch.split(after, [job.images for job in jobs])
         last = [job.done + 1 == len(job.steps) for job in jobs]
         packets = [
@@ -311,7 +311,7 @@ class BlockHost:
         # Nothing can fail from here on, so a turn changes all of its visits or none.
         for job, part, packet in zip(jobs, parts, packets, strict=True):
             job.state, job.packet, job.done = part, packet, job.done + 1
-            job.compute, job.each = job.compute + took, job.each + took / len(after)
+            job.compute, job.each = job.compute + seconds, job.each + seconds / len(after)
 
     def _after(self, error: Exception | None) -> None:
         """Answer the visits that are done or failed with `error`; the others continue."""

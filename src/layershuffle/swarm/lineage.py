@@ -1,4 +1,4 @@
-"""Blocks of other models: what decides whether they fit, and how to read one without the rest."""
+"""Blocks of other models: whether they fit, and how to read one without the whole model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from layershuffle.swarm.program import pack_tensors
 
 @dataclass(frozen=True)
 class Lineage:
-    """What decides whether a block of one model may stand in for a block of another.
+    """The properties that decide whether a block of one model may replace a block of another.
 
     `base`: fingerprint of the pretrained blocks that the model was refined from, and which of them
-    it kept; `None` if its files do not record it. `shapes`: of the tensors of a block. `view`: how
-    images are prepared for the model.
+    it kept; `None` if its files do not record it. `shapes`: shapes of the tensors of a block, by
+    name. `view`: how images are prepared for the model.
     """
 
     base: str | None
@@ -84,15 +84,15 @@ def read_lineage(directory: str | Path) -> Lineage:
 
 
 def read_block(directory: str | Path, block: int) -> bytes:
-    """Safetensors of one block of a saved model, as `Bundle.tensors` has them.
+    """The safetensors of one block of a saved model, as in `Bundle.tensors`.
 
-    No other weights are read. Raises `ModelFileError` for what is no saved model or is
-    damaged, `UsageError` for a block that it lacks.
+    No other weights are read. Raises `ModelFileError` if it is no saved model or damaged,
+    `UsageError` for a block that it lacks.
     """
     place, facts = _metadata_at(directory)
     check_blocks([block], depth=facts.depth, place=place)
     names, tensors = _names(place, facts, block=block), {}
-    # Of the files of a large model only those that hold the block are read beyond their header.
+    # A large model has several files; those without the block are read no further than the header.
     for path in weight_files(place):
         try:
             with safe_open(path, framework="pt") as file:
@@ -119,7 +119,7 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
 
 
 def _metadata_at(directory: str | Path) -> tuple[Path, ModelMetadata]:
-    """The directory of the model (a run has it in "model"), and its facts."""
+    """The directory of the model (of a run, its subdirectory "model"), and its metadata."""
     place = Path(directory)
     if not place.exists():
         raise ModelFileError("There is no such directory", place=place, hint="check the path")
@@ -132,13 +132,13 @@ def _base(provenance: object) -> str | None:
     record: Mapping[str, Any] = provenance if isinstance(provenance, Mapping) else {}
     if record.get("base_sha256") is None:
         return None
-    # Siblings of a model that kept only some of its base's blocks must have kept the same ones.
+    # If a model kept only some blocks of its base, siblings must have kept the same ones.
     blocks = record.get("blocks_of_base")
     return f"{record['base_sha256']}, blocks {blocks}" if blocks else str(record["base_sha256"])
 
 
 def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
-    """The tensors of the block: name in the file to name in the block."""
+    """The names of the block's tensors: name in the file to name in the block."""
     stored = {name for file in weight_files(place) for name in tensor_shapes(file)}
     # timm and torchvision save tensors under the names of the modules, transformers renames some.
     if facts.library == "transformers":
@@ -159,14 +159,14 @@ def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
 def _transformers_names(place: Path, prefix: str) -> dict[str, str]:
     """The names that transformers gives to the tensors below `prefix` when it saves a model.
 
-    It renames some of them. So a model without memory is saved with a number in the place of each
-    tensor: the name under which a number arrives is the new name of that tensor.
+    It renames some of them. So a model on the meta device is saved with a number in place of each
+    tensor: the name under which a number is saved is the new name of that tensor.
     """
     from transformers import AutoModelForImageClassification
 
     from layershuffle.models import hf_host
 
-    # Weights of no size are enough, because only names are needed.
+    # Weights without data are enough, because only names are needed.
     config = hf_host.checked_config(place)
     with seeded(0), torch.device("meta"):
         sketch = AutoModelForImageClassification.from_config(config)

@@ -1,4 +1,4 @@
-"""Labelled requests to a server, for drills: images as PNG files, and how each request ended."""
+"""Labelled requests to a server, for drills: images as PNG files, and results of the requests."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Labelled:
 
 
 def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
-    """The first test images of a data spec, at most `count`, as files that the server takes.
+    """The first test images of a data spec, at most `count`, as PNG files.
 
-    They are brought to the size at which the model's own preparation starts, so that the server
+    They are resized to the size at which the model's preparation of images starts, so the server
     prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
     the model's, and for a stream.
     """
@@ -80,12 +80,12 @@ def _png(image: Tensor) -> bytes:
 def load_client(
     client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float
 ) -> Callable[[int], Awaitable[Reply]]:
-    """A function for `run_drill` that sends image number i, counted modulo the images."""
+    """A function for `run_drill` that sends image number i modulo the number of images."""
 
     async def ask(number: int) -> Reply:
         labelled = images[number % len(images)]
         for _ in range(_RETRIES):
-            # Anew for every try: to be told to come later is no answer time of the swarm.
+            # Restarted for every try, because a refusal is not part of the swarm's answer time.
             begun = time.perf_counter()
             try:
                 answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)
@@ -106,8 +106,8 @@ def load_client(
 
 
 def client_inside(service: Service) -> AsyncSwarmClient:
-    """A client of the server of `service`, in this process and without a bound on its rate."""
-    import httpx  # of the extra `swarm`, as the gateway
+    """A client of the server of `service`, in this process and without a limit on its rate."""
+    import httpx  # in the extra `swarm`, like the gateway
 
     from layershuffle.swarm.server.app import create_app
     from layershuffle.swarm.server.limits import GatewayLimits

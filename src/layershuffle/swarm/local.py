@@ -16,45 +16,45 @@ from layershuffle.swarm.placement import Carrier, HostCall, Node
 
 
 class LocalHosts:
-    """All hosts of a swarm on one machine, this process (`placement.HostBackend`).
+    """All hosts of a swarm in this process, as one machine (`placement.HostBackend`).
 
-    `names`: the hosts that it is to run.
+    `names`: the hosts that it runs.
     """
 
     def __init__(self, names: Sequence[str], *, limits: Limits) -> None:
         self._node = Node("this-process", tuple(names), "127.0.0.1")
         self._limits = limits
         self._hosts: dict[str, BlockHost] = {}
-        self.transport = self  # a call is all that a visit takes here
+        self.transport = self  # a visit is a call
 
     async def nodes(self) -> Sequence[Node]:
-        """This process."""
+        """This process, as the only machine."""
         return (self._node,)
 
     async def start(self, name: str, *, node: str) -> HostInfo:
-        """A new host without blocks, in the place of an earlier one of its name."""
+        """Start a new host without blocks, which replaces an earlier one of its name."""
         del node
         self._hosts[name] = BlockHost(name, limits=self._limits)
         return self._hosts[name].info()
 
     async def end(self, name: str) -> None:
-        """End it, if there is one; visits that are there fail."""
+        """End the host, if there is one; its visits fail."""
         if host := self._hosts.pop(name, None):
             host.close()
 
     def forget(self) -> None:
-        """End all hosts; visits that are there fail."""
+        """End all hosts; their visits fail."""
         for host in self._hosts.values():
             host.close()
         self._hosts.clear()
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
-        """What that method of the host returns."""
+        """The result of this method of the host."""
         # In a thread, because a load takes long.
         return await asyncio.to_thread(getattr(self._host(name), method), *args)
 
     def carriers(self) -> Mapping[str, Carrier]:
-        """Calls in this process, to all hosts."""
+        """How visits reach each host: by calls in this process."""
         return dict.fromkeys(self._hosts, Carrier("process"))
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:

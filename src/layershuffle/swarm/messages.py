@@ -1,6 +1,6 @@
 """The messages between router, transports and hosts: states, visits, answers and failures.
 
-A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
+A state is sent as float32, as float16, or as int8 with a scale per token: that of one image in a
 ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
 """
 
@@ -40,7 +40,7 @@ class Packet:
 
 
 def pack(state: State, wire: Wire) -> Packet:
-    """`state` float32 `[images, tokens, width]` for the wire. Raises `UsageError` for other types.
+    """Encode `state`, float32 `[images, tokens, width]`. Raises `UsageError` for other types.
 
     fp32 is exact; fp16 rounds to 11 bits; int8 rounds each token to 1/127 of its largest value.
     """
@@ -55,14 +55,14 @@ def pack(state: State, wire: Wire) -> Packet:
         small = np.clip(state, limits.min, limits.max)
         # Non-finite values are kept, because the router must see them.
         return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
-    # A scale per token, so that one with large values does not coarsen the others.
+    # A scale per token, so a token with large values does not coarsen the others.
     largest = np.abs(state).max(axis=-1, keepdims=True)
     # A token of zeros would divide by zero.
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
     broken = ~np.isfinite(scales)
     scales[broken] = np.nan  # so that its whole token is not finite
     levels = state / scales
-    # In place, because a state is the largest thing that a hop touches.
+    # In place, because states are large.
     np.rint(levels, out=levels)
     # int8 has no NaN, so only the scale shows that the token is broken.
     if broken.any():
@@ -77,18 +77,18 @@ def unpack(packet: Packet) -> State:
     return packet.values.astype(np.float32) * packet.scales
 
 
-def pack_answer(after: State, asked: Packet) -> Packet:
-    """The answer to a visit that brought `asked` and whose blocks returned `after`.
+def pack_answer(after: State, received: Packet) -> Packet:
+    """The answer to a visit with the packet `received`, whose blocks returned `after`.
 
-    On a narrow wire it holds what the blocks added, and not the state: the residual is smaller, and
-    so are its rounding errors. The router adds it to its own copy of the state, which was never
+    On a narrow wire it holds only the residual of the blocks, which is smaller than the state and
+    has smaller rounding errors. The router adds it to its own copy of the state, which was never
     rounded.
     """
-    return pack(after if asked.wire == "fp32" else after - unpack(asked), asked.wire)
+    return pack(after if received.wire == "fp32" else after - unpack(received), received.wire)
 
 
 def unpack_answer(packet: Packet, *, before: State) -> State:
-    """The state after a visit with the state `before`, by its answer.
+    """The state after a visit with the state `before`, from the packet of its answer.
 
     Raises `ValueError` for an answer of another shape.
     """
@@ -101,13 +101,13 @@ def unpack_answer(packet: Packet, *, before: State) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One call to one host: run `blocks`, in this order; given up after `limit` seconds.
+    """One call to one host: run `blocks`, in this order; cancelled after `limit` seconds.
 
-    `budget` (default: `limit`) is how many seconds the whole request has left. The host gets this
-    number, because a visit that was given up and repeated elsewhere may still answer first. `fair`:
-    the limit was long enough for lateness to count against the host. `expected`: seconds that it
-    was expected to take. `waited`: the request waits for it as long as its limit is not over; else
-    it counts if it comes before the request ends anyway.
+    `budget` (default: `limit`): remaining seconds of the whole request. The host gets this number,
+    because a visit that was late and repeated elsewhere may still answer first. `fair`: the limit
+    was long enough for lateness to count against the host. `expected`: expected seconds. `waited`:
+    the request waits for it until its limit; else its answer counts only if it arrives before the
+    request ends.
     """
 
     host: str
@@ -128,9 +128,9 @@ class Visit:
 class Answer:
     """A host's answer to a visit (`pack_answer`), and where the time went (ms).
 
-    `compute_ms` counts the whole time of the batches that the visit was part of, `queue_ms` the
-    rest of its time at the host. `batch` is the number of images per batch, those of other visits
-    included: a mean over the blocks such that `compute_ms / batch` is the time of one image.
+    `compute_ms` is the whole time of the batches that the visit was part of, `queue_ms` the rest of
+    its time at the host. `batch` is the number of images per batch, including those of other
+    visits: a mean over the blocks such that `compute_ms / batch` is the time of one image.
     """
 
     packet: Packet
@@ -145,8 +145,8 @@ class VisitError(LayerShuffleError):
     outcome: Outcome = "failed"
 
 
-# What becomes of the host depends on which of these is raised (`state.failed`): dead hosts are
-# gone, the others become suspects and are asked again later.
+# `state.failed` depends on which of these is raised: dead hosts are gone, others become suspects
+# and are tried again later.
 class HostGone(VisitError):
     """The host's process is dead; only a new process can take its name."""
 
@@ -173,10 +173,10 @@ class HostFailed(VisitError):
 
 @dataclass(frozen=True, slots=True)
 class Visited:
-    """One hop of a route as it went: times in milliseconds, `why` for everything but "answered".
+    """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".
 
-    `images`: of the request; `batch`: as in `Answer`; `lag_ms`: how much longer it took than was
-    expected, `None` for canaries.
+    `images`: images of the request; `batch`: as in `Answer`; `lag_ms`: time beyond the expected
+    one, `None` for canaries.
     """
 
     host: str
@@ -193,18 +193,18 @@ class Visited:
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]
 WHOLE: tuple[Ending, ...] = ("complete", "enough")
-"""Endings of requests that ran all the blocks that they should."""
+"""Endings of requests that ran all the blocks that they should run."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a request went through the swarm.
+    """The way of a request through the swarm.
 
-    `order` holds the blocks that ran, in execution order; `versions` which version of the state
-    each of them read, `None` where it was the newest (`layershuffle.orders`); `skipped` the others,
-    each with the reason. `ending`: complete, enough (as many blocks as the plan wants), deadline
-    (the time was up), unreachable (no healthy host held what was missing) or lost (fixed-order
-    routing could not go on; such a request has failed).
+    `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
+    of them read, `None` if always the newest (`layershuffle.orders`); `skipped`: the other blocks
+    with the reasons. `ending`: complete, enough (as many blocks as the plan needs), deadline (the
+    time was up), unreachable (no healthy host held a missing block) or lost (fixed-order routing
+    could not continue; the request has failed). `ms`: total milliseconds.
     """
 
     depth: int
@@ -236,7 +236,7 @@ class Transport(Protocol):
     """Carries visits to hosts. One contract suite runs over every engine (tests/swarm)."""
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
-        """The host's answer. Raises a `VisitError`; being cancelled drops the visit.
+        """The host's answer. Raises `VisitError`; cancellation drops the visit.
 
         The host gets `visit.budget_ms`, never a time of day, because clocks differ.
         """

@@ -47,7 +47,7 @@ HostCall = Literal["load", "unload", "info", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """The current way of visits to a host: its data channel, Ray, or a call in this process.
+    """How visits reach a host now: by its data channel, Ray, or a call in this process.
 
     `why`: for Ray, the reason why the channel is not used.
     """
@@ -76,7 +76,7 @@ class HostBackend(Protocol):
         """Call that method of `host.BlockHost` with `args`, and return its result."""
 
     def carriers(self) -> Mapping[str, Carrier]:
-        """The way of visits to each host that runs here."""
+        """How visits reach each host that runs here."""
 
     def forget(self) -> None:
         """Drop everything about the processes, because their engine has ended or is ending."""
@@ -88,7 +88,7 @@ class HostRecord:
 
     starting  its process starts, loads blocks or answers its first canaries
     up        it takes visits, as far as the router trusts it
-    dead      its process has ended; it is started again from `retry_at` on
+    dead      its process has ended; it is restarted from `retry_at` on
     held      an operator has stopped it or is stopping it; it stays away until
               `Coordinator.readmit`
 
@@ -150,15 +150,15 @@ def reconcile(
     now: float,
     depth: int,
 ) -> tuple[HostAction, ...]:
-    """The actions that bring the hosts to what `plan` says, on the machines that are there."""
+    """The actions that make the hosts match `plan`, on the available machines."""
     homes = homes_of(nodes, hosts)
     here = {name: host for name, host in hosts.items() if homes.get(name) == host.node}
     # A host whose name has moved to another machine has left its old one, too.
     drops = [Drop(name, "its machine has left the swarm") for name in hosts if name not in here]
-    # A held host may stay away for days, so that spares are to hold its blocks as well.
+    # A held host may stay away for days, so spares should hold its blocks as well.
     holding = {name: host.blocks for name, host in here.items() if host.phase != "held"}
     actions: list[HostAction] = [*drops]
-    # Hosts of the plan first: spare ones fill up what they leave open.
+    # Hosts of the plan first: spares get the blocks that these leave.
     for name in sorted(homes, key=lambda name: (name not in plan.hosts, name)):
         host = here.get(name)
         planned = frozenset(plan.hosts[name].blocks) if name in plan.hosts else None
@@ -167,7 +167,7 @@ def reconcile(
             blocks = planned or spare_blocks(plan, holding.values(), depth=depth)
             holding[name] = blocks
             actions.append(Start(name, homes[name], blocks))
-        # A host that is starting or dead gets what the plan says when it is started.
+        # A host that is starting or dead gets its planned blocks when it is started.
         elif host.phase == "up" and planned not in (None, host.blocks):
             actions.append(Reload(name, planned or host.blocks))
     return tuple(actions)
@@ -176,9 +176,9 @@ def reconcile(
 def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str, str]:
     """The machine of each host name.
 
-    If two machines bear one name, the machine that already runs the host keeps the name, else the
-    first by id; the host of the other machine is called `name@id`. The host of a machine without a
-    name is called `host@id`.
+    If two machines have the same name, the machine that already runs the host keeps the name, else
+    the first by id; the host of the other machine is called `name@id`. The host of a machine
+    without a name is called `host@id`.
     """
     homes: dict[str, str] = {}
     pairs = [(name, node.id) for node in nodes for name in node.names or ("host@",)]
@@ -193,9 +193,9 @@ def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str
 
 @asynccontextmanager
 async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[None]:
-    """The processes of the plan's hosts start inside, for a coordinator that is still to come.
+    """Start the processes of the plan's hosts within, before their coordinator exists.
 
-    They import torch while the model is being loaded. What fails the coordinator starts again.
+    They import torch while the model is loaded. The coordinator restarts those that fail.
     """
 
     async def start() -> None:
@@ -218,7 +218,7 @@ def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:
 def spare_blocks(
     plan: SwarmPlan, others: Iterable[frozenset[int]], *, depth: int
 ) -> frozenset[int]:
-    """The blocks for a host that the plan does not name, beside hosts that hold `others`.
+    """The blocks for a host that the plan does not name, given the blocks of the `others`.
 
     It gets as many blocks as the plan's median host: those that the fewest hosts hold, low ids
     first.

@@ -5,7 +5,7 @@ hosts:
   pi-1: {blocks: [0, 5, 7]}
   pi-2: {blocks: [1, 2], donors: {2: runs/sibling/model}}
 routing: order-free
-most_blocks: 9                 # spare the batteries: requests do without the rest
+most_blocks: 9                 # saves battery: requests leave out the other blocks
 wire: fp32
 limits: {deadline_ms: 1000}
 """
@@ -34,12 +34,12 @@ _MAX_DEPTH = 1024
 
 
 class HostPlan(Settings):
-    """What one host holds."""
+    """The blocks of one host."""
 
     blocks: Annotated[tuple[BlockId, ...], Field(min_length=1)]
     """Ids of its blocks, each once."""
     donors: dict[BlockId, str] = Field(default_factory=dict)
-    """Models that single blocks come from, siblings of the plan's model; default: that model."""
+    """Models from which single blocks come, siblings of the plan's model; default: that model."""
     share: Annotated[float, Field(ge=0)] | None = None
     """Mean number of blocks that it should run per request; `swarm plan` sets it for batteries.
     Without it the router asks whichever host answers first."""
@@ -65,10 +65,10 @@ class SwarmPlan(Settings):
     routing: Routing = "order-free"
     """order-free, order-free-serial, sequential or replicated-sequential."""
     parallel: Positive | None = None
-    """order-free: visits of a request under way at once; default: the most that cost no accuracy by
-    the model's calibration, and one without a calibration."""
+    """order-free: most visits of a request in flight; default: the most that cost no accuracy
+    according to the calibration, or 1 without one."""
     most_blocks: Positive | None = None
-    """Blocks that are enough for a request in free order; default: all."""
+    """Number of blocks that is enough for a request in free order; default: all."""
     wire: Wire = "fp32"
     """Type of states on the wire: fp32, fp16 or int8."""
     limits: Limits = Limits()
@@ -143,10 +143,10 @@ def even_plan(
 
 
 def noted_depth(model: str) -> int | None:
-    """The number of blocks that the record beside a saved model states, read without torch.
+    """The number of blocks in the metadata of a saved model, read without torch.
 
-    `None` where there is no such number to be read. Nothing is checked here: loading the model
-    says what is wrong with it, and `SwarmPlan.check` whether its blocks fit.
+    `None` if it cannot be read. Nothing is checked here: loading the model reports its errors, and
+    `SwarmPlan.check` those of its blocks.
     """
     scheme, _, place = model.partition(":")
     if scheme == "bundled":
@@ -154,15 +154,15 @@ def noted_depth(model: str) -> int | None:
     else:  # a directory, or a model that has no record, and no directory of that name either
         directory = Path(model.removeprefix("dir:")).expanduser()
     with suppress(OSError, ValueError):
-        noted = json.loads((directory / "layershuffle.json").read_text(encoding="utf-8"))
-        depth = noted.get("depth") if isinstance(noted, dict) else None
-        # A plan lists its blocks: a number beyond any model's is left to what loads it.
+        metadata = json.loads((directory / "layershuffle.json").read_text(encoding="utf-8"))
+        depth = metadata.get("depth") if isinstance(metadata, dict) else None
+        # A plan lists its blocks, so an absurd number is left to the loader's checks.
         return depth if type(depth) is int and 0 < depth <= _MAX_DEPTH else None
     return None
 
 
 def read_swarm_plan(path: Path) -> SwarmPlan:
-    """The plan in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
+    """The plan in a YAML file. Raises `UsageError` or `SettingsError` with the file's path."""
     try:
         # pydantic names the wrong key, but cannot know the file.
         return SwarmPlan(**read_recipe(path))
@@ -171,7 +171,7 @@ def read_swarm_plan(path: Path) -> SwarmPlan:
 
 
 def plan_text(plan: SwarmPlan) -> str:
-    """The plan as YAML that `read_swarm_plan` reads; what is as by default is left out."""
+    """The plan as YAML for `read_swarm_plan`, without values that are the default."""
     data = plan.model_dump(mode="json", exclude_defaults=True)
-    # With None lists of numbers stand in one line, as people write them.
+    # With None, lists of numbers are written in one line.
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, allow_unicode=True)

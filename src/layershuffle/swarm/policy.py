@@ -46,17 +46,17 @@ FREE: tuple[Routing, ...] = ("order-free", "order-free-serial")
 """Routings that answer even if blocks are missing."""
 
 _FEWEST = 2
-"""Holders of every block that are compared at least."""
+"""Least number of holders of every block that are compared."""
 _FAIR = 2.0
-"""A host had its chance if a visit was given up after so many times what it was to take."""
+"""A limit is fair to the host if it is at least this many times the expected time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A visit under way, and the version of the state that it carries.
+    """A visit in flight, and the version of the state that it carries.
 
-    `waited`: the request waits for it; else it is late, or with a slow host, and counts if it comes
-    before the end.
+    `waited`: the request waits for it; else it is late, or with a slow host, and its answer counts
+    only if it arrives before the end.
     """
 
     host: str
@@ -153,7 +153,7 @@ class Moment:
 
     def _rank(self, offer: Offer) -> tuple[float, float, str]:
         host, count = offer[0], len(offer[1])
-        # The name breaks ties, so that the result is the same in every run.
+        # The name breaks ties, so the result is the same in every run.
         turn = _turn(host, count * self.progress.images)
         return turn, self.expected(host, count), host.name
 
@@ -175,7 +175,7 @@ class Moment:
 
 
 def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> float:
-    """Seconds after which a visit expected to take `seconds` is given up; never beyond `left`.
+    """Seconds after which a visit expected to take `seconds` is late; never beyond `left`.
 
     `lag`: what visits may take beyond that, judged by recent ones (`state.lag_of`). The cap is for
     hosts that stopped answering; visits that are known to take longer (many images) get more time.
@@ -194,11 +194,11 @@ def compared(
     """
     holders = [swarm.usable(block) for block in blocks]
     if sum(map(len, holders)) > limits.compared:
-        # By request and step, so that a request draws the same hosts again after waiting, and
-        # visits side by side draw different ones.
+        # By request and step, so a request draws the same hosts again after waiting, and visits in
+        # flight at once draw different ones.
         stream = Stream(progress.seed, len(progress.done) + len(progress.under_way))
         each = max(_FEWEST, limits.compared // len(blocks))
-        # The same numbers for all blocks, so that blocks with the same holders draw the same hosts,
+        # The same numbers for all blocks, so blocks with the same holders draw the same hosts,
         # which keeps the list short.
         draws = [stream.below(1 << 64) for _ in range(each)]
         holders = [
@@ -223,8 +223,8 @@ def _turn(host: HostView, work: int) -> float:
 def nowhere(moment: Moment, blocks: Iterable[int], *, routing: Routing) -> Finish | Wait:
     """The action of a request if no usable host holds one of the missing `blocks`.
 
-    A request with too few blocks waits if a holder may come back or a visit that was given up may
-    still be answered; otherwise it ends.
+    A request with too few blocks waits if a holder may come back or a late visit may still be
+    answered; otherwise it ends.
     """
     free, progress, swarm = routing in FREE, moment.progress, moment.swarm
     if free and len(set(progress.done)) >= progress.min_blocks:

@@ -1,10 +1,10 @@
-"""A block as a list of torch operations: what a host runs with torch alone.
+"""A block as a list of torch operations, which a host runs with torch alone.
 
-The head takes the list from `torch.export` (`layershuffle.swarm.export`); all blocks of a model
-share one. It travels as JSON in the header of a safetensors file, constants being its tensors, and
-a block's weights as safetensors under their names in the block's `state_dict`. Nothing is
-unpickled, no source code travels, and operations are those of torch's `aten` and integer
-arithmetic, nothing else. Why not torch's own archive: docs/decisions/009-how-blocks-travel.md.
+The head exports the list with `torch.export` (`layershuffle.swarm.export`); all blocks of a model
+share one. It is sent as JSON in the header of a safetensors file, whose tensors are the constants,
+and a block's weights as safetensors under their names in the block's `state_dict`. Nothing is
+unpickled, no source code is sent, and the only operations are those of torch's `aten` and integer
+arithmetic. docs/decisions/009-how-blocks-travel.md says why torch's own archive is not used.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ ARITHMETIC = {
     )
 }  # fmt: skip
 NAMED = (torch.dtype, torch.memory_format, torch.layout)
-# What reading a header raises if something else than `export` wrote it.
+# Errors of reading a header that `export` did not write.
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockProgram:
-    """What every block of one model computes, its weights apart.
+    """The computation of every block of one model, without weights.
 
-    `shape`: of a state without its batch, (tokens, width). `weights`: type and shape of each
-    tensor that a block brings.
+    `shape`: shape of a state without its batch, (tokens, width). `weights`: type and shape of each
+    tensor of a block.
     """
 
     digest: str
@@ -80,14 +80,14 @@ class BlockProgram:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One block, ready to run. `digest`: SHA-256 of its weights as they travelled."""
+    """One block, ready to run. `digest`: SHA-256 of its packed weights."""
 
     program: BlockProgram
     digest: str
     _values: tuple[Tensor | None, ...]
 
     def __call__(self, state: Tensor) -> Tensor:
-        """The state after the block, float32 `[images, tokens, width]` as the one before."""
+        """The state after the block; both are float32 `[images, tokens, width]`."""
         with torch.inference_mode():
             return self.program._run(*(state if value is None else value for value in self._values))
 
@@ -105,7 +105,7 @@ def pack_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None 
 
 
 def read_program(content: bytes) -> BlockProgram:
-    """What `layershuffle.swarm.export` wrote. Raises `ModelFileError` for anything else."""
+    """Read a program from `layershuffle.swarm.export`. Raises `ModelFileError` for other bytes."""
     constants = _loaded(content)
     try:
         # safetensors: the first 8 bytes give the length of a JSON header, which holds the metadata.
@@ -146,7 +146,7 @@ def _input(kind: str, name: str, constants: Mapping[str, Tensor]) -> str | Tenso
 
 
 def _compiled(inputs: int, steps: Sequence[Sequence[Any]], *, output: int) -> Callable[..., Tensor]:
-    """One function of all inputs. torch.fx writes it so that values go when nothing needs them."""
+    """One function of all inputs. The code of torch.fx frees values after their last use."""
     graph = fx.Graph()
     nodes = [graph.placeholder(f"input_{number}") for number in range(inputs)]
     for target, args, named in steps:
@@ -163,7 +163,7 @@ def _compiled(inputs: int, steps: Sequence[Sequence[Any]], *, output: int) -> Ca
 def _operation(target: str) -> Callable[..., Any]:
     if target in ARITHMETIC:
         return ARITHMETIC[target]  # type: ignore[no-any-return]
-    # Only names below torch.ops.aten: a program calls nothing else, whatever its file contains.
+    # Only names below torch.ops.aten: a program can call nothing else.
     name = re.fullmatch(r"aten\.([a-z0-9_]+)\.([A-Za-z0-9_]+)", target)
     if name is None:
         raise ValueError(f"{target[:80]!r} is not an operation of torch")
@@ -180,7 +180,7 @@ def _decoded(value: Any, nodes: Sequence[fx.Node]) -> Any:
         return nodes[value["value"]]
     if "device" in value:
         return torch.device(value["device"])
-    # The file may name anything in torch, so that its kind is checked before it is used.
+    # The file may name anything in torch, so the object's type is checked before it is used.
     named = getattr(torch, value["torch"])
     if not isinstance(named, NAMED):
         raise ValueError(f"{value['torch']!r} is no type or layout of torch")

@@ -1,9 +1,9 @@
-"""How Ray is started for a swarm: quick failure detection, a token, fixed ports. No Ray in here.
+"""Settings of Ray for a swarm: fast failure detection, a token, fixed ports. Imports no Ray.
 
-Measured choices. By default Ray takes 14 s to notice that a host was killed and 65 s that its cable
-was pulled; with `SYSTEM_CONFIG` 1 s and 3 s. States above 100 KiB would go through the object
-store, five times slower between hosts; the inline limits keep them in the call. Members of a Ray
-cluster can run code on each other: who holds the token owns every host.
+They were chosen by measurement. By default Ray takes 14 s to notice that a host was killed and 65 s
+to notice that its cable was pulled; with `SYSTEM_CONFIG`, 1 s and 3 s. States above 100 KiB would
+go through the object store, which is five times slower between hosts; the inline limits keep them
+in the call. Members of a Ray cluster can run code on each other: the token controls every host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALL_CONFIG: Mapping[str, int] = {
     "max_direct_call_object_size": 4 << 20,
     "task_rpc_inlined_bytes_limit": 64 << 20,
 }
-"""For every cluster. On one machine nothing more: a process that dies is noticed anyhow, and quick
+"""For every cluster. One machine needs no more: the death of a process is noticed anyway, and fast
 health checks would only declare a busy machine, and with it the whole swarm, dead."""
 
 SYSTEM_CONFIG: Mapping[str, int] = {
@@ -39,22 +39,22 @@ SYSTEM_CONFIG: Mapping[str, int] = {
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 4,
 }
-"""For clusters of several machines. Set on the head alone: it reaches every member."""
+"""For clusters of several machines. Set only on the head, which passes it to every member."""
 
 LOOPBACK = "127.0.0.1"
-# Fixed, because a firewall cannot be told of ports that Ray draws at random.
+# Fixed, because no firewall rule can name ports that Ray draws at random.
 HEAD_PORT, HOST_PORT = 6400, 6500
-"""First ports of a head and of a host; each takes `PORT_SPAN` from there."""
+"""First ports of a head and of a host; each uses `PORT_SPAN` ports from there."""
 PORT_SPAN = 100
 _WORKER_PORTS = 10  # ports of workers begin this far above the first
-_CHANNEL_PORT, _CHANNEL_PORTS = 6, 4  # on hosts, where the next two are not used
+_CHANNEL_PORT, _CHANNEL_PORTS = 6, 4  # offset and number, on hosts
 _CHANNEL_VARIABLE = "LAYERSHUFFLE_CHANNEL_PORT"
 _START_HOOK = "layershuffle.swarm.ray_local.only_essentials"
 STORE_BYTES = 256 << 20
 """Shared memory of a member; blocks pass through it one at a time when a host loads them."""
 _HEADLESS_SECONDS = 7 * 24 * 3600  # Ray turns it into milliseconds of 32 bits
 HOST_MARK, NAME_MARK = "block_host", "host:"
-"""Ray resources by which the coordinator knows block hosts, and their names."""
+"""Ray resources by which the coordinator recognises block hosts, and their names."""
 NAMESPACE = "layershuffle-swarm"
 # Mode bits by which the group and all others may read, write or enter.
 _OTHERS = 0o077
@@ -70,14 +70,14 @@ class Tls:
 
 
 def default_token() -> Path:
-    """Where the token lies if nothing else is said."""
+    """The default path of the token."""
     return Path.home() / ".config" / "layershuffle" / "swarm-token"
 
 
 def new_token(path: Path) -> None:
-    """Make a token of 256 random bits at `path`, for this user's eyes only.
+    """Write a token of 256 random bits to `path`, readable by this user only.
 
-    Raises `UsageError` if there is one: members that hold the old one would be locked out.
+    Raises `UsageError` if the file exists: members with the old token would be locked out.
     """
     if path.exists():
         raise UsageError("A token exists already", place=path, hint="use it, or remove it first")
@@ -87,7 +87,7 @@ def new_token(path: Path) -> None:
 def check_token(path: Path) -> None:
     """Raises `UsageError` for a token file that is missing, unreadable, empty or open to others.
 
-    Ray itself would try for 20 seconds before it says so.
+    Ray itself would try for 20 seconds before it fails.
     """
     check_secret(path, what="token", hint="copy it from the head (mode 0600), or name its place")
 
@@ -132,24 +132,24 @@ def environment(
     loopback: bool = False,
     port: int | None = None,
 ) -> dict[str, str]:
-    """Environment of everything that takes part, to be set before Ray is imported.
+    """Environment variables of every process of a swarm, to be set before Ray is imported.
 
-    `store` (head): a directory in which the head keeps its state, so that a restarted one loses
-    nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host; by
-    default the variable stays as it is, because a gateway has as many as its user wants.
-    `port` (host): the first of its ports, among which that of the data channel is (default: any).
+    `store` (head): a directory in which the head keeps its state for a restart. `loopback`:
+    whether Ray listens only on 127.0.0.1. `threads`: torch threads per host (default: the variable
+    is unchanged, because the user chooses the threads of a gateway). `port` (host): the first of
+    its ports, from which that of the data channel follows (default: any).
     """
     variables = {
-        # Said explicitly: Ray 2.60 leaves authentication off on members that find no token.
+        # Explicit, because Ray 2.60 disables authentication on members that find no token.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
-        "RAY_worker_niceness": "0",  # else a host starves beside any other program
+        "RAY_worker_niceness": "0",  # else any other program starves a host
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default Ray ends every process, the server's too, that has missed its head for 60 s.
+        # By default Ray ends every process, even the server, without a head for 60 s.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_SECONDS),
-        # Else the GCS keeps what every call did: 12.5 kB per request, 300 MB in 25,000.
+        # Else the GCS records every call: 12.5 kB per request, 300 MB in 25,000.
         "RAY_task_events_report_interval_ms": "0",
-        # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all of them.
+        # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all addresses.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",
     }
     if threads is not None:
@@ -165,8 +165,8 @@ def environment(
             "RAY_TLS_SERVER_KEY": str(tls.key.absolute()),
             "RAY_TLS_CA_CERT": str(tls.authority.absolute()),
         }
-    # Measured: a head that was killed and started again after 3 s found its members and actors, and
-    # calls between hosts went on meanwhile.
+    # Measured: a head that was killed and restarted after 3 s found its members and actors, and
+    # calls between hosts continued meanwhile.
     if store is not None:
         variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(store.absolute())}
     return variables
@@ -175,16 +175,15 @@ def environment(
 def channel_ports(variables: Mapping[str, str]) -> tuple[int, ...]:
     """The ports for a host's data channel in an environment of `environment`; (0,) for any."""
     first = variables.get(_CHANNEL_VARIABLE)
-    # More than one: a process that ends may still have the first when the next one starts.
+    # Several: a process that is ending may still use the first when its successor starts.
     return (0,) if first is None else tuple(range(int(first), int(first) + _CHANNEL_PORTS))
 
 
 def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str]:
-    """The words that start a head, which stays in the foreground and holds no blocks.
+    """The command of a head, which stays in the foreground and holds no blocks.
 
-    `ip`: the address by which the hosts reach it. `directory`: for logs and sockets, short (the
-    path of a socket has at most 107 bytes). Raises `UsageError` for an address of this machine
-    alone.
+    `ip`: the address at which the hosts reach it. `directory`: for logs and sockets; its path must
+    be short (that of a socket has at most 107 bytes). Raises `UsageError` for a loopback address.
     """
     return [
         *_ray_start(directory, ip, first=port + 1),
@@ -200,7 +199,7 @@ def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str
 def host_command(
     directory: Path, *, address: str, name: str, ip: str, port: int = HOST_PORT
 ) -> list[str]:
-    """The words that start the block host `name`, which stays in the foreground, at a head.
+    """The command of the block host `name`, which joins a head and stays in the foreground.
 
     `ip` and `directory` as for `head_command`.
     """
@@ -212,14 +211,14 @@ def host_command(
 
 
 def host_resources(names: Sequence[str]) -> dict[str, float]:
-    """Ray resources of a member that is to run these block hosts."""
+    """Ray resources of a member that runs these block hosts."""
     if not names:
         return {}
     return {HOST_MARK: float(len(names)), **{f"{NAME_MARK}{name}": 1.0 for name in names}}
 
 
 def host_names(resources: Mapping[str, float]) -> tuple[str, ...]:
-    """The block hosts that a member with these resources is to run, sorted."""
+    """The block hosts that a member with these resources runs, sorted."""
     return tuple(sorted(key.removeprefix(NAME_MARK) for key in resources if _is_name(key)))
 
 
@@ -229,7 +228,7 @@ def _is_name(key: str) -> bool:
 
 def _ray_start(directory: Path, ip: str, *, first: int) -> list[str]:
     if ip == "localhost" or ip.startswith("127."):
-        # Ray would take another of the machine's addresses without a word.
+        # Ray would silently use another of the machine's addresses.
         raise UsageError(
             f"Other machines cannot reach {ip}",
             hint="name an address of this machine's private network with --ip; for a swarm on this "

@@ -1,8 +1,8 @@
 """Block hosts as Ray actors: one process per host, and visits as calls to it.
 
-Measured choices: asynchronous actors (they drop a cancelled call, a synchronous actor would still
-run it), no restarts by Ray (a call to a restarting actor blocks for two seconds), detached actors
-(a server that starts again finds its hosts as they were).
+Chosen by measurement: asynchronous actors (they drop a cancelled call, which a synchronous actor
+would still run), no restarts by Ray (a call to a restarting actor blocks for two seconds), detached
+actors (a restarted server finds its hosts unchanged).
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from layershuffle.swarm.host import HostInfo
 
 _Result = TypeVar("_Result")
-_MESSAGE = 200  # characters from the end of what Ray says of a process that does not start
-_SPARE = 64  # calls that an actor takes beyond its queue: canaries, reports
+_MESSAGE = 200  # characters from the end of Ray's message about a process that does not start
+_SPARE = 64  # calls that an actor accepts beyond its queue: canaries, reports
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 
 
 class BlockHostActor:
-    """A `BlockHost` in a process of its own. What it imports is torch and light."""
+    """A `BlockHost` in its own process, which imports no heavy package but torch."""
 
     def __init__(self, name: str, *, limits: Mapping[str, Any], threads: int | None) -> None:
-        # A third of the time until a host holds its blocks is that of importing torch.
+        # Importing torch takes a third of the time until a host holds its blocks.
         with imports_stay():
             from layershuffle.swarm.host import BlockHost
 
@@ -67,37 +67,36 @@ class BlockHostActor:
         self._server: ChannelServer | None = None
 
     async def listen(self) -> None:
-        """Open the data channel, if it is not open. Raises `LayerShuffleError` if it cannot be."""
+        """Open the data channel, unless it is open. Raises `LayerShuffleError` if that fails."""
         from ray.util import get_node_ip_address
 
         if self._server is None:
             credentials = credentials_in(os.environ)
             server = ChannelServer(self._host, credentials=credentials, limits=self._limits)
-            # Where Ray listens too: on the loopback network alone in a swarm of one machine.
+            # The address of Ray, which is 127.0.0.1 in a swarm on one machine.
             self._host.channel = await server.open(
                 get_node_ip_address(), ports=channel_ports(os.environ)
             )
             self._server = server
 
     async def visit(self, order: bytes) -> bytes:
-        """`BlockHost.visit`, in and out as frames."""
+        """`BlockHost.visit` with frames as argument and result."""
         blocks, packet, budget_ms = read_visit(*split(order))
-        # Ray passes bytes on as they are; with what is in them as arguments a hop takes a quarter
-        # more.
+        # Ray copies bytes unchanged; with separate arguments a visit takes a quarter longer.
         return b"".join(
             answer_frame(0, await self._host.visit(blocks, packet, budget_ms=budget_ms))
         )
 
     async def call(self, method: HostCall, *args: Any) -> Any:
-        """What that method of the host returns."""
-        # In a thread, because a load takes long and the visits under way go on.
+        """The result of this method of the host."""
+        # In a thread, because a load takes long and must not block visits.
         return await asyncio.to_thread(getattr(self._host, method), *args)
 
 
 class RayTransport:
     """Visits to Ray actors (`messages.Transport`), over their data channels where these are open.
 
-    `actors` and `links` (to the channels), by host.
+    `actors` and `links` (to the channels) are keyed by host.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -112,8 +111,8 @@ class RayTransport:
             try:
                 return await link.visit(visit.blocks, packet, budget_ms=budget_ms)
             except ChannelLost:
-                # The link has said so. A block has no memory, so that the visit may be made again;
-                # and if the host is dead, Ray knows.
+                # The link has logged it. Blocks are stateless, so the visit may be repeated; and
+                # if the host is dead, Ray reports it.
                 budget_ms -= (time.monotonic() - begun) * _MILLI
         return await self._call(visit, packet, budget_ms=budget_ms)
 
@@ -140,10 +139,10 @@ class RayTransport:
 
 
 async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
-    """The result of the remote call that `submit` makes; being cancelled drops the call.
+    """The result of the remote call that `submit` makes. Cancellation cancels the call, too.
 
-    Raises what the host raised, if it is ours, as it was; else a `VisitError`. Clients read what it
-    says, so Ray's own words go to the log.
+    Raises the host's error unchanged if it is a `LayerShuffleError`, else a `VisitError`. Clients
+    read its text, so Ray's messages go to the log.
     """
     errors, reference = ray.exceptions, None
     try:
@@ -151,7 +150,7 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
         return await reference
     except asyncio.CancelledError:
         if reference is not None and ray.is_initialized():
-            with suppress(TypeError):  # "no owner": Ray was started anew since
+            with suppress(TypeError):  # "no owner": Ray was restarted since
                 ray.cancel(reference)
         raise
     except errors.ActorDiedError as error:
@@ -163,7 +162,7 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
         raise HostFailed(f"Host {host} broke on the call") from error
     except errors.PendingCallsLimitExceeded as error:
         raise HostUnavailable(f"Host {host} has too many waiting calls") from error
-    except errors.RayError as error:  # it cannot be reached, or its answer is lost
+    except errors.RayError as error:  # the host cannot be reached, or its answer is lost
         # Not a warning: while a host is away, every visit to it ends here.
         _log.debug("Host %s is not available: %s", host, one_line(error))
         raise HostUnavailable(f"Host {host} cannot be reached now") from error
@@ -172,10 +171,10 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
 class RayHosts:
     """The processes of block hosts on the members of a cluster (`placement.HostBackend`).
 
-    `ray`: the connected module. `threads`: of torch in each host; `None`: what its machine's
-    `OMP_NUM_THREADS` says. `only`: which of the hosts that the members name are run (default: all).
-    `channel`: whether visits go over the hosts' data channels, as far as these can be reached; else
-    over Ray alone. A call that fails raises `LayerShuffleError`; callers bound its time.
+    `ray`: the connected module. `threads`: torch threads of each host; `None`: the
+    `OMP_NUM_THREADS` of its machine. `only`: which of the members' hosts are run (default: all).
+    `channel`: whether visits use the hosts' data channels where these are reachable; else they use
+    only Ray. A call that fails raises `LayerShuffleError`; callers bound its time.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class RayHosts:
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
 
     def forget(self) -> None:
-        """Drop all handles, and what waits for Ray: a handle that outlives it blocks the next."""
+        """Drop all handles and pending starts: a handle of a dead Ray would block its successor."""
         self.transport.actors.clear()
         for link in self.transport.links.values():
             link.end()
@@ -205,7 +204,7 @@ class RayHosts:
         self._starts.clear()
 
     async def nodes(self) -> tuple[Node, ...]:
-        """The living members that are to run block hosts, by id."""
+        """The living members that run block hosts, sorted by id."""
         members = await self._outside(self._ray.nodes)
         nodes = [
             Node(member["NodeID"], host_names(member["Resources"]), member["NodeManagerAddress"])
@@ -218,9 +217,9 @@ class RayHosts:
         return tuple(sorted(nodes, key=lambda node: node.id))
 
     async def start(self, name: str, *, node: str) -> HostInfo:
-        """A process for the host `name` on the member `node`: a new one, or the one it has.
+        """Start a process for the host `name` on the member `node`, unless there is one.
 
-        One that was made with other limits, or is draining, is replaced.
+        A process with other limits, or one that is draining, is replaced.
         """
         info = await self._started(name, node)
         if info.draining:
@@ -231,15 +230,15 @@ class RayHosts:
     async def _started(self, name: str, node: str) -> HostInfo:
         if earlier := self._making.get(name):
             await asyncio.wait({earlier})
-        # A process imports torch, which takes a core two seconds. More at once than there are cores
-        # take all of them from the hosts that live. Of other machines the cores are not known: they
-        # run one host, as a rule.
+        # A new process imports torch, which takes two seconds of a core. More at once than cores
+        # would slow down the running hosts. The number of cores of other machines is unknown, but
+        # these usually run one host.
         async with self._starts.setdefault(node, asyncio.Semaphore(os.cpu_count() or 1)):
             return await self._begun(name, node)
 
     async def _begun(self, name: str, node: str) -> HostInfo:
         making = self._making[name] = asyncio.create_task(self._make(name, node))
-        # The thread goes on when this is cancelled; `end` waits for the process that it makes.
+        # A cancellation does not stop the thread; `end` waits for the process that it starts.
         await asyncio.shield(making)
         try:
             why_not = await self._listening(name) if self._channel else "it is switched off"
@@ -257,7 +256,7 @@ class RayHosts:
         return info
 
     async def _listening(self, name: str) -> str:
-        """Have the host open its data channel; why it cannot, or ""."""
+        """Let the host open its data channel. Returns the reason if it cannot, else ""."""
         actor = self.transport.actors[name]
         try:
             await called(self._ray, actor.listen.remote, host=name)
@@ -270,17 +269,17 @@ class RayHosts:
 
     async def _connect(self, name: str, address: str) -> None:
         links = self.transport.links
-        # A process that was found again keeps its connection.
+        # A process that existed already keeps its connection.
         if name not in links or links[name].address != address:
             await self.transport.disconnect(name)
             links[name] = ChannelLink(
                 name, address, credentials=credentials_in(os.environ), limits=self._limits
             )
-        # Or the first visits would go over Ray, and look slower than the next ones.
+        # Otherwise the first visits would use Ray, and look slower than later ones.
         await links[name].tried()
 
     def carriers(self) -> Mapping[str, Carrier]:
-        """Over which way visits go to each host now."""
+        """How visits reach each host now."""
         links = self.transport.links
         return {
             name: Carrier("channel")
@@ -293,9 +292,9 @@ class RayHosts:
         self.transport.actors[name] = await self._outside(lambda: self._actor_of(name, node))
 
     def _actor_of(self, name: str, node: str) -> Any:
-        """Handle of the actor of `name` on `node`; it may not have started yet."""
+        """The handle of the actor of `name` on `node`, which may not have started yet."""
         mine = f"{name}@{node}#{self._kind}"
-        # A process on another machine, or with other limits, must not go on under this host's name.
+        # End processes with this host's name on other machines or with other limits.
         for other in self._ray.util.list_named_actors():
             if other.startswith(f"{name}@") and other != mine:
                 self._ray.kill(self._ray.get_actor(other))
@@ -313,16 +312,16 @@ class RayHosts:
         return options.remote(name, limits=self._limits.model_dump(), threads=self._threads)
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
-        """What that method of the host returns."""
+        """The result of this method of the host."""
         actor = self.transport.actors.get(name)
         if actor is None:
             raise HostUnavailable(f"No host {name} is known")
-        # Copies weights into the store of the host's member before it returns: not on the loop.
+        # Not on the loop: it copies weights into the store of the host's member before it returns.
         reference = await self._outside(partial(actor.call.remote, method, *args))
         return await called(self._ray, lambda: reference, host=name)
 
     async def end(self, name: str) -> None:
-        """End the host's process, also the one that a cancelled start is still making."""
+        """End the host's process, also one that a cancelled start is still creating."""
         if making := self._making.pop(name, None):
             await asyncio.wait({making})
         await self.transport.disconnect(name)
@@ -333,10 +332,10 @@ class RayHosts:
         self.transport.actors.pop(name, None)
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
-        """Run a blocking call in its own thread, for which the process does not have to wait.
+        """Run a blocking call in its own thread, for which the process does not wait at its end.
 
-        A question to a GCS that has died is never answered, and the threads of asyncio's pool keep
-        a process from ending.
+        A call to a dead GCS never returns, and a thread of asyncio's pool would keep the process
+        from ending.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Result] = loop.create_future()
@@ -353,7 +352,7 @@ class RayHosts:
                 failure = HostUnavailable("Ray accepts no calls now")
                 failure.__cause__ = error
                 settle(partial(answer.set_exception, failure))
-            finally:  # a defect: the thread prints its traceback
+            finally:  # only after an unexpected error, whose traceback the thread prints
                 broken = HostUnavailable("A call to Ray failed; the log has details")
                 settle(partial(answer.set_exception, broken))
 

@@ -1,10 +1,10 @@
-"""Ray's own processes for a swarm on one machine: started, watched, ended, swept up after a crash.
+"""Start, watch and end Ray's own processes for a swarm on one machine, and clean up after a crash.
 
 Two of them are essential: the GCS, which knows all members and actors, and the raylet, which starts
-the block hosts. They are started by Ray's `Node`, as `ray.init` does it, but without the three
-helpers that `ray.init` starts too: the dashboard, which the start would wait for, the autoscaler's
-monitor, whose port takes everybody, and the reader of logs. Heads of several machines start without
-them as well (`only_essentials`). docs/decisions/023-when-ray-dies.md.
+the block hosts. Ray's `Node` starts them, as in `ray.init`, but without three helpers: the
+dashboard, which delays the start, the autoscaler's monitor, whose port is open to everybody, and
+the log monitor. Heads of several machines start without them as well (`only_essentials`). See
+docs/decisions/023-when-ray-dies.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PREFIX = "ls-"  # short: sockets lie below it, and their paths have at most 107
 _OWNER, _TOKEN = "owner", "token"
 _GCS = "gcs_server"  # Ray's name of the process
 _PROCESSES = Path("/proc")
-_END_SECONDS = 5.0  # a process that SIGKILL does not end by then hangs in the kernel
+_END_SECONDS = 5.0  # a process that survives SIGKILL for longer hangs in the kernel
 _POLL = 0.02
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class RayFailure:
 
 
 class LocalCluster:
-    """A cluster of Ray for the block hosts `names`, on 127.0.0.1 alone, with a token of its own.
+    """A Ray cluster for the block hosts `names`, only on 127.0.0.1, with its own token.
 
-    It lies in a directory that is locked as long as this process lives, however that ends, so that
-    `sweep` can tell what is left over. Ray's processes end with the thread that called `connect`.
+    Its directory is locked while this process lives, so `sweep` recognises directories of dead
+    processes. Ray's processes end with the thread that called `connect`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -82,8 +82,7 @@ class LocalCluster:
                 logging_level=logging.ERROR,
                 namespace=NAMESPACE,
             )
-        # If Ray was imported earlier, it has not seen `loopback` and listens on other addresses
-        # too.
+        # If Ray was imported earlier, it ignores `loopback` and listens on other addresses too.
         address = ray.nodes()[0]["NodeManagerAddress"]
         if address != LOOPBACK:
             raise LayerShuffleError(
@@ -92,12 +91,12 @@ class LocalCluster:
             )
 
     def failure(self) -> RayFailure | None:
-        """What of Ray has ended by itself."""
+        """The part of Ray that has ended by itself; `None` if none has."""
         if self._node is None:
             return RayFailure("Ray does not run", renewable=True)
         dead = dict(self._node.dead_processes())
-        # `_revive` takes it off the list before it starts the next one, which a machine without
-        # memory or processes to spare refuses.
+        # `_revive` removes it before it starts a new one, which fails on a machine without free
+        # memory or processes.
         if _GCS not in self._node.all_processes:
             return RayFailure(
                 f"Ray's {_GCS} could not be started again; all of Ray is", renewable=True
@@ -111,31 +110,31 @@ class LocalCluster:
         )
 
     def _revive(self) -> None:
-        """Start the GCS again, where it was: it finds its state in its store, the others find it.
+        """Restart the GCS at its old address, with the state in its store.
 
-        Calls to block hosts go on meanwhile, because they do not pass through it.
+        Calls to block hosts continue meanwhile, because they do not pass through it.
         """
         node: Any = self._node
         with _started(self.directory):
-            # The same port, which the others know. `start_gcs_server` insists on a fresh node.
+            # The port that the other processes know. `start_gcs_server` insists on a fresh node.
             node._ray_params.gcs_server_port = int(node.gcs_address.rpartition(":")[2])
             del node.all_processes[_GCS]
             node._gcs_address = node._gcs_client = None
             node.start_gcs_server()
 
     def disconnect(self, ray: Any) -> None:
-        """Disconnect, and end every process of the cluster, also those that Ray has lost."""
+        """Disconnect, and end every process of the cluster, even those that Ray has lost."""
         ray.shutdown()
         node, self._node = self._node, None
         if node is not None:
-            # A raylet that is asked to end takes its hosts with it.
+            # A raylet that ends gracefully ends its hosts.
             node.kill_all_processes(check_alive=False, allow_graceful=True)
         end_processes(self.directory)
-        # The next cluster here is a new one, without the members and actors of this one.
+        # The next cluster must not find the members and actors of this one.
         shutil.rmtree(self.store, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the directory, when the cluster has ended."""
+        """Remove the directory, after the cluster has ended."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.release()
 
@@ -145,18 +144,18 @@ class LocalCluster:
 
 
 def only_essentials(parameters: Any, head: bool) -> None:
-    """What `ray start` calls before it starts anything, by `RAY_START_HOOK`.
+    """The `RAY_START_HOOK`, which `ray start` calls before it starts anything.
 
-    A head opens Ray's client server wherever grpc is installed, and refuses its option where it is
-    not; no option leaves out the dashboard's process. And the command ends with its raylet, for a
-    service manager to start it again.
+    A head opens Ray's client server if grpc is installed, and refuses its option if it is not; no
+    option disables the dashboard's process. The hook also makes the command end with its raylet,
+    so that a service manager restarts it.
     """
     del head  # members have neither, but a raylet
     import ray._private.node
 
     class MemberNode(_essential_node()):  # type: ignore[misc]
-        # `ray start --block` takes exit code 0 for "stopped on purpose" and waits on for ever. A
-        # raylet ends with it when one of its agents has died.
+        # `ray start --block` takes exit code 0 for "stopped on purpose" and waits forever, but a
+        # raylet also ends with it when one of its agents has died.
         def dead_processes(self) -> Any:
             dead = super().dead_processes()
             if dead and not any(process.returncode for _, process in dead):
@@ -171,7 +170,7 @@ def _essential_node() -> Any:
     from ray._private.node import Node
 
     class EssentialNode(Node):  # type: ignore[misc]
-        # Ray's dashboard is not used; starting it took 5 of the 14 seconds of Ray's start.
+        # The dashboard is not used, and starting it took 5 of the 14 seconds of Ray's start.
         def start_api_server(self, **settings: Any) -> None:
             del settings
 
@@ -183,7 +182,7 @@ def _start_node(directory: Path, names: Sequence[str]) -> Any:
 
     parameters = RayParams(
         node_ip_address=LOOPBACK,
-        # With processors to offer, Ray would start idle workers in advance, one per core.
+        # Otherwise Ray would start idle workers in advance, one per core.
         num_cpus=0,
         num_gpus=0,
         resources=host_resources(names),
@@ -198,10 +197,10 @@ def _start_node(directory: Path, names: Sequence[str]) -> Any:
 
 @contextmanager
 def _started(directory: Path) -> Iterator[None]:
-    """Says in one paragraph why Ray does not start.
+    """Raise errors of the start as `LayerShuffleError`.
 
-    Ray raises a plain `Exception` where its processes need more than 30 seconds, and gives no other
-    way to tell that from the rest. So do its sockets, with OSError.
+    Ray raises a plain `Exception` if its processes need more than 30 seconds, and OSError for its
+    sockets.
     """
     try:
         yield
@@ -214,7 +213,7 @@ def _started(directory: Path) -> Iterator[None]:
 
 
 def sweep() -> None:
-    """End and remove what is left of clusters of this user whose own process was killed."""
+    """End and remove the clusters of this user whose own process was killed."""
     for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
         if _is_left_over(owner):
             directory = owner.parent
@@ -239,14 +238,14 @@ def _is_left_over(owner: Path) -> bool:
 
 
 def _owned(directory: Path) -> int:
-    """The open file whose lock says that `directory` is in use.
+    """The file descriptor of the lock that marks `directory` as used.
 
     The kernel frees the lock when this process ends; Ray's processes do not inherit the file.
     """
     fresh = directory / f"{_OWNER}.new"
     lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
     _locked(lock)
-    # Renamed only now to the name that `sweep` looks for, so that it is never found unlocked.
+    # Renamed only now to the name that `sweep` looks for, so it is never found unlocked.
     fresh.rename(directory / _OWNER)
     return lock
 
@@ -262,8 +261,8 @@ def _locked(lock: int) -> bool:
 def end_processes(directory: Path) -> int:
     """Kill every process of the cluster that lies in `directory`; returns how many there were.
 
-    Ray's agents and workers end by themselves when their raylet dies, but some only after a minute,
-    and a stopped one never.
+    Ray's agents and workers end by themselves when their raylet dies, but some take a minute, and
+    stopped ones never end.
     """
     begun, ended = time.monotonic(), set[int]()
     while pids := set(processes_of(directory)):
@@ -280,11 +279,11 @@ def end_processes(directory: Path) -> int:
 def processes_of(directory: Path) -> Iterator[int]:
     """The processes of the cluster that lies in `directory`, without this one.
 
-    Without /proc (macOS) it finds none.
+    It finds none on systems without /proc (macOS).
     """
     for path in _PROCESSES.glob("[0-9]*"):
         if (pid := int(path.name)) != os.getpid():
-            # Those of other users cannot be read; zombies have nothing left to read.
+            # Processes of other users and zombies cannot be read.
             with suppress(OSError):
                 if _belongs(path, directory):
                     yield pid
@@ -294,7 +293,7 @@ def _belongs(process: Path, directory: Path) -> bool:
     word = f"RAY_AUTH_TOKEN_PATH={directory / _TOKEN}".encode()
     if word in (process / "environ").read_bytes().split(b"\0"):
         return True
-    # The long titles of block hosts lie over their environment, but their logs are here.
+    # The long titles of block hosts overwrite their environment, but their logs are here.
     if not (process / "cmdline").read_bytes().startswith(b"ray::"):
         return False
     files = [os.readlink(link) for link in (process / "fd").iterdir()]

@@ -1,8 +1,8 @@
-"""This process as a member of a Ray cluster: one of its own on this machine, or one that runs.
+"""Connect this process to a Ray cluster: its own on this machine, or a running one.
 
-Both yield a `RaySession` and leave nothing behind. They set the environment that Ray reads when it
-is imported first, so call them before anything else imports Ray. The session connects anew when
-Ray's own processes have died (docs/decisions/023-when-ray-dies.md).
+`local_ray` and `joined_ray` yield a `RaySession` and leave nothing behind. They set the environment
+that Ray reads at its first import, so call them before anything imports Ray. The session reconnects
+when Ray's own processes have died (docs/decisions/023-when-ray-dies.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from layershuffle.swarm.ray_local import LocalCluster, RayFailure, sweep
 _Result = TypeVar("_Result")
 _CLUSTER, _EXTRA = "swarm", "swarm"
 _HINT = "start one with `layershuffle swarm head`, or check the address"
-_LOOK = 0.5  # seconds between two looks at whether Ray is there
+_LOOK = 0.5  # seconds between two checks of Ray
 _ANSWER_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
@@ -42,25 +42,26 @@ class Cluster(Protocol):
     """A cluster that this process connects to. Calls block."""
 
     def connect(self, ray: Any) -> None:
-        """Connect; start it first if it is ours. Raises `LayerShuffleError` where that fails."""
+        """Connect; start the cluster first if it is ours. Raises `LayerShuffleError`."""
 
     def disconnect(self, ray: Any) -> None:
-        """Disconnect; end it first if it is ours."""
+        """Disconnect; end the cluster if it is ours."""
 
     def failure(self) -> RayFailure | None:
-        """What of Ray is gone; `None` while nothing is."""
+        """The part of Ray that is lost; `None` if none is."""
 
 
 class RaySession:
-    """This process's connection to Ray, and a new one whenever Ray's processes die (`keep`).
+    """This process's connection to Ray, which `keep` renews whenever Ray's processes die.
 
-    `ray` is the connected module. `trouble` says what is wrong with Ray now, "" if nothing.
+    `ray` is the connected module. `trouble` is the current fault of Ray, "" if there is none.
     """
 
     def __init__(self, ray: Any, cluster: Cluster) -> None:
         self.ray, self.trouble = ray, ""
         self._cluster = cluster
-        # One thread for all: the kernel ends Ray's processes with the thread that started them.
+        # One thread for all calls: the kernel ends Ray's processes with the thread that started
+        # them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-session")
 
     def open(self) -> None:
@@ -68,10 +69,10 @@ class RaySession:
         self._thread.submit(self._cluster.connect, self.ray).result()
 
     async def keep(self, *, forget: Callable[[], None], begin_anew: Callable[[str], None]) -> None:
-        """Look for losses, and connect anew; until cancelled.
+        """Check for failures and reconnect, until cancelled.
 
-        `forget` is called before a new connection, which handles of the old one would block, and
-        `begin_anew` after it, with the reason. Attempts back off.
+        `forget` is called before a new connection, which old handles would block, and `begin_anew`
+        after it, with the reason. Attempts back off.
         """
         clock, limits = asyncio.get_running_loop().time, Limits()
         tries, since, due = 0, clock(), clock()
@@ -81,7 +82,7 @@ class RaySession:
             if failure is not None and failure.renewable and clock() >= due:
                 tries, pause = restart_pause(tries, ran=clock() - since, limits=limits)
                 try:
-                    # What has just been revived and ended again needs more than that.
+                    # If it ended again soon after a revival, a new connection is needed.
                     if failure.revive is not None and tries == 1:
                         await self._blocking(failure.revive)
                     else:
@@ -94,7 +95,7 @@ class RaySession:
             await asyncio.sleep(_LOOK)
 
     def close(self) -> None:
-        """Disconnect, once a connection that is still being made stands or has failed."""
+        """Disconnect, after a connection in progress has been made or has failed."""
         self._thread.submit(self._cluster.disconnect, self.ray).result()
         self._thread.shutdown()
 
@@ -103,7 +104,7 @@ class RaySession:
         try:
             self._cluster.connect(self.ray)
         except LayerShuffleError:
-            self._cluster.disconnect(self.ray)  # what has started is of no use
+            self._cluster.disconnect(self.ray)  # ends the processes that did start
             raise
 
     def _note(self, failure: RayFailure | None) -> None:
@@ -120,11 +121,11 @@ class RaySession:
 
 @contextmanager
 def local_ray(names: Sequence[str]) -> Iterator[RaySession]:
-    """A cluster of this process's own for the block hosts `names`, on 127.0.0.1 alone.
+    """Run a cluster of this process for the block hosts `names`, only on 127.0.0.1.
 
-    It has a token of its own, and ends with this process however that ends. What an earlier process
-    left when it was killed is swept up first. Raises `UsageError` if Ray is not installed,
-    `LayerShuffleError` if it does not start.
+    It has its own token, and ends with this process, however that ends. Clusters that earlier
+    processes left when they were killed are removed first. Raises `UsageError` if Ray is not
+    installed, `LayerShuffleError` if it does not start.
     """
     sweep()
     cluster = LocalCluster(names)
@@ -159,7 +160,7 @@ class JoinedCluster:
         self._stale = False
 
     def connect(self, ray: Any) -> None:
-        """Connect. Raises `UsageError` if nothing answers, or it does not take the token."""
+        """Connect. Raises `UsageError` if nothing answers or the token is refused."""
         connect_ray(
             self._address,
             namespace=NAMESPACE,
@@ -174,11 +175,11 @@ class JoinedCluster:
         self._stale = False
 
     def disconnect(self, ray: Any) -> None:
-        """Disconnect; the hosts go on."""
+        """Disconnect; the hosts continue."""
         ray.shutdown()
 
     def failure(self) -> RayFailure | None:
-        """Whether the head, and Ray's process on this machine, take connections."""
+        """The failure of the head or of Ray on this machine, if one refuses connections."""
         host, _, port = self._address.rpartition(":")
         # Remembered: the next raylet may take the same port, and does not know this process.
         self._stale |= self._raylet is not None and not _answers(self._raylet)
@@ -203,16 +204,17 @@ def _answers(address: tuple[str, int]) -> bool:
 
 @contextmanager
 def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator[RaySession]:
-    """The running cluster whose head is at `address` ("10.0.0.1:6400"), as a client on a member.
+    """Join the running cluster whose head is at `address` ("10.0.0.1:6400"), as a client on a
+    member.
 
-    Raises `UsageError` if the token is missing or not private (at once), if nothing answers there,
-    or if the cluster does not take the token.
+    Raises `UsageError` if the token is missing or not private (at once), if nothing answers at the
+    address, or if the cluster refuses the token.
     """
-    # Before Ray sees it: with a wrong token Ray tries for 20 s before it gives up.
+    # Checked first, because Ray tries for 20 s before it gives up.
     check_token(token)
     if tls is not None:
         check_tls(tls)
-    check_answers(address)  # before anything of Ray is imported, which takes a second
+    check_answers(address)  # before the import of Ray, which takes a second
     with (
         _set(environment(token, tls=tls) | _outlives()),
         _session(import_ray(extra=_EXTRA), JoinedCluster(address)) as session,
@@ -226,11 +228,11 @@ def check_answers(address: str) -> None:
 
 
 def _outlives() -> dict[str, str]:
-    """Environment of a process that goes on without its raylet.
+    """Environment variables of a process that survives its raylet.
 
-    Ray ends a process whose connection breaks when its raylet is dead, and takes the parent for the
-    raylet: a gateway whose parent is process 1, as under systemd, always looks like that. Raylets
-    give the processes that they start a number of their own.
+    Ray ends a process whose connection breaks when its raylet is dead, and assumes that the raylet
+    is its parent. A gateway whose parent is process 1, as under systemd, always looks like that.
+    Raylets set the variable for the processes that they start.
     """
     return {"RAY_RAYLET_PID": str(os.getpid())}
 
@@ -250,9 +252,9 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _log_dead_hosts(ray: Any) -> None:
-    """Ray's paragraph about a process that died goes to the log, not to standard output.
+    """Send Ray's message about a dead process to the log instead of standard output.
 
-    To be called before Ray connects, which is when it looks the function up.
+    Call it before Ray connects, which is when Ray looks the function up.
     """
     ray._private.worker.print_to_stdstream = _log_lines
 

@@ -1,7 +1,7 @@
-"""The host model beside the router: its stem and head run here, its blocks on the block hosts.
+"""The host model at the gateway: its stem and head run here, its blocks on the block hosts.
 
-A request is three plain awaits: stem in a thread, walk through the swarm, head in a thread. The
-blocks' weights are dropped here, because the hosts hold them.
+A request is three awaits: stem in a thread, walk through the swarm, head in a thread. The blocks'
+weights are dropped here, because the hosts hold them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from layershuffle.swarm.router import Router
 from layershuffle.trie import refuse_loops, run_head, run_stem
 
 _MILLI = 1000.0
-_HEAD_WEIGHT = 0.2  # of the newest measurement in the average time of the head
+_HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
 _SEED = 20407
 
 
 @dataclass(frozen=True)
 class Classified:
-    """Logits `[images, classes]` (float32, on the CPU), the route, and where the time went (ms)."""
+    """Logits `[images, classes]` (float32, on the CPU), the route, and times in milliseconds."""
 
     logits: Tensor
     route: Route
@@ -43,7 +43,7 @@ class Classified:
 
 
 class NotAnswered(LayerShuffleError):
-    """A request that the swarm could not answer; `route` is its route so far, if it began."""
+    """The swarm could not answer a request; `route` is its route so far, if it began."""
 
     def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
         super().__init__(cause, hint=hint)
@@ -51,13 +51,13 @@ class NotAnswered(LayerShuffleError):
 
 
 class RemoteModel:
-    """A model whose blocks run in the swarm. It takes `model` over and drops its blocks' weights.
+    """A model whose blocks run in the swarm. It owns `model` and drops its blocks' weights.
 
-    `workers` bounds the stems and heads that compute at a time, each in a thread; a request that
-    is out in the swarm takes none. `saved_bytes` is what the dropped weights took, `head_seconds`
-    the average time of a head, `no_rounds` why its blocks cannot run side by side ("": they can).
-    Raises `StackError` for models with position encoding, `UsageError`
-    if `router` counts other blocks. One event loop, that of the router.
+    `workers`: most stems and heads that compute at a time, each in a thread; a walk needs no
+    thread. `saved_bytes`: size of the dropped weights; `head_seconds`: average time of a head;
+    `no_rounds`: why its blocks cannot run side by side ("" if they can). Raises `StackError` for
+    models with position encoding, `UsageError` if `router` has another depth. Use it from the
+    router's event loop.
     """
 
     def __init__(self, model: nn.Module, router: Router, *, workers: int = 8) -> None:
@@ -72,7 +72,7 @@ class RemoteModel:
         self.no_rounds = why_no_rounds(self.model)
         self.saved_bytes = drop_blocks(self.model)
         self.head_seconds = 0.0
-        # The blocks are empty by now, so that device and type are those of the rest.
+        # The blocks are empty by now, so this is a parameter of stem or head.
         like = next(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._device, self._dtype = like.device, like.dtype
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="remote-model")
@@ -86,13 +86,13 @@ class RemoteModel:
         useful_blocks: int = 1,
         order: ExecutionOrder | str | Iterable[int] | None = None,
     ) -> Classified:
-        """What the model says of `images` `[n, channels, height, width]`, as its view wants them.
+        """Classify `images` `[n, channels, height, width]`, prepared for the model's view.
 
-        `deadline` by the router's clock. With fewer than `useful_blocks` blocks it waits for hosts
-        that may come back, and answers in time with what there is. `order`: the steps to run.
+        `deadline`: in seconds of the router's clock. With fewer than `useful_blocks` blocks it
+        waits for hosts that may come back, but still answers in time. `order`: the steps to run.
         Raises `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in
         time, and for a fixed-order pipeline that broke; `UsageError` for an order that the model
-        or the routing refuses. Being cancelled ends the walk as well.
+        or the routing refuses. Cancellation ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
         steps = None if order is None else order_of(order, self.depth)
@@ -101,12 +101,12 @@ class RemoteModel:
                 f"This model's blocks cannot run side by side: {self.no_rounds}",
                 hint="write a comma between all blocks",
             )
-        # The router keeps `reserve_ms` back for the head; where heads take longer, it must be
-        # back earlier.
+        # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
+        # earlier.
         late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
         try:
-            # Being cancelled takes a stem off the queue: with all threads busy it never runs.
+            # A cancelled stem that is still queued never runs.
             async with asyncio.timeout(max(0.0, deadline - router.clock())):
                 start = await loop.run_in_executor(self._pool, self._stem, images)
         except TimeoutError as error:
@@ -115,7 +115,7 @@ class RemoteModel:
                 hint="try again later, allow a later deadline, or send fewer images",
             ) from error
         entered = time.perf_counter()
-        # A plan may want fewer blocks than are useful by the calibration.
+        # A plan may ask for fewer blocks than the calibration's useful ones.
         useful = min(useful_blocks, router.most_blocks or self.depth)
         state, route = await router.walk(
             start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful), order=steps
@@ -123,8 +123,8 @@ class RemoteModel:
         try:
             check_enough(route, min_blocks=min_blocks)
         except NotAnswered:
-            # No head runs that would measure it anew: after one stall of ten seconds the average
-            # would refuse every request of two seconds forever.
+            # Without this, no head would run and update the average: after one stall of ten seconds
+            # every request of two seconds would be refused forever.
             if late_by:
                 self.head_seconds *= 1 - _HEAD_WEIGHT
             raise
@@ -132,7 +132,7 @@ class RemoteModel:
         logits = await loop.run_in_executor(self._pool, self._head, images, state)
         ended = time.perf_counter()
         self.head_seconds += _HEAD_WEIGHT * (ended - left - self.head_seconds)
-        # Every hop was finite, but a head may overflow: no answer is better than a wrong number.
+        # Every hop was finite, but a head may overflow.
         if not bool(torch.isfinite(logits).all()):
             raise NotAnswered(
                 "The model's head gave numbers that are not finite",
@@ -163,12 +163,12 @@ class RemoteModel:
 
     def _head(self, images: Tensor, state: State) -> Tensor:
         """Logits, float32 on the CPU, of the state after the last block."""
-        # A transport may return memory that must not be written to.
+        # A transport may return read-only memory.
         whole = np.require(state, np.float32, ["C_CONTIGUOUS", "WRITEABLE"])
         with torch.inference_mode():
             after = torch.from_numpy(whole).to(self._device, self._dtype)
-            # The stem runs a second time in here (0.7 % of the operations of a ViT-B), because the
-            # head can be reached through the model's own forward alone (decision 014).
+            # The stem runs again here (0.7 % of the operations of a ViT-B), because only the
+            # model's own forward reaches the head (decision 014).
             logits = run_head(
                 self.model, images.to(self._device), state=after, forward=self._forward
             )
@@ -176,7 +176,7 @@ class RemoteModel:
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:
-    """Raises `NotAnswered` if a route gives no answer: too few blocks ran, or it broke."""
+    """Raises `NotAnswered` if too few blocks ran, or the pipeline broke."""
     if route.ending == "lost":
         first = min(route.skipped, default=0)
         raise NotAnswered(
@@ -196,10 +196,10 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
 
 
 def served_host(model: nn.Module) -> nn.Module:
-    """The wrapped host model that a swarm can serve, without a position prediction.
+    """The wrapped host model, without a position prediction, for a swarm.
 
-    Raises `StackError` for models with position encoding, and for those that do more between their
-    blocks than pass the state on.
+    Raises `StackError` for models with position encoding, and for models that compute something
+    between their blocks.
     """
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise StackError(
@@ -209,7 +209,7 @@ def served_host(model: nn.Module) -> nn.Module:
         )
     host = wrap(host_of(model))
     weight = next(blocks_of(host)[0].parameters())
-    # Blocks of a bundle are empty; their model was tried when the bundle was made.
+    # Dropped blocks cannot run; such a model was checked before they were dropped.
     if not weight.is_meta:
         view = image_view(host)
         images = weight.new_zeros(IMAGES, view.channels, view.height, view.width)
@@ -229,7 +229,7 @@ def why_no_rounds(model: nn.Module) -> str:
         1, view.channels, view.height, view.width, generator=torch.Generator().manual_seed(_SEED)
     ).to(weight)
     try:
-        # Two blocks are enough: those that a swarm serves all compute the same steps.
+        # Two blocks are enough, because all blocks of a served model compute the same steps.
         with torch.inference_mode(), running(model, "0+1"):
             model(noise)
     except StackError as error:
@@ -238,16 +238,16 @@ def why_no_rounds(model: nn.Module) -> str:
 
 
 def drop_blocks(model: nn.Module) -> int:
-    """Empty the blocks of `model`, which keep their shapes alone; the bytes that this frees.
+    """Empty the blocks of `model`, which keep only their shapes. Returns the bytes freed.
 
-    What a block shares with the rest of the model stays, and is not counted.
+    Tensors that a block shares with the rest of the model stay, and are not counted.
     """
-    rest = set(_around(model, stack_of(model)))
-    inside = {module for block in blocks_of(model) for module in block.modules()} - rest
+    outside = set(_around(model, stack_of(model)))
+    inside = {module for block in blocks_of(model) for module in block.modules()} - outside
     dropped = {id(tensor): tensor for module in inside for tensor in _tensors(module)}
     for module in inside:
         module.to_empty(device="meta", recurse=False)
-    shared = {id(tensor) for module in rest for tensor in _tensors(module)}
+    shared = {id(tensor) for module in outside for tensor in _tensors(module)}
     return sum(tensor.nbytes for key, tensor in dropped.items() if key not in shared)
 
 

@@ -1,8 +1,8 @@
 """Blocks side by side and second passes, as a swarm runs them without a barrier. No torch.
 
 A request in free order has up to `parallel` visits in flight. Each carries the newest state at its
-start, and what its block adds is included when it arrives. So every block reads a state that is up
-to `parallel - 1` steps old. If blocks are missing, the others run again in another pass, which
+start, and its residual is added when it arrives. So every block reads a state that is up to
+`parallel - 1` steps old. If blocks are missing, the others run again in another pass, which
 begins when the pass before has ended. Places that share their weights never run side by side,
 because both would add the same to the same state.
 
@@ -36,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a request runs its blocks: the number in flight and the number of passes."""
+    """How a request runs its blocks: the number of visits in flight and of passes."""
 
     parallel: int = 1
     passes: int = 1
@@ -44,12 +44,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How requests in free order may run.
+    """How requests in free order run.
 
-    `ways`: by the number of blocks that can be reached; `once`: the number in flight by the number
-    of blocks, if each runs once; `otherwise`: the default. `max_age`: the largest age, in versions,
-    of a state whose answer still counts. `tied`: for every place the first one with the same
-    weights, if places share weights and the calibration measured them apart.
+    `ways`: by the number of reachable blocks; `once`: the number in flight by the number of blocks,
+    if each runs once; `otherwise`: the default. `max_age`: the largest age, in versions, of a state
+    whose answer still counts. `tied`: for every place the first one with the same weights, if
+    places share weights and the calibration measured them apart.
     """
 
     ways: Mapping[int, Way] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Rounds:
     tied: tuple[int, ...] | None = None
 
     def way(self, reached: int, *, enough: int) -> Way:
-        """How a request runs `reached` blocks. If they are `enough` to end it, none runs again.
+        """How a request runs `reached` blocks; none runs again if there are `enough` of them.
 
         More blocks in flight may cost nothing if blocks run again, but much if each runs once.
         """

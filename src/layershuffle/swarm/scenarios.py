@@ -1,7 +1,7 @@
-"""Scenarios: one thing breaks under requests; who is answered how, and when is all whole again?
+"""Scenarios: one part of a swarm breaks under load. Measures the answers and the time to recover.
 
-Unlike the faults of a drill, which stay until they are undone, everything here has to be put right
-by the swarm itself: killed processes are started again, liars are shut out, and connections whose
+Unlike the faults of a drill, which last until they are undone, the swarm has to repair everything
+here by itself: killed processes are restarted, hosts that lie are shut out, and connections whose
 clients do not read are closed.
 """
 
@@ -29,7 +29,7 @@ LIES: dict[Scenario, FaultKind] = {
     "rare-liar": "wrong-rarely",
     "canary-liar": "wrong-but-canaries",
 }
-"""Scenarios in which one host lies, and how."""
+"""Scenarios in which one host lies, with the kind of fault."""
 PROCESSES: dict[Scenario, str] = {
     "gcs": "gcs_server",
     "raylet": "raylet",
@@ -37,32 +37,33 @@ PROCESSES: dict[Scenario, str] = {
     "environment-agent": "ray::RuntimeEnv",
     "gateway": "",
 }
-"""Scenarios in which a process dies that is no host: its name (the kernel keeps 15 letters), "" for
-the gateway's own. These are all processes that Ray starts on one machine."""
+"""Scenarios in which a process dies that is no host, with its name (the kernel keeps 15 letters),
+"" for the gateway. These are all processes that Ray starts on one machine."""
 MAY_FAIL: tuple[Scenario, ...] = (*PROCESSES, "all-hosts")
-"""Scenarios after which nothing can be answered for a while."""
+"""Scenarios after which no request can be answered for a while."""
 _POLL = 0.1  # seconds
 
 
 class Breakable(Protocol):
-    """A running swarm that can be broken, and be asked how it is."""
+    """A running swarm with methods to break it and to check its health."""
 
     async def fault(self, host: str, kind: FaultKind) -> None:
-        """Let one host fail. Raises `LayerShuffleError` where that cannot be done."""
+        """Inject a fault into one host. Raises `LayerShuffleError` if that fails."""
 
     async def kill(self, process: str) -> None:
         """Kill a process that is no host, as named in `PROCESSES`."""
 
     async def pipeline(self) -> Callable[[], bool]:
-        """Open connections that ask and never read; whether the server has closed all of them."""
+        """Open connections that send requests and never read. Returns a function that tells whether
+        the server has closed all of them."""
 
     async def healthy(self) -> frozenset[str]:
-        """The hosts that take visits now; none while the gateway does not answer."""
+        """The hosts that accept visits now; none while the gateway does not answer."""
 
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What came of one scenario; `whole`: seconds until all was well again, `None` if not seen."""
+    """The result of one scenario; `whole`: seconds to recovery, `None` if it was not seen."""
 
     scenario: Scenario
     drill: Drill
@@ -71,7 +72,7 @@ class ScenarioResult:
 
     @property
     def passed(self) -> bool:
-        """Whether all became whole, and no request was lost that could have been answered."""
+        """Whether the swarm recovered, and lost no request that could have been answered."""
         lost = self.drill.share("failed", "late")
         return self.whole is not None and (self.scenario in MAY_FAIL or not lost)
 
@@ -87,9 +88,10 @@ async def play(
     within: float = 60.0,
     concurrency: int = 4,
 ) -> ScenarioResult:
-    """Send `requests` requests, break the swarm at a quarter of them, and wait until it is whole.
+    """Send `requests` requests, break the swarm after a quarter of them, and await its recovery.
 
-    At least one request. `within`: seconds after which the wait ends. Raises the errors of `swarm`.
+    `requests` is at least 1. `within`: seconds after which the wait ends. Raises the errors of
+    `swarm`.
     """
     watches: list[asyncio.Task[float]] = []
 
@@ -109,7 +111,7 @@ async def play(
 async def strike(
     scenario: Scenario, hosts: Sequence[str], *, swarm: Breakable
 ) -> Callable[[], Awaitable[bool]]:
-    """Break the swarm; returns what tells whether it is whole again."""
+    """Break the swarm. Returns a function that tells whether it has recovered."""
     liar, everyone = hosts[-1], frozenset(hosts)
 
     async def all_healthy() -> bool:
@@ -136,13 +138,13 @@ async def strike(
     else:
         victims = hosts if scenario == "all-hosts" else hosts[1:]
         await asyncio.gather(*(swarm.fault(host, "kill") for host in victims))
-    # What was just killed may still count as healthy for a moment.
+    # A killed host may still count as healthy for a moment.
     await _until(some_away, time.perf_counter(), within=1.0)
     return all_healthy
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, within: float) -> float:
-    """Seconds from `begun` until the condition holds; NaN if it does not within that time."""
+    """Seconds from `begun` until the condition holds; NaN after `within` seconds."""
     while not await condition():
         if time.perf_counter() - begun > within:
             return math.nan

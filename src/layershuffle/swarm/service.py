@@ -45,12 +45,12 @@ _TIMED = 30
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""How long a swarm waits for all of its hosts before it starts with those that are up."""
+"""Seconds that a swarm waits for all of its hosts before it starts with those that are up."""
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """What the head needs for a plan: the model, all blocks as they travel, the calibration.
+    """The data for a plan at the head: the model, all blocks in packed form, the calibration.
 
     `bundles` is keyed by model, by the names that the plan uses. `calibration` is `None` for a
     model that was never calibrated.
@@ -64,7 +64,7 @@ class Cargo:
 def load_cargo(plan: SwarmPlan) -> Cargo:
     """Load and check the models of a plan.
 
-    Raises what loading raises, `UsageError` for donors that are no siblings and for plans that do
+    Raises the errors of `load`, `UsageError` for donors that are no siblings and for plans that do
     not fit the model, `StackError` for models that hosts cannot run.
     """
     model = load(plan.model)
@@ -86,7 +86,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
     """These blocks of the model `donor`, to stand in for those of `base`.
 
     If the donor is a saved model whose record names its base, only these blocks are read. Siblings
-    compute the same steps, so the program is that of `base`. Raises what loading raises,
+    compute the same steps, so the program is that of `base`. Raises the errors of `load`,
     `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
     do not fit the program.
     """
@@ -107,7 +107,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
 
 
 def calibration_of(model: str, host: nn.Module) -> Calibration | None:
-    """The calibration of the model of this spec, loaded as `host`; `None` if it has none.
+    """The calibration of the model with this spec, loaded as `host`; `None` if it has none.
 
     Raises `ModelFileError` if it is damaged, or was measured on other weights.
     """
@@ -117,12 +117,11 @@ def calibration_of(model: str, host: nn.Module) -> Calibration | None:
 
 
 def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> ModelFacts:
-    """What planning and simulation need to know of a model; a block is timed on this machine, once.
+    """The facts of a model for planning and simulation; a block is timed on this machine, once.
 
-    `parallel`: blocks side by side, instead of what the calibration allows. Raises what loading
-    raises.
+    `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of `load`.
     """
-    # It imports scipy's solvers, which take half a second and which no gateway needs.
+    # It imports scipy's solvers, which takes half a second and which no gateway needs.
     from layershuffle.swarm.planning.hosts import facts_of
 
     host = served_host(load(model))
@@ -138,7 +137,7 @@ def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> Model
 def _block_ms(bundle: Bundle) -> float:
     """Milliseconds of block 0 on one image, in this process.
 
-    The least of several times, because whatever else the machine does only adds to them.
+    The least of several times, because other work of the machine only adds to them.
     """
     block = read_program(bundle.program).bind(bundle.tensors[0])
     start, times = torch.from_numpy(bundle.sample.copy()), []
@@ -151,10 +150,10 @@ def _block_ms(bundle: Bundle) -> float:
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `missing`: hosts of the plan that had not started in time.
+    """A running swarm. `missing`: hosts of the plan that did not start in time.
 
-    `coordinator.watching` says whether its hosts are watched; `session` is the connection to Ray,
-    if its hosts run there.
+    `coordinator.watching`: whether its hosts are watched; `session`: the connection to Ray, if its
+    hosts run there.
     """
 
     plan: SwarmPlan
@@ -167,13 +166,13 @@ class Service:
 
     @cached_property
     def faults(self) -> FaultInjector:
-        """Breaks the hosts, for drills. Until it is first used, no wrapper is in front of them."""
+        """Injects faults into the hosts, for drills. It wraps their backend at its first use."""
         ray = None if self.session is None else self.session.ray
         return FaultInjector(self.coordinator, ray=ray)
 
     @property
     def trouble(self) -> str:
-        """The fault of what runs the hosts, "" if there is none."""
+        """The fault of the system that runs the hosts, "" if there is none."""
         return "" if self.session is None else self.session.trouble
 
 
@@ -189,12 +188,13 @@ async def running_service(
 ) -> AsyncIterator[Service]:
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
-    `session`: the connection to Ray if `backend` is a `RayHosts` on it; it is kept here. `say` gets
-    a sentence for every host that is up. On leaving it ends the hosts. It takes `cargo.model` over,
-    which loses its blocks' weights. Raises `UsageError` for a plan that does not fit the model.
+    `session`: the connection to Ray if `backend` is a `RayHosts` on it, which is watched and
+    renewed within. `say` is called with a sentence for every host that is up. The hosts end with
+    the context. `cargo.model` loses its blocks' weights. Raises `UsageError` for a plan that does
+    not fit the model.
     """
     base = cargo.bundles[plan.model]
-    # Their weights are there once, so that they cost a host nothing.
+    # A host stores the weights of tied places once, so further places cost it nothing.
     plan = plan.with_tied_places(base.digests)
     router = Router(
         backend.transport,
@@ -208,14 +208,14 @@ async def running_service(
     coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
     # Before anything runs, because the model may be refused.
     remote_model = RemoteModel(cargo.model, router)
-    # A calibration measures no more than the model allows; a plan may name any number.
+    # A calibration measures only what the model allows, but a plan may name any number.
     if remote_model.no_rounds and (plan.parallel or 1) > 1:
         raise UsageError(
             f"The plan runs {plan.parallel} blocks side by side, which this model's cannot: "
             f"{remote_model.no_rounds}",
             hint="leave parallel out of the plan",
         )
-    # Before `ready`, which only waits for what the watch starts.
+    # Before `ready`, which only waits for the hosts that the watch starts.
     watches: dict[str, Callable[[], Awaitable[None]]] = {"The host monitor": coordinator.run}
     if session is not None:
         forget, begin_anew = backend.forget, coordinator.begin_anew
@@ -227,7 +227,7 @@ async def running_service(
         missing = await coordinator.ready(within=within, say=say)
         yield Service(plan, router, coordinator, remote_model, cargo.calibration, missing, session)
     finally:
-        # First of all, because the watch would start the hosts again that `close` ends.
+        # First, because the watch would restart the hosts that `close` ends.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -237,22 +237,22 @@ async def running_service(
 
 
 async def keep_running(what: str, watch: Callable[[], Awaitable[None]], *, pause: float) -> None:
-    """Run `watch`, and again whenever an error ends it, after `pause` seconds; until cancelled."""
+    """Run `watch` until cancelled, and restart it `pause` seconds after an error."""
     while True:
         try:
             await watch()
         except Exception as error:  # noqa: BLE001 -- logged with its traceback
             _log.error("%s failed and is started again", what, exc_info=error)
-        # With a pause, because an error that comes back at once would fill the log.
+        # With a pause, because an error that repeats at once would fill the log.
         await asyncio.sleep(pause)
 
 
 @asynccontextmanager
 async def swarm_on(session: RaySession | None, plan: SwarmPlan) -> AsyncIterator[Service]:
-    """The swarm of `plan` on the members of Ray's cluster; without one, within this process.
+    """The swarm of `plan` on the members of a Ray cluster, or in this process without a session.
 
-    For demonstrations and measurements: hosts that the plan does not name take no part. Raises what
-    `load_cargo` raises.
+    For demonstrations and measurements: hosts that the plan does not name take no part. Raises the
+    errors of `load_cargo`.
     """
     if session is None:
         from layershuffle.swarm.local import LocalHosts

@@ -1,6 +1,6 @@
-"""How long a block takes on this machine: measured once, and kept.
+"""The time of a block on this machine: measured once, then stored.
 
-A plan that is made twice from one file must be the same plan, and no two measurements are equal.
+The same input must always give the same plan, but no two measurements are equal.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from layershuffle.machine import processor
 
 
 def store_path() -> Path:
-    """The file of the measurements, in the user's cache; without it they are made again."""
+    """The path of the stored measurements, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "layershuffle" / "block-times.json"
 
 
 def stored_ms(program: bytes, measure: Callable[[], float]) -> float:
-    """Milliseconds of a block with this program: as stored, else by `measure`, and stored then.
+    """Milliseconds of a block with this program: the stored value, else that of `measure`.
 
-    Another processor, number of threads or version of torch is measured anew.
+    It is measured again for another processor, number of threads or version of torch.
     """
     facts = (processor(), str(torch.get_num_threads()), torch.__version__)
     key = hashlib.sha256(program + "\n".join(facts).encode()).hexdigest()
@@ -42,7 +42,7 @@ def stored_ms(program: bytes, measure: Callable[[], float]) -> float:
 def _read(path: Path) -> dict[str, float]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    # A cache: what cannot be read is measured again.
+    # An unreadable cache is measured again.
     except (OSError, ValueError):
         return {}
     if not isinstance(content, dict):

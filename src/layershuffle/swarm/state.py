@@ -1,4 +1,4 @@
-"""What the router knows about the hosts, and pure functions that update it on every event.
+"""The router's view of the hosts, and pure functions that update it on every event.
 
 A `HostView` is a value; every function here takes one and returns the next. Time is an argument, in
 seconds of any one monotonic clock. Conditions:
@@ -9,8 +9,8 @@ seconds of any one monotonic clock. Conditions:
     draining  it takes no new visits, because it is about to leave
     gone      its process is dead
 
-`Swarm` holds the views of all hosts with indexes over them, so that a change costs the same with
-10,000 hosts as with ten.
+`Swarm` holds the views of all hosts with indexes over them, so a change costs the same with 10,000
+hosts as with ten.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class HostView:
     """One host as the router sees it.
 
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
-    beyond compute and queue; they are `None` until measured. `lag`: the longest, in seconds, that a
-    visit took beyond what was expected; it decays from visit to visit. `batch` is the average
-    number of images that it computes together. `waiting` counts blocks x images that were sent and
-    are not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time from
+    beyond compute and queue; they are `None` until measured. `lag`: the longest recent time, in
+    seconds, that a visit took beyond the expected one; it decays from visit to visit. `batch`: the
+    average number of images that it computes together. `waiting` counts blocks x images sent and
+    not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time from
     which a suspect may be probed, or until which requests wait for a host whose process died. `why`
     explains every condition but "healthy". `share` is the number of blocks that it should run per
     request, if the plan gives one, and `served` counts the blocks that it ran.
@@ -83,14 +83,14 @@ class Swarm(Mapping[str, HostView]):
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
         by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
         views = list(by_name.values())
-        # Places change only when a host joins or leaves, so that other changes copy one row.
+        # Places change only when a host joins or leaves, so other changes copy one row.
         self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
         self._held = _by_block((view.name, view.blocks) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
         self._usable_hosts = sum(view.usable for view in views)
-        # Sorted, so that a decision only looks up the medians.
+        # Sorted, so a decision only looks up the medians.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
         self._lag = _sorted_times(_times(view)[2] for view in views)
@@ -233,7 +233,7 @@ def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> flo
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
-    # `waiting` is this router's own count: asking the host would cost a visit, and its answer would
+    # `waiting` is this router's own count: asking the host would cost a visit, and the answer would
     # be outdated.
     return link * images + compute * (host.waiting + blocks * max(images, host.batch))
 
@@ -241,7 +241,7 @@ def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> flo
 def lag_of(host: HostView, pace: Pace) -> float:
     """Seconds that a visit to `host` may plausibly take beyond what is expected.
 
-    It is at least the swarm's median, so that no host is blamed for load that slows all of them. A
+    It is at least the swarm's median, so no host is blamed for load that slows all of them. A
     single slow host does not raise the limits of the others.
     """
     return max(host.lag or 0.0, pace.lag)
@@ -267,18 +267,17 @@ def sent(host: HostView, work: int) -> HostView:
 
 
 def settled(host: HostView, work: int) -> HostView:
-    """A visit of so many blocks x images is over, however it ended."""
-    # A host that starts anew begins with 0, while visits to its old process still come to their
-    # end.
+    """A visit of `work` blocks x images is over, however it ended."""
+    # A restarted host begins with 0, while visits to its old process are still ending.
     return replace(host, waiting=max(0, host.waiting - work))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A request's visit was answered: it counts as served, and its times join the averages."""
+    """A request's visit was answered: it counts as served, and its times update the averages."""
     timed = _timed(host, hop, limits=limits)
     return replace(
         timed,
-        # The late answer of a suspect forgives nothing: only a probe brings it back.
+        # A suspect's late answer clears no strikes: only a probe brings it back.
         strikes=0 if host.usable else host.strikes,
         lag=_lag_after(host, hop, fade=limits.lag_fade),
         served=timed.served + len(hop.blocks) * hop.images,
@@ -286,16 +285,16 @@ def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def _lag_after(host: HostView, hop: Visited, *, fade: float) -> float | None:
-    """The longest recent lag of the host, this hop's included."""
+    """The longest recent lag of the host in seconds, including this hop's."""
     if hop.lag_ms is None:
         return host.lag
     return max(hop.lag_ms / 1000, (1 - fade) * (host.lag or 0.0))
 
 
 def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """The hop's times join the averages.
+    """Update the averages with the hop's times.
 
-    Only visits of one image say how long the link takes; canaries are such visits.
+    Only visits of one image measure the link; canaries are such visits.
     """
     compute = hop.compute_ms / 1000 / len(hop.blocks) / hop.batch
     link = host.link
@@ -311,7 +310,7 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostView:
-    """A visit or probe failed: the host gets no visits for a while, or for good.
+    """A visit or probe failed: the host gets no visits for a while, or permanently.
 
     A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
     for longer after every failure since its last success.
@@ -327,7 +326,7 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
     return replace(
         host,
-        # As a suspect, a draining host would come back with its next probe.
+        # As a suspect, a draining host would return with its next probe.
         condition="draining" if host.condition == "draining" else "suspect",
         why=hop.why,
         # Bounded, or 2**strikes would eventually overflow a float.

@@ -1,5 +1,6 @@
-"""Which host holds which blocks: placements by throughput, latency or life, and their figures.
+"""Placement of blocks on hosts for throughput, latency or battery life, and its figures.
 
-`plan` in `planner` is the way in. `hosts` is what people write, and the same in arrays; `placement`
-finds placements (its docstring states the mixed-integer program); `report` simulates the result.
+`planner.plan` is the entry point. `hosts` reads the description of the hosts and turns it into
+arrays; `placement` finds placements (its docstring states the mixed-integer program); `report`
+simulates the result.
 """

@@ -1,4 +1,4 @@
-"""The hosts to plan for, as people write them (HOSTS.yaml), and what the model asks of them.
+"""The hosts of a placement, as users describe them (HOSTS.yaml), and the needs of the model.
 
 block_ms: 8.0                  # a block on a host of speed 1; else as measured here
 hosts:
@@ -38,30 +38,30 @@ _JOULES_PER_WH = 3600.0
 
 
 class HostSpec(Settings):
-    """One host, or `count` hosts alike."""
+    """One host, or `count` equal hosts."""
 
     count: Positive = 1
-    """How many hosts like this; several are named NAME-1, NAME-2 ..."""
+    """Number of such hosts; several are named NAME-1, NAME-2 ..."""
     memory_mb: Above
     """Memory for blocks."""
     blocks_per_s: Above | None = None
-    """Blocks that it runs in a second; instead of speed."""
+    """Blocks that it runs per second; replaces `speed`."""
     speed: Above | None = None
-    """Its speed relative to the reference, 2 is twice as fast (default: 1)."""
+    """Speed relative to the reference host; 2 is twice as fast (default: 1)."""
     link_ms: NotBelow = 1.0
     """Time of a visit beyond compute and transfer, both ways together."""
     bandwidth_mbit: Above | None = None
-    """Million bits per second to and from it (default: transfer takes no time)."""
+    """Megabits per second to and from it (default: transfer takes no time)."""
     battery_wh: Above | None = None
-    """Energy it may spend on requests (default: it is on mains)."""
+    """Energy that it may spend on requests (default: mains power, no limit)."""
     watts: Above | None = None
-    """Power drawn beyond idling while it computes; instead of joules_per_block."""
+    """Power beyond idle while it computes; replaces `joules_per_block`."""
     joules_per_block: Above | None = None
     """Energy of one block of one request."""
     joules_per_mb: NotBelow = 0.0
     """Energy of a megabyte received or sent."""
     availability: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the time that it can be reached; hosts fail independently."""
+    """Share of the time in which it is reachable; hosts fail independently."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HostSpec:
@@ -85,14 +85,14 @@ class HostsFile(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What planning needs to know of a model.
+    """Sizes, times and accuracy of a model, for planning.
 
-    `block_bytes`: weights of every different block. `places`: the places of the stack that each of
-    them runs, several where places are tied (default: block b runs place b). `state_bytes`: one
-    image's state on the wire, one way. `block_ms`: a block of one image on a host of speed 1.
-    `accuracy`: percent by the number of blocks that ran, in arbitrary order (the calibration);
-    empty if there is none. `cells`: the same by how they ran, side by side and again too. `rounds`:
-    what a router runs like that.
+    `block_bytes`: size of the weights of every different block. `places`: the places of the stack
+    that each of them runs, several where places are tied (default: block b runs place b).
+    `state_bytes`: size of one image's state on the wire, one way. `block_ms`: time of a block for
+    one image on a host of speed 1. `accuracy`: percent by the number of blocks that ran, in
+    arbitrary order (the calibration); empty if there is none. `cells`: the same by how they ran,
+    also side by side and again. `rounds`: which blocks a router runs so.
     """
 
     block_bytes: tuple[int, ...]
@@ -114,9 +114,9 @@ class ModelFacts:
         return sum(map(len, self.places))
 
     def accuracy_at(self, blocks: int) -> float:
-        """Percent to expect with so many blocks: linear between what was measured.
+        """Percent to expect with this number of blocks: linear between measured numbers.
 
-        Below the fewest blocks measured, that value. Raises `UsageError` without a calibration.
+        Below the fewest measured, the value of those. Raises `UsageError` without a calibration.
         """
         if not self.accuracy:
             raise UsageError(
@@ -127,12 +127,12 @@ class ModelFacts:
         return float(np.interp(blocks, measured, [self.accuracy[k] for k in measured]))
 
     def blocks_for(self, floor: float) -> int:
-        """Fewest blocks with which the accuracy is at least `floor` percent, and stays there.
+        """Fewest blocks from which on the accuracy is at least `floor` percent.
 
         Raises `UsageError` if not even all blocks reach it.
         """
         values = [self.accuracy_at(blocks) for blocks in range(self.depth + 1)]
-        # A curve may dip below the floor again, so that the last number below it decides.
+        # A curve may dip below the floor again, so the last number below it decides.
         below = [blocks for blocks, value in enumerate(values) if value < floor]
         if below and below[-1] == self.depth:
             raise UsageError(
@@ -151,12 +151,13 @@ def facts_of(
     block_ms: float | None = None,
     accuracy: Mapping[int, float] | None = None,
 ) -> ModelFacts:
-    """Facts of a model from its bundle: weights by place, shape of a state without the batch."""
-    # Places with the same weights are tied: a host stores these once and can run them all.
+    """Facts of a model from its bundle: `tensors` are the weights by place, `shape` is that of a
+    state without the batch."""
+    # Places with the same weights are tied: a host stores them once and can run all the places.
     places: dict[bytes, list[int]] = {}
     for place in sorted(tensors):
         places.setdefault(tensors[place], []).append(place)
-    # Packed and counted, because only `pack` knows what a wire adds.
+    # Packed and measured, because only `pack` knows what a wire format adds.
     state = np.zeros((1, *shape), dtype=np.float32)
     return ModelFacts(
         block_bytes=tuple(map(len, places)),
@@ -171,8 +172,8 @@ def facts_of(
 class PlannedHost:
     """One host in numbers: bytes, seconds, joules.
 
-    `link`: of a visit, beyond transfer. `transfer`: of a state there and back. `battery`: infinite
-    on mains.
+    `link`: time of a visit beyond transfer. `transfer`: time of a state there and back. `battery`:
+    infinite on mains power.
     """
 
     name: str
@@ -187,7 +188,7 @@ class PlannedHost:
 
 
 def read_hosts(path: Path) -> HostsFile:
-    """The hosts in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
+    """The hosts in a YAML file. Raises `UsageError` or `SettingsError` with the file's path."""
     try:
         return HostsFile(**read_recipe(path))
     except SettingsError as error:
@@ -195,9 +196,9 @@ def read_hosts(path: Path) -> HostsFile:
 
 
 def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[PlannedHost, ...]:
-    """Every single host, in the file's order, in numbers for this model.
+    """All hosts, in the file's order, in numbers for this model.
 
-    Raises `UsageError` where a speed is relative and nothing says to what, or names clash.
+    Raises `UsageError` for a relative speed without a reference, and for equal names.
     """
     hosts = tuple(
         _host(name, spec, block=_block_seconds(name, spec, file, facts), facts=facts)
@@ -252,7 +253,7 @@ def _host(name: str, spec: HostSpec, *, block: float, facts: ModelFacts) -> Plan
 
 @dataclass(frozen=True)
 class Load:
-    """One thing that fills up: a host's share of it per block run and per visit, [hosts] each."""
+    """The use of one limited resource of each host per block run and per visit, [hosts] each."""
 
     per_block: Numbers
     per_visit: Numbers
@@ -260,10 +261,10 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementProblem:
-    """Hosts, model and what is asked of a placement.
+    """Hosts, model and constraints of a placement.
 
-    `replicas`: copies of every block, on hosts of their own. `reach`: smallest probability with
-    which any one block has a reachable holder. `demand`: blocks that a request runs.
+    `replicas`: copies of every block, on different hosts. `reach`: smallest probability with which
+    every single block has a reachable holder. `demand`: blocks that a request runs.
     """
 
     hosts: tuple[PlannedHost, ...]
@@ -294,14 +295,14 @@ class PlacementProblem:
     @cached_property
     def fitting(self) -> NDArray[np.int64]:
         """Most different blocks that fit each host, [hosts]."""
-        # The smallest blocks first: no other choice gets more of them in.
+        # The smallest blocks first: no other choice fits more of them.
         filled = np.cumsum(np.sort(self.sizes))
         return np.searchsorted(filled, self.column("memory"), side="right")
 
     @cached_property
     def room(self) -> NDArray[np.int64]:
         """Most places that the blocks that fit each host can run, [hosts]."""
-        # So many as if the blocks that run most places were the small ones: no choice gets more.
+        # An upper bound: as if the smallest blocks were those that run most places.
         most = np.concatenate([[0.0], np.cumsum(np.sort(self.runs)[::-1])])
         return most[self.fitting].astype(np.int64)
 
@@ -312,7 +313,8 @@ class PlacementProblem:
 
     @cached_property
     def certainty(self) -> Numbers:
-        """-ln of the probability that a host is away, [hosts]; additive over a block's hosts."""
+        """-ln of the probability that a host is unreachable, [hosts]; adds up over a block's
+        hosts."""
         away = 1 - self.column("availability")
         # A host that is always available meets any target alone.
         return np.minimum(-np.log(np.maximum(away, 1e-300)), max(self.certainty_needed, 1.0))
@@ -323,28 +325,28 @@ class PlacementProblem:
         return 0.0 if self.reach is None else -math.log(1 - self.reach)
 
     def loads(self, objective: Objective) -> tuple[Load, ...]:
-        """What fills up under `objective`: seconds of a second, or shares of a battery."""
+        """The limited resources under `objective`: seconds per second, or shares of a battery."""
         nothing = np.zeros(len(self.hosts))
         if objective == "lifetime":
             battery = self.column("battery")
             return (
                 Load(self.column("block_energy") / battery, self.column("visit_energy") / battery),
             )
-        # PlannedHost and network work side by side: each is a bottleneck of its own.
+        # Compute and network work at the same time: each is a bottleneck of its own.
         return (Load(self.column("block"), nothing), Load(nothing, self.column("transfer")))
 
     def fits(self, placement: Placement) -> bool:
-        """Whether a placement keeps memory, replicas and reach."""
+        """Whether a placement satisfies memory, replicas and reach."""
         stored = bool((placement @ self.sizes <= self.column("memory")).all())
         copies = bool((placement.sum(axis=0) >= max(1, self.replicas)).all())
-        # With a margin, because sums of logarithms round.
+        # With a margin for the rounding of the logarithms' sum.
         certain = self.certainty @ placement >= self.certainty_needed - 1e-9
         return stored and copies and bool(certain.all())
 
 
 def refuse_impossible(problem: PlacementProblem) -> None:
-    """Raises `UsageError` for what no placement can fulfil, with what is short and by how much."""
-    # First, because the sum of all memories says nothing about a block that fits nowhere.
+    """Raises `UsageError` if no placement can satisfy the constraints, with the shortage."""
+    # First, because the sum of all memories ignores a block that fits nowhere.
     _refuse_large_blocks(problem)
     needed, there = problem.replicas * problem.sizes.sum(), _storable(problem)
     if there < needed:
@@ -363,7 +365,7 @@ def refuse_impossible(problem: PlacementProblem) -> None:
 
 
 def refuse_no_battery(problem: PlacementProblem) -> None:
-    """Raises `UsageError` if nothing can run out, so that there is no life to lengthen."""
+    """Raises `UsageError` if no host has a battery, so that lifetime is no objective."""
     if not np.isfinite(problem.column("battery")).any():
         raise UsageError(
             "No host has a battery, so none runs out",
@@ -372,7 +374,7 @@ def refuse_no_battery(problem: PlacementProblem) -> None:
 
 
 def _storable(problem: PlacementProblem) -> float:
-    """Most bytes of blocks that the hosts can hold; blocks of one size leave rests unused."""
+    """Most bytes of blocks that the hosts can hold; exact if all blocks have one size."""
     total, sizes = problem.sizes.sum(), problem.sizes
     if (sizes == sizes[0]).all():
         return float(sizes[0] * problem.fitting.sum())
@@ -385,7 +387,7 @@ def _refuse_large_blocks(problem: PlacementProblem) -> None:
     size, fitting = problem.sizes[largest], int((memory >= problem.sizes[largest]).sum())
     if fitting >= problem.replicas:
         return
-    # Where there are too few hosts, no memory would help.
+    # With too few hosts, more memory would not help.
     short = "" if len(memory) < problem.replicas else _megabytes(size - memory[fitting])
     raise UsageError(
         f"{_copies(problem.replicas)} block {problem.facts.places[largest][0]} cannot be held: "

@@ -1,4 +1,4 @@
-"""Which host holds which blocks: placements by a mixed-integer program and greedy ones.
+"""Placement of blocks on hosts, by a mixed-integer program and greedily.
 
 The first is a mixed-integer linear program, solved by HiGHS (scipy's `milp`). For hosts h and
 blocks b of size s_b, the unknowns are
@@ -10,31 +10,31 @@ blocks b of size s_b, the unknowns are
 
 and the constraints
 
-    sum_b s_b x_hb <= memory_h                    what a host holds fits it
-    sum_h x_hb >= replicas                        every block is somewhere, so often
+    sum_b s_b x_hb <= memory_h                    the blocks of a host fit its memory
+    sum_h x_hb >= replicas                        every block has that many copies
     sum_h -ln(1 - availability_h) x_hb
-        >= -ln(1 - reach)                         and reachable with this probability (exact: a
+        >= -ln(1 - reach)                         and is reachable with that probability (exact: a
                                                   block is out if all its holders are)
     y_hb <= x_hb                                  blocks run where they are held
-    sum_h y_hb = 1                                every place once per request; where only `demand`
-        (or <= 1, sum_hb r_b y_hb = demand)       of the places are to run, any so many of them
-    z_h >= y_hb                                   all of a host's blocks of a request in one visit:
-                                                  this is where the order is free
+    sum_h y_hb = 1                                every place runs once per request; or, if only
+        (or <= 1, sum_hb r_b y_hb = demand)       `demand` places run, any of them
+    z_h >= y_hb                                   a host runs all its blocks of a request in one
+                                                  visit, which is possible because the order is free
 
-throughput and lifetime minimise L subject to, for every host and everything that fills up,
+throughput and lifetime minimise L subject to, for every host and every limited resource,
 
     sum_b load_h r_b y_hb + visit_load_h z_h <= L
 
-with loads in seconds of compute and, apart, of transfer (throughput: 1 / L requests per second), or
-in shares of the battery (lifetime: 1 / L requests until the first one is empty, the largest minimum
-over the hosts: the question of Gacoin et al., ISCAS 2019, put anew for blocks that run in any order
-and may be left out). latency makes z binary and minimises
+with loads in seconds of compute and, separately, of transfer (throughput: 1 / L requests per
+second), or in shares of the battery (lifetime: 1 / L requests until the first battery is empty, a
+max-min problem over the hosts as in Gacoin et al., ISCAS 2019, here for blocks that run in any
+order and may be left out). latency makes z binary and minimises
 sum_h hop_h z_h + sum_hb block_h r_b y_hb, the time of one request alone. r_b is the number of
 places that block b runs: one, or more where places are tied, whose weights a host then stores once.
 
-z_h >= y_hb is the fewest visits that the shares allow. Where holdings overlap in part and visits
-weigh, no single way to share out requests may attain it on all hosts at once, so that a throughput
-bound by transfers, or a life with radio energy, is then an upper bound; else it is exact.
+z_h >= y_hb gives the fewest visits that the shares allow. Where hosts hold partly the same blocks
+and visits cost, it may not be attainable on all hosts at once: then a throughput limited by
+transfers, or a lifetime with radio energy, is an upper bound; else it is exact.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from layershuffle.swarm.planning.hosts import Numbers, Objective, Placement, Pla
 
 Solver = Literal["exact", "greedy"]
 GAP = 1e-6
-"""Relative distance from the bound at which a placement counts as the best."""
+"""Relative distance from the bound within which a placement counts as optimal."""
 _INFEASIBLE = 2  # HiGHS's status
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A placement, the shares of the requests on it, and how good it is.
+    """A placement, the shares of the requests on it, and its quality.
 
-    `shares` `[hosts, blocks]`: of the requests, how many run this block on this host. `value`:
+    `shares` `[hosts, blocks]`: share of the requests that run this block on this host. `value`:
     seconds (throughput: of the busiest host per request; latency: of a request) or the share of a
-    battery per request (lifetime); smaller is better. `bound`: no placement has less.
+    battery per request (lifetime); smaller is better. `bound`: a lower bound over all placements.
     """
 
     placement: Placement
@@ -82,7 +82,7 @@ def solve(
     fixed: Placement | None = None,
     time_limit: float = 20.0,
 ) -> Solution | None:
-    """The best placement, or with `fixed` the best use of that one; `None` if time ran out first.
+    """The best placement, or the best use of `fixed`; `None` if `time_limit` (s) passed first.
 
     Raises `UsageError` if the constraints exclude each other.
     """
@@ -108,18 +108,18 @@ def solve(
     cells = hosts * blocks
     bound = result.fun if result.mip_dual_bound is None else result.mip_dual_bound
     return Solution(
-        # The solver's whole numbers are so only up to a tolerance.
+        # The solver's integers are exact only up to a tolerance.
         placement=(result.x[:cells] > 0.5).reshape(hosts, blocks),
         shares=np.clip(result.x[cells : 2 * cells], 0, 1).reshape(hosts, blocks),
         value=float(result.fun) * scale,
-        # Both are bounds from below, so that the larger one says more.
+        # Both are lower bounds; the larger one is tighter.
         bound=max(least, float(bound) * scale),
         solver="exact",
     )
 
 
 def _any_load(problem: PlacementProblem, objective: Objective) -> float:
-    """A load that occurs, as the unit where the least one is zero."""
+    """A load that occurs, as the unit if the least load is zero."""
     if objective == "latency":
         return float(problem.column("block").min())
     loads = np.concatenate(
@@ -137,7 +137,8 @@ def _solve_program(
     scale: float = 1.0,
     least: float = 0.0,
 ) -> Any:
-    """HiGHS's result. Columns: x, y (host by host), z, L; times or loads in units of `scale`."""
+    """The result of HiGHS. Columns: x, y (host by host), z, L; times or loads in units of
+    `scale`."""
     hosts, blocks = len(problem.hosts), len(problem.sizes)
     cells = hosts * blocks
     widths = {"x": cells, "y": cells, "z": hosts, "most": 1}
@@ -152,7 +153,7 @@ def _solve_program(
 
     each = sparse.identity(cells)
     block_sum = sparse.kron(np.ones((1, hosts)), sparse.identity(blocks))
-    if fixed is None:  # memory, replicas and reach say nothing about a placement that is given
+    if fixed is None:  # a given placement need not satisfy memory, replicas and reach
         unit = problem.sizes.max()
         stored = sparse.kron(sparse.identity(hosts), problem.sizes[None] / unit)
         add(-np.inf, problem.column("memory") / unit, x=stored)
@@ -186,7 +187,7 @@ def _solve_program(
         low[:cells] = high[:cells] = fixed.ravel()
     whole = np.zeros_like(costs)
     whole[:cells] = fixed is None
-    # Loads may be shared out, but one request alone visits a host or does not.
+    # Loads may be split, but a single request either visits a host or does not.
     whole[2 * cells : -1] = latency
     return milp(
         costs,
@@ -201,12 +202,12 @@ def _solve_program(
 
 
 def place(problem: PlacementProblem, objective: Objective) -> Solution:
-    """A placement that keeps all constraints. Raises `UsageError` if it finds no room for one.
+    """A placement that satisfies all constraints. Raises `UsageError` if it finds none.
 
-    throughput, lifetime   every block gets its copies on the hosts with most to give; then every
-                           host, those with most to give first, takes the blocks that lack most
-    latency                the hosts with the least time per block take what they have room for;
-                           further copies where there is room
+    throughput, lifetime   every block gets its copies on the hosts with most capacity; then every
+                           host, by descending capacity, takes the blocks that lack most
+    latency                the hosts with the least time per block take as many as they have room
+                           for; further copies go where there is room
     """
     bound = least_load(problem, objective)
     placement = np.zeros((len(problem.hosts), len(problem.sizes)), dtype=bool)
@@ -223,8 +224,8 @@ def place(problem: PlacementProblem, objective: Objective) -> Solution:
     visits_cost = any(bool(load.per_visit.any()) for load in loads)
     lack = problem.runs * (problem.demand / problem.depth)
     for host in np.argsort(-give, kind="stable"):
-        # One block more than it can run leaves room to share out evenly. Where visits cost, a host
-        # that holds much is visited less often.
+        # One block more than it can run leaves room to balance the loads. Where visits cost, a host
+        # that holds many blocks needs fewer visits.
         most = int(problem.room[host]) if visits_cost else int(np.ceil(give[host])) + 1
         free = problem.hosts[host].memory - float(placement[host] @ problem.sizes)
         for block in np.argsort(-lack, kind="stable"):
@@ -233,7 +234,7 @@ def place(problem: PlacementProblem, objective: Objective) -> Solution:
                 placement[host, block] = True
                 free -= problem.sizes[block]
         _drain(lack, placement[host], float(give[host]))
-    used = solve(problem, objective, fixed=placement, time_limit=math.inf)  # without whole numbers
+    used = solve(problem, objective, fixed=placement, time_limit=math.inf)  # without integers
     assert used is not None
     return replace(used, placement=placement, bound=bound, solver="greedy")
 
@@ -242,12 +243,12 @@ def least_load(problem: PlacementProblem, objective: Objective) -> float:
     """Lower bound of a solution's value, in closed form, whatever the size of the swarm.
 
     Of the blocks that a request runs, host h runs n_h on average. With memory for m_h blocks it
-    needs at least n_h / m_h visits for them, so that a load L allows
+    needs at least n_h / m_h visits for them, so a load L allows
 
-        n_h <= min(m_h, L / (load_h + visit_load_h / m_h))      for everything that fills up.
+        n_h <= min(m_h, L / (load_h + visit_load_h / m_h))      for every limited resource.
 
-    The bound is the least L for which these add up to what a request runs. For latency: the hosts
-    filled by ascending block_h + hop_h / m_h.
+    The bound is the least L for which these add up to the blocks of a request. For latency, the
+    hosts are filled by ascending block_h + hop_h / m_h.
     """
     if objective == "latency":
         room = np.minimum(problem.room, problem.depth).astype(np.float64)
@@ -283,7 +284,7 @@ def _amounts(problem: PlacementProblem, objective: Objective, *, load: float) ->
 
 
 def _route(problem: PlacementProblem, placement: Placement) -> float:
-    """Place every block once, for a request that visits few hosts, and quick ones; its seconds."""
+    """Place every block once, for a request that visits few and fast hosts. Returns its seconds."""
     free, block_time = problem.column("memory").copy(), problem.column("block")
     missing, total, demand = list(range(len(problem.sizes))), 0.0, problem.demand
     open_hosts = problem.room > 0
@@ -305,7 +306,7 @@ def _route(problem: PlacementProblem, placement: Placement) -> float:
 
 
 def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Numbers) -> None:
-    """Add copies until replicas and reach hold; where most is left to give and room is free."""
+    """Add copies until replicas and reach hold, on the hosts with most capacity left and room."""
     free = problem.column("memory") - placement @ problem.sizes
     while True:
         copies = placement.sum(axis=0)
@@ -320,7 +321,7 @@ def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Number
                 f"There is no memory for another copy of block {block}",
                 hint="add hosts or memory, or ask for fewer replicas or a lower reach",
             )
-        # The host with the fewest places for what it can give; of equal ones the most available.
+        # The host with the most capacity left; of equal ones the most available.
         worth = np.where(able, give - placement @ problem.runs, -np.inf)
         best = np.flatnonzero(worth == worth.max())
         host = int(best[problem.certainty[best].argmax()])
@@ -329,7 +330,7 @@ def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Number
 
 
 def _drain(lack: Numbers, holding: Placement, amount: float) -> None:
-    """Take `amount` off what the blocks of `holding` lack, from those that lack most."""
+    """Reduce the lack of the blocks in `holding` by `amount` in total, the largest lacks first."""
     order = sorted(np.flatnonzero(holding), key=lambda block: -lack[block])
     for count in range(1, len(order) + 1):
         top = order[:count]

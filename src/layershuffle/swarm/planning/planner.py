@@ -1,4 +1,4 @@
-"""`plan`: which host is to hold which blocks; exactly for up to 60 hosts, greedily beyond."""
+"""`plan`: decide which host holds which blocks; exactly for up to 60 hosts, else greedily."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from layershuffle.swarm.planning.placement import GAP, Solution, place, solve
 LARGE = 60
 """With more hosts than this the placement is found greedily."""
 _LEEWAY = 2.0
-"""A host may be so many times slower than planned before it is a last resort."""
+"""Factor by which a host may be slower than planned before it becomes a last resort."""
 _ZERO = 1e-15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What was asked for and what was found; `value` and `bound` in the objective's own unit."""
+    """A problem and its solution; `value` and `bound` in the unit of the objective."""
 
     problem: PlacementProblem
     objective: Objective
@@ -46,12 +46,12 @@ class Planned:
 
     @property
     def bound(self) -> float:
-        """The value that no placement can go beyond."""
+        """A bound of `value` over all placements."""
         return in_unit(self.solution.bound, self.objective)
 
     @property
     def gap(self) -> float:
-        """Distance of the value from the bound, as a share of the bound; 0 is proved best."""
+        """Distance of the value from the bound, as a share of the bound; 0 is proved optimal."""
         # Both may be infinite.
         if self.value == self.bound:
             return 0.0
@@ -59,7 +59,7 @@ class Planned:
 
 
 def in_unit(value: float, objective: Objective) -> float:
-    """A solution's value as people read it: requests per second, milliseconds, requests."""
+    """A solution's value in its unit: requests per second, milliseconds, or requests."""
     if objective == "latency":
         return value * 1000
     return math.inf if value < _ZERO else 1 / value
@@ -77,12 +77,12 @@ def plan(
     model: str = DEFAULT_MODEL,
     wire: Wire = "fp32",
 ) -> tuple[SwarmPlan, Planned]:
-    """The best placement found, as a plan to deploy, and how good it is.
+    """The best placement found, as a plan to deploy, and its quality.
 
-    `replicas`: copies of every block; `reach`: probability with which any block is to be reachable;
-    `floor`: accuracy in percent under which requests may leave out blocks (lifetime only);
-    `time_limit`: seconds for the exact solver, after which the better of its best placement and the
-    greedy one is taken. Raises `UsageError` naming what makes it impossible.
+    `replicas`: copies of every block; `reach`: least probability with which every block is
+    reachable; `floor`: accuracy in percent down to which requests may leave out blocks (lifetime
+    only); `time_limit`: seconds for the exact solver, after which the better of its best placement
+    and the greedy one is taken. Raises `UsageError` with the reason if there is no placement.
     """
     if objective not in OBJECTIVES:
         raise UsageError(
@@ -131,13 +131,13 @@ def _best(problem: PlacementProblem, objective: Objective, *, time_limit: float)
 
 
 def _needed(problem: PlacementProblem, solution: Solution) -> Placement:
-    """The placement without copies that run nothing and that no constraint asks for."""
+    """The placement without copies that run nothing and that no constraint requires."""
     placement = solution.placement.copy()
     # Greedy plans for latency have no shares, and in large swarms each test takes too long.
     if len(problem.hosts) > LARGE or solution.shares.shape != placement.shape:
         return placement
     for host, block in np.argwhere(placement & (solution.shares < 1e-6))[::-1]:
-        # One by one, because of two copies each may be spare, and yet not both.
+        # One by one: each of two copies may be spare, but not both.
         placement[host, block] = False
         placement[host, block] = not problem.fits(placement)
     return placement
@@ -146,9 +146,9 @@ def _needed(problem: PlacementProblem, solution: Solution) -> Placement:
 def _swarm_plan(planned: Planned, *, model: str, wire: Wire) -> SwarmPlan:
     problem, best = planned.problem, planned.solution
     used = np.flatnonzero(best.placement.any(axis=1)).tolist()
-    # Other objectives want whoever answers first, which is what the router does without shares.
+    # For other objectives the fastest host is best, which the router chooses without shares.
     work = best.shares @ problem.runs if planned.objective == "lifetime" else None
-    # No host is to be left out as slow for a slowness that the plan knows of.
+    # The router must not avoid a host for a slowness that was planned.
     block, usual = problem.column("block")[used], Limits()
     slowest = _LEEWAY * float(block.max() / np.median(block))
     return SwarmPlan(

@@ -1,4 +1,4 @@
-"""A plan and its figures as text. The figures come from the simulation of the plan.
+"""A plan and its figures as text. The figures are simulated.
 
 Times and rates are simulated with patient limits, so that they say what the hosts can do and not
 where a deadline cuts requests off. What hosts that are away at times cost is drawn from their
@@ -22,18 +22,18 @@ from layershuffle.swarm.simulation.scenario import Arrivals, profile_of
 from layershuffle.text import listing, table
 
 _SHOWN = 20
-"""Hosts that are listed by name."""
+"""Most hosts that are listed by name."""
 _UNITS = {"throughput": "requests/s", "latency": "ms", "lifetime": "requests"}
 _PATIENT = {
     "deadline_ms": 1e9,
     "hop_floor_ms": 1e9,
     "hop_cap_ms": 1e9,
     "canary_every_ms": 1e12,
-    # Nothing says what a host gains by batches, and without a gain they only wait for each other.
+    # The gain of a host from batches is unknown, and without one visits only wait for each other.
     "max_batch": 1,
 }
 _ALONE = 12
-"""Requests, one after the other; the later ones go to hosts that have been measured."""
+"""Requests one after the other; the later ones go to hosts that have been measured."""
 _BUSY = 600
 """Requests of many clients; at least five of each."""
 _DRAWS = 20_000
@@ -60,7 +60,7 @@ class Figures:
 
 
 def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figures:
-    """The figures of `plan`, made by `planned`, under `routing`."""
+    """The figures of `plan`, the plan of `planned`, under `routing`."""
     problem = planned.problem
     patient = plan.model_copy(update={"limits": plan.limits.model_copy(update=_PATIENT)})
 
@@ -76,7 +76,7 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
 
     alone, busy = play(_ALONE, 1), None
     if len(plan.hosts) <= LARGE:
-        # Enough that no host has nothing to do.
+        # Enough to keep every host busy.
         clients = 4 * len(plan.hosts)
         busy = play(max(_BUSY, 5 * clients), clients)
     reachable = _reachable(plan, planned)
@@ -98,12 +98,12 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
 
 
 def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Blocks with a reachable holder, in draws of which hosts are there, [draws]."""
+    """Numbers of blocks with a reachable holder, in draws of the hosts that are up, [draws]."""
     hosts = [host for host in planned.problem.hosts if host.name in plan.hosts]
     holdings = np.zeros((len(hosts), planned.problem.depth), dtype=np.float32)
     for row, host in zip(holdings, hosts, strict=True):
         row[list(plan.hosts[host.name].blocks)] = 1
-    # Fewer draws in larger swarms, so that the table stays as large as with 60 hosts.
+    # Fewer draws for larger swarms, which bounds the table to the size for 60 hosts.
     draws = max(100, _DRAWS * LARGE // max(LARGE, len(hosts)))
     # A fixed seed, so that one plan always has the same figures.
     up = np.random.default_rng(0).random((draws, len(hosts)))
@@ -113,7 +113,7 @@ def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.d
 
 
 def _life(planned: Planned, outcome: SimulationOutcome) -> float:
-    """Requests until the first battery is empty, by the blocks and visits of every host."""
+    """Requests until the first battery is empty, from the blocks and visits of every host."""
     lives = [
         host.battery * outcome.requests / energy
         for host in planned.problem.hosts
@@ -126,7 +126,7 @@ def _life(planned: Planned, outcome: SimulationOutcome) -> float:
 
 
 def plan_report(plan: SwarmPlan, planned: Planned) -> str:
-    """Who holds what, simulated figures in free order and in order, and how good the plan is."""
+    """The blocks of every host, simulated figures in free and in fixed order, and the quality."""
     names = list(plan.hosts)
     shown = [(name, ", ".join(map(str, plan.hosts[name].blocks))) for name in names[:_SHOWN]]
     holders = [listing(shown)]

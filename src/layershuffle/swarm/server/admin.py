@@ -1,8 +1,8 @@
-"""The operator's endpoint: what only the owner of a running swarm may do, on a socket of its own.
+"""The operator's endpoint: commands that only the owner of a running swarm may give.
 
-A Unix socket in a directory that no other user may enter (`state_directory`), beside the public
-gateway, so that no key can be guessed or lost: whoever may write there is the owner. `operator_app`
-is the side of the swarm, `Operator` that of the command line.
+It is a Unix socket in a directory that no other user may enter (`state_directory`), so it needs no
+key that could be guessed or lost. `operator_app` is the server, `Operator` the client of the
+command line.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class HostBody(BaseModel):
 
 
 class SwapBody(HostBody):
-    """Replace a block by that of another model."""
+    """Replace a block with that of another model."""
 
     block: int
     donor: str
 
 
 class FaultBody(HostBody):
-    """Let the host fail."""
+    """Inject a fault into the host."""
 
     kind: FaultKind
 
 
 class RoutingBody(BaseModel):
-    """Route new requests this way."""
+    """Set the routing of new requests."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,7 +68,7 @@ class RoutingBody(BaseModel):
 
 
 def operator_app(service: Service) -> FastAPI:
-    """What the operator's socket answers to; errors are JSON with cause and hint."""
+    """The app behind the operator's socket; its errors are JSON with cause and hint."""
     app = FastAPI(title="LayerShuffle swarm: operator", openapi_url=None)
     coordinator, router = service.coordinator, service.router
 
@@ -84,7 +84,7 @@ def operator_app(service: Service) -> FastAPI:
     @app.post("/swap")
     async def swap(command: SwapBody) -> dict[str, Any]:
         block, base = command.block, coordinator.base
-        # In a thread: requests go on while files are read, or a model is loaded.
+        # In a thread: reading files or loading a model would block requests.
         from layershuffle.swarm.service import donor_bundle
 
         bundle = await asyncio.to_thread(donor_bundle, command.donor, base, blocks=[block])
@@ -93,7 +93,7 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/routing")
     async def routing(command: RoutingBody) -> dict[str, Any]:
-        # A drill puts the earlier routing back when it is over.
+        # A drill restores the earlier routing at its end.
         before, router.routing = router.routing, command.routing
         return {"before": before}
 
@@ -109,14 +109,14 @@ def operator_app(service: Service) -> FastAPI:
     @app.exception_handler(LayerShuffleError)
     async def answer_error(request: Request, error: LayerShuffleError) -> JSONResponse:
         del request
-        # The operator's side turns the two back into these classes of errors.
+        # `Operator` maps the status back to the class of the error.
         status = 400 if isinstance(error, UsageError) else 409
         return JSONResponse({"cause": error.cause, "hint": error.hint}, status)
 
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
         del request
-        # Places begin with "body", which says nothing here.
+        # Every location begins with "body", which tells the operator nothing.
         problems = [(".".join(map(str, e["loc"][1:])), e["msg"]) for e in error.errors()]
         cause = "; ".join(f"{key}: {text}" if key else text for key, text in problems)
         hint = "run the same version of layershuffle as the swarm does"
@@ -127,11 +127,11 @@ def operator_app(service: Service) -> FastAPI:
 
 @asynccontextmanager
 async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None]:
-    """The operator's socket in `state`, open inside. Raises `UsageError` if a swarm is using it."""
+    """Serve the operator's socket in `state` within. Raises `UsageError` if a swarm is using it."""
     import uvicorn  # commands of the operator need no server
 
     class Quiet(uvicorn.Server):
-        def capture_signals(self) -> Any:  # the clients' server has them
+        def capture_signals(self) -> Any:  # the clients' server handles signals
             return nullcontext()
 
     path = free_socket(state)
@@ -139,7 +139,7 @@ async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None
     with listener:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
-        # Before it listens, so that no other user can connect in between.
+        # Before listening: no other user can connect in between.
         path.chmod(0o600)
         listener.listen()
         app = operator_app(service)
@@ -148,15 +148,15 @@ async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # first: Ctrl-C cancels what is awaited here
+            path.unlink(missing_ok=True)  # first: Ctrl-C cancels the wait below
             server.should_exit = True
-            await asyncio.wait({task})  # which, unlike others, does not cancel it in turn
+            await asyncio.wait({task})  # a cancelled `wait` does not cancel the task
 
 
 class Operator:
-    """The owner's side of the socket, for command lines. Every method raises `LayerShuffleError`.
+    """The client of the operator's socket. Every method may raise `LayerShuffleError`.
 
-    Raises `UsageError` if no swarm listens in `state`.
+    Raises `UsageError` if no swarm listens in the directory `state`.
     """
 
     def __init__(self, state: Path) -> None:
@@ -178,24 +178,24 @@ class Operator:
         return bool(self._ask("POST", "/drain", host=host)["empty"])
 
     def readmit(self, host: str) -> None:
-        """Start a host again that was shut out, was drained, or died."""
+        """Restart a host that was shut out, was drained, or died."""
         self._ask("POST", "/readmit", host=host)
 
     def swap(self, host: str, block: int, *, donor: str) -> None:
-        """Replace a block of the host by that of the model `donor`."""
+        """Replace a block of the host with the same block of the model `donor`."""
         self._ask("POST", "/swap", host=host, block=block, donor=donor)
 
     def routing(self, routing: Routing) -> Routing:
-        """Route new requests this way. Returns how they were routed before."""
+        """Set the routing of new requests. Returns the earlier routing."""
         before: Routing = self._ask("POST", "/routing", routing=routing)["before"]
         return before
 
     def fault(self, host: str, kind: FaultKind) -> None:
-        """Let a host fail, for a drill."""
+        """Inject a fault into a host, for a drill."""
         self._ask("POST", "/fault", host=host, kind=kind)
 
     def plan(self) -> dict[str, Any]:
-        """The plan that runs."""
+        """The running plan, as JSON."""
         return self._ask("GET", "/plan")
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Operator:
                 place=self._socket,
                 hint="see what swarm up or swarm deploy printed, or start it again",
             ) from error
-        # A failure of the swarm's own is plain text.
+        # An unexpected failure of the swarm is plain text.
         is_json = response.headers.get("content-type") == "application/json"
         answer: dict[str, Any] = response.json() if is_json else {}
         if response.is_success:
@@ -223,7 +223,7 @@ class Operator:
 
 @contextmanager
 def operator_of(state: str | None) -> Iterator[Operator]:
-    """The operator of the swarm in that directory (default: this user's)."""
+    """The operator of the swarm in the directory `state` (default: this user's), closed after."""
     operator = Operator(state_directory(state))
     try:
         yield operator
@@ -241,7 +241,7 @@ def state_directory(path: str | None = None) -> Path:
     directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
     with explained(directory, flag="--state"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The directory may have been there before, so that its mode and owner are looked at.
+    # An existing directory keeps its mode and owner.
     status = directory.stat()
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
         raise UsageError(
@@ -257,7 +257,7 @@ def state_directory(path: str | None = None) -> Path:
 
 
 def free_socket(state: Path) -> Path:
-    """Where the operator's socket of a new swarm is to stand, in the directory `state`.
+    """The path for the operator's socket of a new swarm, in the directory `state`.
 
     Raises `UsageError` if a swarm is using it.
     """
@@ -272,12 +272,12 @@ def free_socket(state: Path) -> Path:
 
 
 def scratch_directory(name: str) -> Path:
-    """A short path for the logs and sockets of Ray, in a directory that is checked like the state.
+    """A short path for the logs and sockets of Ray, below a directory checked like the state's.
 
-    Ray makes the directory itself, the first time.
+    Ray creates it at its first start.
     """
-    # A subdirectory, because Ray opens its own directory to every user, which at the next start
-    # would look like another user's.
+    # A subdirectory, because Ray opens its own directory to every user, and `state_directory`
+    # would refuse that at the next start.
     return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}") / "ray"
 
 
@@ -287,5 +287,5 @@ def listens(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except OSError:
-            return False  # nothing there, or left over from a swarm that was killed
+            return False  # no socket, or one left by a swarm that was killed
     return True

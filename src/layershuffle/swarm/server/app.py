@@ -4,7 +4,7 @@ POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
 GET  /healthz       200 while any block can be run
 GET  /metrics       for Prometheus
-GET  /              the page, unless it is not wanted
+GET  /              the page, unless it is switched off
 GET  /docs          this API as a page without scripts; /openapi.json for programs
 """
 
@@ -54,7 +54,7 @@ _SHORTEST_KEY = 16
 _REFUSALS = {
     400: "The form is broken, or has too many images.",
     401: "The API key is missing or wrong.",
-    408: "The body took too long to come in.",
+    408: "The body took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not a form.",
     422: "A field or an image is wrong, or the address has parameters.",
@@ -86,14 +86,14 @@ def create_app(
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
-    `labels` are the names of the classes (default: those that the model or `calibration` knows),
-    `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
-    `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
-    `watching`: whether the hosts are watched; `audits`: the numbers of repeated visits, and of
-    those that differed; `carriers`: the way of visits to each host; `trouble`: the fault of what
-    runs the hosts; `page`: what the page at / offers, `None` for no page;
-    `decoder_threads`: the executor that decodes images (default: threads of its own). Raises
-    `UsageError` for short keys, and for labels or a calibration of another model.
+    `labels`: the names of the classes (default: those of the model, else those of `calibration`);
+    `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
+    `foreign_blocks`: (host, block) of blocks from a model other than the calibrated one;
+    `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
+    disagreed; `carriers`: how visits reach each host; `trouble`: the fault of the system that runs
+    the hosts; `page`: options of the page at /, `None` for no page; `decoder_threads`: the executor
+    that decodes images (default: its own threads). Raises `UsageError` for short keys, and for
+    labels or a calibration of another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
@@ -111,17 +111,17 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         del app
         yield
-        await asyncio.to_thread(scheduler.close)  # its threads may need this loop to end
+        await asyncio.to_thread(scheduler.close)  # it may wait for work that needs the loop
 
     app = FastAPI(
         title="LayerShuffle swarm",
         description="Image classification by a model whose blocks are spread over hosts that may "
         "die at any time. Every answer says which blocks it used.",
         version=__version__,
-        # Theirs load scripts from another origin.
+        # FastAPI's pages load scripts from another origin.
         docs_url=None,
         redoc_url=None,
-        # A redirect would be made with the Host header, which may be anything.
+        # A redirect would contain the Host header, which the client chooses.
         redirect_slashes=False,
         lifespan=lifespan,
     )
@@ -131,7 +131,7 @@ def create_app(
         GatewayPage(
             page, scheduler=scheduler, metrics=metrics, model=model, admit=gateway.admit
         ).add_to(app)
-    # Starlette looks a handler up by the most special class it has: one for all of ours.
+    # Starlette calls the handler of the most specific class, so all of these need ours.
     for kind in (LayerShuffleError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, gateway.answer_error)
     return app
@@ -140,7 +140,7 @@ def create_app(
 def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     guarded, errors, refusals = [Depends(gateway.admit)], dict(_ERRORS), dict(_GUARDED)
     if gateway.keys:
-        # For the OpenAPI page: `admit` reads the headers as they came.
+        # For the OpenAPI description: `admit` reads the headers itself.
         guarded += [
             Depends(HTTPBearer(auto_error=False)),
             Depends(APIKeyHeader(name="X-API-Key", auto_error=False)),
@@ -167,7 +167,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         return gateway.swarm()
 
     @app.get(
-        # Without a key: load balancers and service managers ask here, and have none.
+        # Without a key: load balancers and service managers have none.
         "/healthz",
         responses={503: {"model": Health, "description": "No block can be run."}},
         summary="Whether requests can be answered",
@@ -194,7 +194,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
 
 
 class _Gateway:
-    """What the routes share."""
+    """State that the routes share."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Gateway:
         self.router, self.carriers = scheduler.remote_model.router, carriers
 
     async def admit(self, request: Request) -> None:
-        """Let a request through. Raises `HTTPError`: 429 before anything else, 401, or 422."""
+        """Check a request. Raises `HTTPError`: 429 (checked first), 401, or 422."""
         address = request.client.host if request.client else ""
         # Rates are checked before keys, so that guessing keys is slow too.
         self.scheduler.clients.admit(address, now=self.router.clock())
@@ -248,11 +248,11 @@ class _Gateway:
         )
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """`errors.answer_to`, and the refusal is counted."""
+        """Count the refusal, and return `errors.answer_to(error)`."""
         if isinstance(error, HTTPException | ClientDisconnect):
             return answer_to(error)
         status, wait = status_of(error), None
-        # Not request.url: it is made with the Host header, which may be anything.
+        # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             self.metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -283,8 +283,8 @@ class Keys:
             return True
         if key is None:
             return False
-        # Digests have one length, and the loop never ends early: neither the length of a key, nor
-        # its first letters, nor its place in the list change the time of the comparison.
+        # Digests have equal length, and the loop never ends early: the time does not depend on the
+        # length of a key, its first letters, or its place in the list.
         digest, matches = _digest(key), False
         for valid in self._digests:
             matches |= hmac.compare_digest(digest, valid)

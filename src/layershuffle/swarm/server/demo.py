@@ -1,6 +1,6 @@
-"""The page over models in this process, without a swarm: what `layershuffle demo` serves.
+"""The page for models in this process, without a swarm, as `layershuffle demo` serves it.
 
-The page is there at once; what needs the models waits until they are loaded.
+The page is served at once; requests that need the models wait until they are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def demo_app(loading: asyncio.Future[Workbench]) -> Starlette:
-    """The page over the workbench that is being loaded."""
+    """The app of the page; `loading` is its workbench, which may not be loaded yet."""
 
     async def answering() -> Workbench:
         # Shielded, because a visitor who leaves must not end the loading for all others.
@@ -47,7 +47,7 @@ def demo_app(loading: asyncio.Future[Workbench]) -> Starlette:
 
 
 def facts_of(workbench: Workbench) -> PageFacts:
-    """What the page shows of the models of a workbench."""
+    """The page's facts on the models of a workbench."""
     return PageFacts(
         depth=workbench.depth,
         width=workbench.view.width,

@@ -1,6 +1,6 @@
 """The page /docs: the gateway's API in plain HTML, from its OpenAPI description.
 
-Swagger's page would load scripts from another origin, and a swarm may have no way out.
+Swagger's page would load scripts from another origin, and a swarm may have no internet access.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-"""The page needs nothing but itself, and says so to the browser."""
+"""The browser may load nothing but the page itself."""
 _STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 56rem; margin: 0 auto; padding: 1.5rem 1rem 4rem;
@@ -28,7 +28,7 @@ _EXAMPLE = "curl {key}-F image=@photo.jpg -F top_k=3 http://THIS_GATEWAY{path}"
 
 
 def docs_page(api: Schema) -> str:
-    """The page for an OpenAPI description; every text of it is escaped."""
+    """The page for an OpenAPI description; all of its text is escaped."""
     info = api["info"]
     parts = [f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>"]
     parts += [f"<p>{escape(info['description'])}</p>"]
@@ -36,7 +36,7 @@ def docs_page(api: Schema) -> str:
     for path, methods in api["paths"].items():
         for method, operation in methods.items():
             parts += _operation(api, f"{method.upper()} {path}", operation, path=path)
-    # What fields of an answer are made of, and the form of a refusal.
+    # The types of an answer's fields, and the form of a refusal.
     for name, schema in api["components"]["schemas"].items():
         parts += _fields(api, name, schema)
     body = "\n".join(parts)
@@ -83,13 +83,13 @@ def _fields(api: Schema, title: str, schema: Schema) -> Iterator[str]:
 
 
 def _resolved(api: Schema, schema: Schema) -> Schema:
-    """The schema itself where it is a reference to one of the components."""
+    """The component that `schema` refers to, else `schema` itself."""
     reference = schema.get("$ref", "")
     return api["components"]["schemas"][reference.rpartition("/")[2]] if reference else schema
 
 
 def _kind(field: Schema) -> str:
-    """ "integer", "list of string", "number or null": the type of a field in words."""
+    """The type of a field in words, as "list of string" or "number or null"."""
     if "anyOf" in field:
         return " or ".join(_kind(option) for option in field["anyOf"])
     if "$ref" in field:

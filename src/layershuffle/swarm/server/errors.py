@@ -1,4 +1,4 @@
-"""Requests that get no answer: the HTTP status, and the cause and hint that the client reads."""
+"""Errors of requests: the HTTP status, and the cause and hint that the client reads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from layershuffle.swarm.remote_model import NotAnswered
 from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
 LOG = logging.getLogger("layershuffle")
-_CLIENT_GONE = 499  # as nginx has it; nobody reads it
-_SOON = 1.0  # seconds after which a busy gateway is worth another try
-_LONGEST = 500  # characters of a cause: some of them repeat what the client sent
+_CLIENT_GONE = 499  # nginx's status; nobody reads it
+_SOON = 1.0  # seconds after which a client may try a busy gateway again
+_LONGEST = 500  # characters of a cause: some causes quote the client
 
 
 class HTTPError(LayerShuffleError):
-    """A request that is turned away; `retry_after` in seconds, where coming later may help."""
+    """The refusal of a request; `retry_after` in seconds, where a later try may help."""
 
     def __init__(
         self, status: HTTPStatus, cause: str, *, hint: str, retry_after: float | None = None
@@ -33,22 +33,22 @@ class HTTPError(LayerShuffleError):
 
 
 def busy(cause: str, *, wait: float = _SOON) -> HTTPError:
-    """The refusal of a client that is to come later, after `wait` seconds."""
+    """The refusal (429) of a client that may try again after `wait` seconds."""
     return HTTPError(
         HTTPStatus.TOO_MANY_REQUESTS,
         cause,
-        hint="wait as long as Retry-After says, and send less at one time",
+        hint="wait as long as Retry-After says, and send less at a time",
         retry_after=wait,
     )
 
 
 def unprocessable(cause: str, *, hint: str) -> HTTPError:
-    """The refusal of a request that can be read but not carried out."""
+    """The refusal (422) of a request that can be read but not carried out."""
     return HTTPError(HTTPStatus.UNPROCESSABLE_ENTITY, cause, hint=hint)
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """The HTTP status for `error`; 500 for everything that is no fault of the client's."""
+    """The HTTP status for `error`; 500 for unexpected errors."""
     if isinstance(error, HTTPError):
         return error.status
     if isinstance(error, NotAnswered):
@@ -65,18 +65,18 @@ def error_body(cause: str, hint: str, *, reference: str | None = None) -> dict[s
 
 
 def answer_to(error: Exception, *, wait: float | None = None) -> Response:
-    """The answer to a request that is refused, cannot be answered, or broke on our fault.
+    """The response to a request that was refused, cannot be answered, or failed unexpectedly.
 
     `wait`: seconds after which another try may help, where `error` does not say it.
     """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_GONE)
     if isinstance(error, HTTPException):  # a wrong path or method
-        body = error_body(str(error.detail), "see /docs for what there is")
+        body = error_body(str(error.detail), "see /docs for the paths and methods")
         return JSONResponse(body, error.status_code, error.headers)
     status, headers = status_of(error), {}
     if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
-        # Causes of our own failures may name files and hosts: the client gets an id alone.
+        # The cause of an internal failure may name files and hosts: the client gets only an id.
         reference = uuid.uuid4().hex
         LOG.error("Request %s failed", reference, exc_info=error)
         hint = "give the operator this id: it is in the log"

@@ -1,7 +1,7 @@
-"""The request that a page sees walking: its visits while they are under way, one request at a time.
+"""The request that the page shows live, with its visits while they run.
 
-A visitor can follow no more than one: it is shown to its end and for a moment after it, then the
-newest one takes its place. Of requests between the two nothing is kept.
+A visitor can follow no more than one request. It is shown until shortly after its end; then the
+newest request replaces it. Nothing is recorded of requests between the two.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from layershuffle.swarm.messages import Answer, Route, Visited
 from layershuffle.swarm.walk import PendingVisit, Walk
 
 REST = 0.7  # seconds that a request stays in sight after its end
-MOST_VISITS = 256  # of one request; further ones are walked unseen
+MOST_VISITS = 256  # of one request; further ones are not recorded
 _MILLI = 1000.0
 
 
 @dataclass
 class _FollowedVisit:
-    """A visit, in milliseconds since its request began; `ended` is `None` while it is under way."""
+    """A visit. Times in milliseconds since its request began; `ended` is `None` while it runs."""
 
     host: str
     blocks: tuple[int, ...]
@@ -33,20 +33,20 @@ class _FollowedVisit:
 
 @dataclass
 class _FollowedRequest:
-    """A request as far as it came. `walk` is let go at its end, with the states that it holds."""
+    """What is recorded of a request. `walk` is dropped at its end, to free the states it holds."""
 
     walk: Walk | None
     number: int
     started: float
     visits: list[_FollowedVisit] = field(default_factory=list)
-    # By the call's id, or calls would keep their states; an id that comes again is overwritten.
+    # By the id of the call, because a call holds states; a reused id overwrites its entry.
     calls: dict[int, _FollowedVisit] = field(default_factory=dict)
     route: Route | None = None
     over: float | None = None  # seconds of the router's clock
 
 
 class Following:
-    """A `Watcher` of the router whose clock it has. `version` counts what it saw."""
+    """A `Watcher` of the router with this clock. `version` grows with every event."""
 
     def __init__(self, clock: Callable[[], float], *, depth: int) -> None:
         self._clock, self._depth = clock, depth
@@ -64,17 +64,17 @@ class Following:
 
     def sent(self, walk: Walk, call: PendingVisit) -> None:
         """A visit begins."""
-        way = self._way_of(walk)
-        if way is None or len(way.visits) >= MOST_VISITS:
+        request = self._request_of(walk)
+        if request is None or len(request.visits) >= MOST_VISITS:
             return
-        begun = (self._clock() - way.started) * _MILLI
+        begun = (self._clock() - request.started) * _MILLI
         visit = _FollowedVisit(call.visit.host, call.visit.blocks, begun)
-        way.visits.append(visit)
-        way.calls[id(call)] = visit
+        request.visits.append(visit)
+        request.calls[id(call)] = visit
 
         def ended(task: Task[Answer]) -> None:
             if visit.ended is None:
-                visit.ended = (self._clock() - way.started) * _MILLI
+                visit.ended = (self._clock() - request.started) * _MILLI
             if task.cancelled() and not visit.outcome:
                 visit.outcome = "dropped"
             self.version += 1
@@ -83,51 +83,51 @@ class Following:
         self.version += 1
 
     def noted(self, call: PendingVisit, hop: Visited) -> None:
-        """A visit has an outcome. A late one is still under way, and may bring an answer."""
-        for way in self._ways():
-            visit = way.calls.get(id(call))
+        """A visit has an outcome. A late visit still runs, and may bring an answer."""
+        for request in self._requests():
+            visit = request.calls.get(id(call))
             if visit is not None:
                 visit.outcome, visit.why = hop.outcome, hop.why
                 visit.late |= hop.outcome == "late"
                 if visit.ended is None and call.task.done():
-                    visit.ended = (self._clock() - way.started) * _MILLI
+                    visit.ended = (self._clock() - request.started) * _MILLI
                 self.version += 1
 
     def over(self, walk: Walk, route: Route | None) -> None:
         """A request ends."""
-        way = self._way_of(walk)
-        if way is not None:
-            way.walk, way.route, way.over = None, route, self._clock()
-            way.calls.clear()
+        request = self._request_of(walk)
+        if request is not None:
+            request.walk, request.route, request.over = None, route, self._clock()
+            request.calls.clear()
             self.version += 1
 
     def forget(self) -> None:
-        """The last viewer has left: the ends of requests are no longer recorded."""
+        """Drop all records: the last viewer has left, and the ends of requests are not reported."""
         self._shown = self._newest = None
         self.version += 1
 
     def moving(self, now: float) -> bool:
-        """Whether there is something to see that changes by itself."""
+        """Whether the request in sight is still running at `now`."""
         self._advance(now)
         return self._shown is not None and self._shown.over is None
 
     def described(self, now: float) -> dict[str, object] | None:
-        """The request in sight at `now`, as JSON; times in milliseconds since it began."""
+        """The request in sight at `now`, if any, as JSON; times in milliseconds since it began."""
         self._advance(now)
-        way = self._shown
-        if way is None:
+        request = self._shown
+        if request is None:
             return None
-        route, done = way.route, () if way.walk is None else way.walk.progress.done
+        route, done = request.route, () if request.walk is None else request.walk.progress.done
         skipped = {} if route is None else route.skipped
         return {
-            "number": way.number,
+            "number": request.number,
             "depth": self._depth,
-            "ms": ((now if way.over is None else way.over) - way.started) * _MILLI,
-            "over": way.over is not None,
+            "ms": ((now if request.over is None else request.over) - request.started) * _MILLI,
+            "over": request.over is not None,
             "answered": route is not None,
             "blocks": len(set(done)) if route is None else route.kept,
             "skipped": [{"block": block, "why": why} for block, why in sorted(skipped.items())],
-            "visits": [dict(vars(visit)) for visit in way.visits],
+            "visits": [dict(vars(visit)) for visit in request.visits],
         }
 
     def _advance(self, now: float) -> None:
@@ -137,9 +137,9 @@ class Following:
         self._shown = self._newest
         self.version += 1
 
-    def _ways(self) -> list[_FollowedRequest]:
-        ways = [way for way in (self._shown, self._newest) if way is not None]
-        return ways[:1] if self._shown is self._newest else ways
+    def _requests(self) -> list[_FollowedRequest]:
+        requests = [request for request in (self._shown, self._newest) if request is not None]
+        return requests[:1] if self._shown is self._newest else requests
 
-    def _way_of(self, walk: Walk) -> _FollowedRequest | None:
-        return next((way for way in self._ways() if way.walk is walk), None)
+    def _request_of(self, walk: Walk) -> _FollowedRequest | None:
+        return next((request for request in self._requests() if request.walk is walk), None)

@@ -1,9 +1,9 @@
-"""The page at a gateway: as in the demo, and with the swarm live below it.
+"""The page of a gateway: the demo's page, with a live view of the swarm below it.
 
-Whoever started the swarm may let its visitors break hosts. Then the page has a token, which only
-scripts of its own origin can read, and the addresses have to be this machine's: a page of another
-site can send requests here, but it cannot read what comes back, and a name that was made to stand
-for 127.0.0.1 is refused by the header `Host`.
+The operator may let visitors break hosts. Such a request needs a token, which only scripts of the
+page's own origin can read, and both of its addresses must be this machine's: pages of other sites
+can send requests here but cannot read the answers, and a foreign name that resolves to 127.0.0.1
+is refused by the header `Host`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ BREAKS: tuple[FaultKind, ...] = ("crash", "freeze", "slow", "rejoin")
 assert set(BREAKS) <= set(get_args(FaultKind))
 REPORT = "report.html"
 _TOKEN_BYTES = 24
-# A report is one file with its style and pictures in it, and has no scripts.
+# A report is one file that includes its style and pictures, and has no scripts.
 _REPORT_HEADERS = {
     **HEADERS,
-    # The sandbox gives it an origin of its own: whoever wrote it, it cannot ask the gateway.
+    # The sandbox gives it an origin of its own, from which it cannot use the gateway.
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox",
 }
@@ -54,8 +54,8 @@ _REPORT_HEADERS = {
 class PageOptions:
     """What the page of a gateway offers.
 
-    `break_host` lets one of the `breakable` hosts fail, which are those that this swarm started;
-    `None` where visitors may break nothing. `reports`: a directory of studies.
+    `break_host` injects a fault into one of the `breakable` hosts, those that this swarm started;
+    `None` if visitors may not. `reports`: a directory of studies.
     """
 
     break_host: Callable[[str, FaultKind], Awaitable[None]] | None = None
@@ -115,7 +115,7 @@ class GatewayPage:
         )
 
     async def _answering(self) -> Workbench:
-        # Loaded when the first visitor comes: a gateway that nobody looks at needs no models.
+        # Loaded for the first visitor: a gateway without visitors needs no models.
         if self._workbench is None:
             model, calibration = self.model, self.scheduler.calibration
             loading = asyncio.to_thread(workbench_of, model, calibration=calibration)
@@ -145,16 +145,16 @@ class GatewayPage:
             if kind == allowed_kind and host in self.options.breakable:
                 await self.options.break_host(host, allowed_kind)
                 return JSONResponse({}, headers=HEADERS)
-        # Hosts that came from elsewhere are others' processes, on others' machines.
+        # Hosts that joined from elsewhere may be processes of others.
         raise UsageError(
             f"{kind[:20]!r} is not a failure that can be injected into host {host[:80]!r}",
             hint=f"one of {', '.join(BREAKS)}, for {', '.join(sorted(self.options.breakable))}",
         )
 
     def _reports(self) -> dict[str, Path]:
-        """The reports by the names of their studies, "" for that of the directory itself.
+        """Paths of the reports by the names of their studies, "" for that of the directory itself.
 
-        Looked for anew, as studies come to an end.
+        Searched at every call, because studies end meanwhile.
         """
         if self.options.reports is None:
             return {}
@@ -162,14 +162,14 @@ class GatewayPage:
         reports = {}
         for path in (root / REPORT, *sorted(root.glob(f"*/{REPORT}"))):
             name = "" if path.parent == root else path.parent.name
-            # A link may lead out of the directory, and names that are no text fit in no address.
+            # A link may lead out of the directory, and unprintable names do not fit into a URL.
             inside = path.is_file() and path.resolve().is_relative_to(root)
             if inside and path.parent.name.isprintable():
                 reports[name] = path
         return reports
 
     async def _report(self, request: Request) -> Response:
-        # Looked up by name among those that are there: no path of a client reaches the disk.
+        # Looked up among the known names: no path of a client reaches the disk.
         path = self._reports().get(request.path_params.get("name", ""))
         if path is None:
             return Response("There is no such report", 404, HEADERS, "text/plain")
@@ -179,7 +179,7 @@ class GatewayPage:
 def _is_own(request: Request) -> bool:
     """Whether a request comes from the page itself, or from no page at all.
 
-    A proxy on this machine looks local for everybody whom it lets in, but not the page's address.
+    Everybody whom a proxy on this machine lets in looks local, but their page has another origin.
     """
     origin = request.headers.get("origin")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}"
@@ -187,7 +187,7 @@ def _is_own(request: Request) -> bool:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether a request comes from this machine, and calls the gateway by an address of it."""
+    """Whether a request comes from this machine, and its header `Host` is a loopback address."""
     name = request.headers.get("host", "")
     host = name.partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
     return is_loopback(host) and is_loopback(request.client.host if request.client else "")

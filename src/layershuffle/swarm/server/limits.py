@@ -1,4 +1,4 @@
-"""How much the gateway takes in. Plain data, no torch."""
+"""Limits on what the gateway accepts. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pydantic import Field
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
 
-_IPV6_PREFIX = 64  # one client commands as many addresses as it likes below such a prefix
+_IPV6_PREFIX = 64  # one client may use every address below such a prefix
 
 
 class GatewayLimits(Settings):
-    """Bounds on what clients send, and how often. How long the swarm tries is in `Limits`."""
+    """Bounds on what clients send, and how often. `Limits` bounds how long the swarm tries."""
 
     max_body_bytes: Positive = 16 << 20
-    """Largest body; counted while it comes in, whatever the client announced."""
+    """Largest body; counted while it arrives, because its announced length may be wrong."""
     body_ms: Milliseconds = 15_000.0
-    """Longest time that a body may take to come in."""
+    """Longest time that a body may take to arrive."""
     held_bytes: Positive = 256 << 20
-    """Bytes of bodies held at one time, over all requests."""
+    """Most bytes of bodies in memory at one time, over all requests."""
     max_images: Positive = 16
     """Most images in a request."""
     max_pixels: Positive = 25_000_000
@@ -31,22 +31,22 @@ class GatewayLimits(Settings):
     """Most pixels of all images of a request together, each as it is or resized, whichever is more;
     checked before any is decoded. A decoder takes 10 to 20 ms per million."""
     decoders: Positive = 2
-    """Requests whose images are decoded at one time; half of them for one client at most."""
+    """Most requests whose images are decoded at one time; at most half of them of one client."""
 
     min_deadline_ms: Milliseconds = 50.0
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
 
     running: Positive = 32
-    """Requests that walk the swarm at one time."""
+    """Most requests that walk the swarm at one time."""
     waiting: Annotated[int, Field(ge=0)] = 64
-    """Further requests, their bodies in, that may wait for their turn; beyond them clients are told
-    to come later."""
+    """Most further requests, complete with their bodies, that may wait for their turn; clients of
+    others are told to try later."""
     connections: Positive = 512
     """Most open connections; further ones are closed at once."""
-    # uvicorn sets no timer before the first request, so that `run` looks after it (decision 015).
+    # uvicorn sets no timer before the first request, so `run` checks this (decision 015).
     head_ms: Milliseconds = 10_000.0
     """Longest time from the opening of a connection, and from every answer, to the next request's
-    complete head; for the handshake of TLS as much."""
+    complete head; also the longest time of a TLS handshake."""
 
     # A quarter of the connections, and half of the requests that may run or wait: no single address
     # can take every place.
@@ -61,11 +61,11 @@ class GatewayLimits(Settings):
     """... and how many at once after a pause."""
     # Bounded, because an attacker may come from ever new addresses.
     max_clients: Positive = 10_000
-    """Client addresses remembered for that; whoever was silent for longest is forgotten first."""
+    """Most client addresses whose rates are remembered; the longest idle is forgotten first."""
 
 
 def client_of(address: str) -> str:
-    """What stands for a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
+    """The name of a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

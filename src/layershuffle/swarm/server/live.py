@@ -1,9 +1,9 @@
-"""What a page sees of a running swarm: server-sent events of two kinds.
+"""Server-sent events with the state of a running swarm, for the page.
 
-Twice a second the whole state of hosts and counters, and five times a second the request that
-walks, while one does. Each is a state in a few kilobytes, so that none has to be kept for anybody:
-a viewer who reads slowly gets fewer of them, and one who does not read is cut off as any other
-connection (`run.Server.cut_waiting`). They are made once for all viewers.
+Twice a second the state of all hosts and counters is sent, and five times a second the request in
+sight while it runs. Every event is a complete state of a few kilobytes, so none has to be queued:
+a viewer who reads slowly gets fewer of them, and one who does not read is disconnected like any
+other client (`run.Server.cut_waiting`). They are made once for all viewers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from layershuffle.swarm.server.page import HEADERS
 EVERY = 0.5  # seconds between events of the hosts ...
 STEP = 0.2  # ... and of the request that walks
 VIEWERS, CLIENT_VIEWERS = 64, 32
-"""Most viewers at one time, in all and of one client address."""
+"""Most viewers at one time, in total and per client address."""
 _ANSWERED = ("answered", "degraded")
 _FAILED = ("unanswered", "failed")
 
 
 class Live:
-    """The events of one gateway. `ending` is set when its server ends: no viewer holds that up."""
+    """The events of one gateway. `ending` is set when its server ends, which ends the streams."""
 
     def __init__(self, router: Router, metrics: Metrics) -> None:
         self._router, self._metrics = router, metrics
@@ -46,7 +46,7 @@ class Live:
         self.ending = asyncio.Event()
 
     def events(self, now: float) -> tuple[bytes, bytes]:
-        """The events of the hosts and of the request that walks, at `now` in seconds of the
+        """The events of the hosts and of the request in sight, at `now` in seconds of the
         router's clock. The same objects until there is news."""
         tick = int(now / EVERY)
         if tick != self._hosts_tick:
@@ -74,7 +74,7 @@ class Live:
         try:
             while not self.ending.is_set():
                 events = self.events(self._router.clock())
-                # Whoever was slow gets what there is now, and never what there was meanwhile.
+                # A slow viewer gets the newest state, without those in between.
                 fresh = [new for new, old in zip(events, sent, strict=True) if new is not old]
                 if fresh:
                     sent = events
@@ -83,9 +83,9 @@ class Live:
                     await asyncio.wait_for(self.ending.wait(), STEP)
         finally:
             self._viewers[client] -= 1
-            self._viewers += Counter()  # it drops the zeros, of addresses that have left
+            self._viewers += Counter()  # drops the zeros of addresses that have left
             if not self._viewers:
-                self._router.watcher = None  # requests walk unseen, at no cost
+                self._router.watcher = None  # unwatched requests cost nothing here
                 self._following.forget()
 
     def _state(self, now: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus, /v1/swarm and /healthz."""
+"""The gateway's counters, for Prometheus, /v1/swarm and /healthz."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Metrics(Collector):
     """The counters of one gateway, in a Prometheus registry of their own.
 
     `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
-    whether the hosts are watched; `audits`: the numbers of repeated visits, and of those that
-    differed; `trouble`: the fault of what runs the hosts, "" if there is none.
+    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed;
+    `trouble`: the fault of the system that runs the hosts, "" if there is none.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Metrics(Collector):
     ) -> None:
         self._router, self._watching, self._audits = router, watching, audits
         self._trouble = trouble
-        # Counted here, not by prometheus_client: it never forgets a label, and hosts come and go.
+        # Not by prometheus_client, which never forgets a label: hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
         self.blocks_used = 0
@@ -67,7 +67,7 @@ class Metrics(Collector):
         router.observers.append(self._count_hop)
 
     def collect(self) -> Iterator[Metric]:
-        """All but the histograms, as they are now; prometheus_client calls this."""
+        """The current values of all metrics but the histograms; prometheus_client calls this."""
         health, audits = self.health(), self.audits()
         requests = CounterMetricFamily(
             "layershuffle_requests", "Classifications asked for.", labels=["outcome"]
@@ -110,7 +110,7 @@ class Metrics(Collector):
         )
 
     def audits(self) -> Audits | None:
-        """How many visits were audited, if anybody counts."""
+        """How many visits were audited; `None` if they are not counted."""
         if self._audits is None:
             return None
         audited, disagreed = self._audits()
@@ -129,17 +129,17 @@ class Metrics(Collector):
         self.requests[_OUTCOMES.get(status, "refused")] += 1
 
     def text(self) -> bytes:
-        """All of it in Prometheus' format."""
+        """All metrics in Prometheus' text format."""
         return prometheus.generate_latest(self._registry)
 
     def _count_hop(self, hop: Visited, before: State, after: State | None) -> None:
         del before, after
-        # Here as well as on reading, for gateways whose metrics are never read.
+        # Also here, not only in `collect`, for gateways whose metrics are never read.
         if hop.host not in self.hops:
             self._forget_hosts()
         self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1
 
     def _forget_hosts(self) -> None:
-        """Count no more for hosts that have left: spares come and go for years."""
+        """Drop the counters of hosts that have left, because spares come and go for years."""
         for host in self.hops.keys() - set(self._router.swarm):
             del self.hops[host]

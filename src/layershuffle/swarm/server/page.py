@@ -1,7 +1,7 @@
-"""The page of a model: its files, what it shows, and the routes that it asks.
+"""The page of a model: its files, its facts, and its routes.
 
-The files are package data, a few dozen kilobytes in all, and go out as they are. This module
-imports no torch, so that the page is there before the models are loaded.
+The files are package data, a few dozen kilobytes in total, and are served unchanged. This module
+imports no torch, so the page is served before the models are loaded.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ HEADERS = {
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # No other site may load it as a script or a picture, whatever it could read out of it.
+    # No other site may embed it as a script or a picture.
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Asked for anew every time: another version of this package may answer at the same address.
+    # Revalidated every time: another version of this package may answer at the same address.
     "Cache-Control": "no-cache",
 }
 FOREIGN = "Another site's page sent this request"
 
 
 class PageFacts(BaseModel):
-    """What the page needs to know before its first question.
+    """The facts that the page loads first.
 
     `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
     package are images of it; `inside`: the models that answer in this process, by role; `models`:
-    what each role's model is called; `swarm`: whether hosts answer at /v1/classify; `token`: opens
-    the way to break hosts, "" where that is not allowed; `links`: text and address.
+    the name of each role's model; `swarm`: whether hosts answer at /v1/classify; `token`: permits
+    requests that break hosts, "" where they are not allowed; `links`: text and address.
     """
 
     depth: int
@@ -59,13 +59,13 @@ class PageFacts(BaseModel):
 
 
 class Answering(Protocol):
-    """What answers for the models of the page; `workbench.Workbench` does."""
+    """The methods of `workbench.Workbench` that the page uses."""
 
     async def answer(self, request: Request) -> dict[str, object]:
-        """The answer of every model inside to the image and the order of a form."""
+        """Every model's answer to the image and the order in the form of the request."""
 
     async def score(self, request: Request) -> dict[str, object]:
-        """How many test pairs every model inside gets right in the order of a form."""
+        """How many test pairs every model classifies correctly in the order of the form."""
 
 
 def page_routes(
@@ -75,8 +75,8 @@ def page_routes(
     admit: Callable[[Request], Awaitable[None]],
 ) -> Sequence[Route]:
     """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
-    the page's files need no key, because a browser has none to send with them."""
-    # Read once: a name that is asked for is looked up here, and never on the disk.
+    the page's files need no key, because browsers send none with them."""
+    # Read once: a requested name is looked up here, and never on the disk.
     files = {path.name: (path.read_bytes(), path.suffix) for path in asset("page").iterdir()}
 
     async def file(request: Request) -> Response:
@@ -87,7 +87,7 @@ def page_routes(
             return Response("There is no such file", 404, HEADERS, "text/plain")
         return Response(content, headers={**HEADERS, "Content-Type": kind})
 
-    async def say(request: Request) -> Response:
+    async def send_facts(request: Request) -> Response:
         await admit(request)
         return JSONResponse((await facts(request)).model_dump(), headers=HEADERS)
 
@@ -105,7 +105,7 @@ def page_routes(
 
     return [
         Route("/", file),
-        Route("/page/facts", say),
+        Route("/page/facts", send_facts),
         Route("/page/answer", answer, methods=["POST"]),
         Route("/page/score", score, methods=["POST"]),
         Route("/page/{name}", file),
@@ -113,8 +113,8 @@ def page_routes(
 
 
 def is_foreign(request: Request) -> bool:
-    """Whether a page of another site makes this request, as its visitor's browser says.
+    """Whether a page of another site makes this request, according to the browser.
 
-    A form of any site can be sent here, and would keep the models busy in the visitor's name.
+    Any site can send a form here, which would keep the models busy.
     """
     return request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site")

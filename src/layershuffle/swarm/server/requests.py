@@ -1,9 +1,8 @@
-"""From an HTTP request to what it asks: its form is read under limits, its fields are checked, its
-images are decoded.
+"""Read a classification request: parse its form under limits, check its fields, decode its images.
 
-Everything that makes a small file dear is checked before anything is decoded: a file of a few bytes
-can claim any size, a long thin image grows when its short side is enlarged, sixteen files of 70 kB
-can hold 400 million pixels, and there are files that are dear although their pixels are few.
+Everything that makes a small file expensive is checked before anything is decoded: a file of a few
+bytes can claim any size, a long thin image grows when its short side is enlarged, sixteen files of
+70 kB can hold 400 million pixels, and some files with few pixels are expensive nevertheless.
 """
 
 from __future__ import annotations
@@ -42,41 +41,41 @@ MULTIPART = "multipart/form-data"
 _FORM_HINT = f"send {MULTIPART} with image files in the field {IMAGE_FIELD!r}, not compressed"
 _MAX_TOP = 1000
 MAX_PASSES = 8
-"""Steps of an order, as many times the depth: a request is not to keep a swarm to itself."""
+"""Most steps of an order, in multiples of the depth: a request must not occupy a whole swarm."""
 _MAX_FIELD_BYTES = 8192  # an order of 1,000 blocks takes half of it
-_MAX_DIGITS = 18  # of a Content-Length that is worth reading as a number
+_MAX_DIGITS = 18  # of a Content-Length that are read
 _MAX_PROBLEMS = 3  # that a refusal lists
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{1,70}")  # RFC 2046, section 5.1.1
 # Named, because Pillow would otherwise try every decoder that it has.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 MAX_SCANS = 32
-"""Of a JPEG. Progressive ones have about ten."""
+"""Most scans of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
-"""Of a JPEG. Those of cameras have about twenty, and one of 16 MB has 250 if all is metadata."""
+"""Most markers of a JPEG. Cameras write about twenty; 16 MB have 250 if all is metadata."""
 MAX_CHUNKS = 10_000
-"""Of a PNG. One of 16 MB has 2,000 as libpng writes it, and 1,400,000 if they are empty."""
+"""Most chunks of a PNG. 16 MB have 2,000 as libpng writes them, and 1,400,000 if all are empty."""
 _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
 _FORMATS_HINT = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-# Not bytes within a scan: a stuffed zero, restarts, filling.
+# Bytes within a scan are excluded: a stuffed zero, restarts, padding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _SCAN, _END, _TEMPORARY = 0xDA, 0xD9, 0x01
 
 
 class Options(BaseModel):
-    """The fields of a request beside its images. Forms have text only, which pydantic converts."""
+    """The fields of a request besides its images. Forms hold text, which pydantic converts."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     deadline_ms: float | None = Field(
-        None, gt=0, description="Milliseconds until the answer is to be out."
+        None, gt=0, description="Milliseconds until the answer must be sent."
     )
     min_blocks: int | None = Field(
         None,
         ge=1,
-        description="Fewest blocks of an answer; with fewer there is no answer. Default: the "
+        description="Fewest blocks of an answer; with fewer, the request fails. Default: the "
         "request waits until its deadline for half of the accuracy, then answers with fewer.",
     )
     order: Annotated[str, Field(max_length=4096)] | None = Field(
@@ -104,9 +103,9 @@ _FIELDS_HINT = f"a request has the fields {', '.join(FormRequest.model_fields)}"
 
 @dataclass(frozen=True)
 class Query:
-    """What a request asks of its images: every option with its value.
+    """The options of a request, with the defaults filled in.
 
-    `min_blocks`: fewest of an answer. `useful_blocks`: with fewer, the time left is used first.
+    `min_blocks`: fewest blocks of an answer. `useful_blocks`: with fewer, a request waits longer.
     """
 
     deadline_ms: float
@@ -118,7 +117,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a request may ask for here. `useful`: blocks that one waits for which names none."""
+    """Bounds on the options of a request. `useful`: the default of `Query.useful_blocks`."""
 
     depth: int
     useful: int
@@ -129,8 +128,8 @@ class Bounds:
 async def read_query(
     request: Request, *, bounds: Bounds, take: Callable[[int], None]
 ) -> tuple[Query, list[bytes]]:
-    """What `request` asks, and its image files. `take` is called with the number of bytes as they
-    come in, and may raise.
+    """The options of `request`, and its image files. `take` is called with the number of bytes of
+    every chunk that arrives, and may raise.
 
     Raises `HTTPError` (400, 408, 413, 415, 422) or `UsageError`.
     """
@@ -158,7 +157,7 @@ async def read_query(
     query = Query(
         deadline_ms=options.deadline_ms or bounds.swarm.deadline_ms,
         min_blocks=options.min_blocks or 1,
-        # The default may be more than a short order can give.
+        # The default may be more than the blocks of a short order.
         useful_blocks=options.min_blocks or min(bounds.useful, most),
         order=order,
         top_k=options.top_k,
@@ -168,7 +167,7 @@ async def read_query(
 
 def read_order(text: str, *, depth: int) -> ExecutionOrder:
     """The order that a request names, as text or JSON. Raises `UsageError` for an invalid order,
-    too many steps, and a state from `depth` or more steps ago, because fewer are kept."""
+    too many steps, and a state from `depth` or more steps ago, because those are not kept."""
     is_json = text.lstrip().startswith("{")
     order = order_of(ExecutionOrder.from_json(text) if is_json else text, depth)
     if len(order) > MAX_PASSES * depth:
@@ -203,7 +202,7 @@ def _boundary_of(headers: Mapping[str, str]) -> bytes:
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's parser; `ended` once the closing boundary has come, of which it takes no note."""
+    """Starlette's parser, with `ended` set at the closing boundary, which Starlette ignores."""
 
     ended = False
 
@@ -214,10 +213,10 @@ class _FormParser(MultiPartParser):
 async def read_form(
     request: Request, *, limits: GatewayLimits, take: Callable[[int], None]
 ) -> tuple[list[bytes], dict[str, str]]:
-    """The image files and the fields of a form.
+    """The image files and the other fields of a form. Raises the errors of `read_query`.
 
-    Parsing runs on the event loop: 64 kB take half a millisecond at worst, and the next ones are
-    awaited in between.
+    Parsing runs on the event loop: a chunk of 64 kB takes half a millisecond at worst, and other
+    tasks run between chunks.
     """
 
     async def stream() -> AsyncGenerator[bytes, None]:
@@ -305,7 +304,8 @@ class Decoder:
     limits: GatewayLimits
 
     def batch(self, files: Sequence[bytes], *, check: Callable[[], None] = lambda: None) -> Tensor:
-        """Float32 `[files, channels, height, width]`. Raises `DataError` naming the image.
+        """The images as float32 `[files, channels, height, width]`. Raises `DataError` with the
+        number of the image.
 
         `check` is called before every step that takes long, and may raise to end the work.
         """
@@ -334,14 +334,14 @@ class Decoder:
         return PixelFinish(self.view)(torch.stack(pixels))
 
     def decode(self, image: Image.Image, place: str) -> Image.Image:
-        """The pixels of an opened image, in the mode that the model wants."""
+        """Decode an opened image, in the mode that the model expects. Raises `DataError`."""
         with _data_errors(place, self.limits):
             # Opening read the head alone; here the pixels are decoded.
             image.load()
             return to_mode(image, self.view.channels, place=place)
 
     def _open(self, file: bytes, place: str) -> Image.Image:
-        """The image, of which no more than the head has been read."""
+        """The image, with only its header read."""
         scans, markers = count_markers(file)
         for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
             if count > most:
@@ -355,7 +355,7 @@ class Decoder:
         return image
 
     def _size(self, size: tuple[int, int], place: str) -> int:
-        """Pixels of an image of this size, as it is or resized, whichever is more.
+        """Number of pixels of an image of this size, as it is or resized, whichever is more.
 
         Raises `DataError` if they are too many.
         """
@@ -371,24 +371,24 @@ class Decoder:
 
 
 def without_metadata(file: bytes) -> bytes:
-    """A PNG without the chunks that its pixels do not need; other files as they are.
+    """A PNG without the chunks that its pixels do not need; other files unchanged.
 
     Pillow unpacks every compressed text and profile of a PNG. It bounds the texts, but not the
-    number of profiles: 1 MB of them took it 4.8 s under the strictest limits it knows. Raises
+    number of profiles: 1 MB of them took 4.8 s under its strictest limits. Raises
     `ValueError` where there are more than `MAX_CHUNKS` chunks of any kind.
     """
     if not file.startswith(_PNG):
         return file
     parts, start, chunks = [_PNG], len(_PNG), 0
-    # What stands behind the end is never read.
+    # Data behind the end is never read.
     while start + 8 <= len(file) and not parts[-1].startswith(b"IEND", 4):
         chunks += 1
         if chunks > MAX_CHUNKS:
             raise ValueError("the image has too many chunks")
         kind = file[start + 4 : start + 8]
         end = start + 12 + int.from_bytes(file[start : start + 4])
-        # Upper case marks chunks that no decoder may skip. Transparency is kept beside them: an
-        # image is converted here as it was in training.
+        # Upper case marks chunks that no decoder may skip. Transparency is kept too, because images
+        # are converted as in training.
         if kind[:1].isupper() or kind == b"tRNS":
             parts.append(file[start:end])
         start = end
@@ -396,10 +396,10 @@ def without_metadata(file: bytes) -> bytes:
 
 
 class _BoundedFile(io.BytesIO):
-    """A file whose head is read in `_HEAD_READS` steps at most; then it raises `ValueError`.
+    """A file whose header may be read in `_HEAD_READS` calls; further ones raise `ValueError`.
 
-    Pillow goes over a JPEG's head byte by byte in Python wherever it knows no segment: 16 MB of
-    filling took it 7 s. No count of markers sees that, for libjpeg skips other bytes than Pillow.
+    Pillow reads a JPEG's header byte by byte in Python where it finds no segment: 16 MB of padding
+    took 7 s. The count of markers misses that, because libjpeg and Pillow skip different bytes.
     """
 
     left: int | None = _HEAD_READS
@@ -414,10 +414,10 @@ class _BoundedFile(io.BytesIO):
 
 
 def count_markers(file: bytes) -> tuple[int, int]:
-    """The scans and the markers of a JPEG, counted until one is too many; 0 and 0 for other files.
+    """The numbers of scans and markers of a JPEG, counted to the first excess; else 0 and 0.
 
-    libjpeg goes over the whole image once per scan, and 42 bytes are enough for one: a file of
-    16 MB could keep it busy for hours. A marker takes four bytes, and a step of Python here.
+    libjpeg processes the whole image once per scan, and a scan needs only 42 bytes: a file of
+    16 MB could keep it busy for hours. A marker takes four bytes, and one step of this loop.
     """
     scans = markers = 0
     marker = _MARKER.search(file, 2) if file.startswith(_JPEG) else None
@@ -433,7 +433,7 @@ def count_markers(file: bytes) -> tuple[int, int]:
 
 @contextmanager
 def _data_errors(place: str, limits: GatewayLimits) -> Iterator[None]:
-    """What Pillow raises, as `DataError`."""
+    """Raise the errors of Pillow as `DataError`."""
     try:
         yield
     except BOMBS as error:

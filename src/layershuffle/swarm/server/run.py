@@ -1,8 +1,8 @@
-"""Run the gateway: one process, beside router and coordinator, on their event loop.
+"""Run the gateway, in the process of router and coordinator and on their event loop.
 
-uvicorn speaks HTTP. Three things that it leaves open to a hostile client are closed here: how many
-connections one address holds, how long a connection may take for a request's head, and how long an
-answer may wait to be fetched. docs/decisions/015-server.md says why no other server is used.
+uvicorn implements HTTP. This module adds three limits that it lacks against hostile clients: on the
+connections of one address, on the time until a request's head is complete, and on the time until an
+answer is read. docs/decisions/015-server.md says why no other server is used.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ async def serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
 
-    `port` 0 takes a free one. With `tls` (`tls.server_context`) the gateway speaks https alone.
+    `port` 0 takes a free one. With `tls` (`tls.server_context`) the gateway accepts only https.
     Raises `UsageError` for an address that other machines reach if the app takes no API key, unless
     it is to be `public`; `LayerShuffleError` for a port in use.
     """
     check_address(host, keyed=app.state.keyed, public=public)
-    # They log every broken form and head: a client could fill the disk.
+    # These log every broken form and head: a client could fill the disk.
     for name in ("python_multipart", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
     limits = GatewayLimits()
@@ -59,12 +59,12 @@ async def serve(
         await Server(app, limits=limits, tls=tls).serve(sockets=[listener])
 
 
-# It relies on uvicorn's internals, so that pyproject.toml allows no later minor version untested.
+# It relies on uvicorn's internals, so pyproject.toml allows no untested minor version.
 class Server(uvicorn.Server):
-    """uvicorn that ends TLS handshakes and connections which make no progress.
+    """A uvicorn server that closes TLS handshakes and connections without progress.
 
-    uvicorn sets no timer before the first request, every byte that comes in ends the one that it
-    sets after an answer, and it waits for ever for a client that does not fetch its answers.
+    uvicorn sets no timer before the first request, stops the timer after an answer at the next
+    byte, and waits forever for a client that does not read its answers.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            # The limits per client go by the address of the connection: anybody may write
-            # X-Forwarded-For. Behind a proxy that is the proxy's address.
+            # The limits per client use the address of the connection, behind a proxy the proxy's:
+            # anybody may write X-Forwarded-For.
             proxy_headers=False,
             h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_graceful_shutdown=_GRACE,
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
             self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what is streamed to clients, which has no end of its own; then as uvicorn does."""
+        """End the streams to clients, which never end by themselves; then shut down as uvicorn."""
         # Any ASGI app may be served; only those with a page have streams.
         ending = getattr(getattr(self.config.app, "state", None), "ending", None)
         if ending is not None:
@@ -123,18 +123,18 @@ class Server(uvicorn.Server):
     def cut_waiting(self, now: float) -> None:
         """Close the connections that have waited too long for their client.
 
-        The server waits for the client until the head of a request is there, and while an answer
-        is not fetched, even if further requests have come in behind it. Single bytes of a head
-        change nothing, and of an answer only steps of `_PROGRESS` bytes count.
+        The server waits for the client until the head of a request is complete, and while an answer
+        is not read, even if further requests have arrived behind it. Single bytes of a head do not
+        count as progress, and of an answer only steps of `_PROGRESS` bytes do.
         """
         before, self._waiting = self._waiting, {}
         for connection in cast("set[H11Protocol]", self.server_state.connections):
             cycle, transport = connection.cycle, connection.transport
             closing = transport.is_closing()
-            # The transport of TLS forgets its buffer when it is closed twice, and raises if it is
-            # asked for it: that would end the server.
-            asked = self._tls is None or not closing
-            unsent = transport.get_write_buffer_size() if asked else 0
+            # A TLS transport that was closed twice has no buffer and raises when asked for its
+            # size, which would end the server.
+            has_buffer = self._tls is None or not closing
+            unsent = transport.get_write_buffer_size() if has_buffer else 0
             running = cycle is not None and not cycle.response_complete
             if running and unsent == 0 and not closing:
                 continue  # the client waits for the server
@@ -143,21 +143,21 @@ class Server(uvicorn.Server):
             since = since if past_state == state else now
             self._waiting[connection] = state, since
             if now - since >= self._patience:
-                # One that closes waits for its client as well: for its goodbye in TLS, or until it
-                # has fetched what is left below TLS.
+                # A closing connection waits for its client too: for the end of TLS, or until it has
+                # read the data left below TLS.
                 transport.abort() if unsent or closing else transport.close()
 
 
 class ListeningSocket(socket.socket):
-    """A listening socket that holds as many connections as the limits allow, per client and in all.
+    """A listening socket that accepts as many connections as allowed, per client and in total.
 
-    It counts where connections are accepted, so that handshakes of TLS count as well. Those beyond
-    are closed at once. Raises `LayerShuffleError` for an address that cannot be listened on.
+    Connections count from their acceptance, so TLS handshakes count as well. Further ones are
+    closed at once. Raises `LayerShuffleError` if it cannot listen on the address.
     """
 
     def __init__(self, host: str, *, port: int, limits: GatewayLimits) -> None:
-        # With the protocol named, or asyncio leaves Nagle's algorithm on, and every answer, which
-        # goes out as head and body, waits 40 ms for the client's delayed acknowledgement.
+        # Without the protocol asyncio leaves Nagle's algorithm on, and every answer, which is sent
+        # as head and body, waits 40 ms for the client's delayed acknowledgement.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._limits = limits
@@ -174,8 +174,8 @@ class ListeningSocket(socket.socket):
             ) from error
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection. Raises `ConnectionAbortedError` for one that was closed at once,
-        after which asyncio asks again."""
+        """The next connection and its address. Raises `ConnectionAbortedError` for a connection
+        beyond the limits, after which asyncio calls again."""
         connection, address = super().accept()
         client = client_of(address[0])
         full = self._connections.total() >= self._limits.connections
@@ -199,7 +199,7 @@ class _AcceptedConnection(socket.socket):
         self._closed_callback: Callable[[], None] | None = closed
 
     def close(self) -> None:
-        """Close it, and call back, once."""
+        """Close the connection, and call `closed` the first time."""
         super().close()
         callback, self._closed_callback = self._closed_callback, None
         if callback is not None:

@@ -1,4 +1,4 @@
-"""One classification from the first byte of its body to the answer, under all limits.
+"""Carry out a classification, from the first byte of its body to the answer, under all limits.
 
 The limits hold for each client (rate, requests under way, share of the decoders) and for all of
 them together.
@@ -38,7 +38,7 @@ from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_quer
 from layershuffle.swarm.server.schemas import Classification, classification
 
 ForeignBlocks = frozenset[tuple[str, int]]
-"""Hosts and blocks, for every block that comes from another model than the swarm's own."""
+"""(host, block) of every block that comes from a model other than the swarm's own."""
 _MILLI = 1000.0
 _T = TypeVar("_T")
 
@@ -59,7 +59,7 @@ class Client:
         return not self.requests and not self.decodes
 
     def wait(self, now: float) -> float:
-        """Count a request; the seconds that it has to wait, 0 if it may be made at `now`.
+        """Count a request; return the seconds that it has to wait, 0 if it is admitted at `now`.
 
         This is the generic cell rate algorithm, a token bucket in one number: every request pays
         for 1 / rate seconds, and a client may be `burst` payments ahead of the clock. A request
@@ -67,17 +67,17 @@ class Client:
         """
         begin = max(self._paid_until, now)
         wait = begin - now - (self._limits.burst - 1) / self._limits.rate
-        # Sums of many payments round: without the margin a request at its time would wait 1e-16 s.
+        # Sums of many payments are rounded: without this margin a request would wait for 1e-16 s.
         if wait > 1e-9:
             return wait
         self._paid_until = begin + 1 / self._limits.rate
         return 0.0
 
     async def decode(self, pool: Executor, work: Callable[[], _T]) -> _T:
-        """What `work` returns, done in a thread of `pool` once this client has a place there.
+        """Run `work` in a thread of `pool` once this client has a place there; return its result.
 
-        Being cancelled gives up the wait. A thread that has begun goes on, and keeps its place
-        until it ends: clients that give up early and ask again get no more decoders than others.
+        Cancellation ends the wait, but not a thread that has begun, which keeps its place until it
+        ends: clients that give up early and ask again get no more decoders than others.
         """
         await self._decoder_places.acquire()
         self.decodes += 1
@@ -97,7 +97,7 @@ class Client:
 
 
 class Clients:
-    """The clients that were heard of last, by address. Takes bounded memory; one event loop."""
+    """The most recent clients, by address, in bounded memory. For one event loop."""
 
     def __init__(self, limits: GatewayLimits) -> None:
         self._limits = limits
@@ -112,8 +112,8 @@ class Clients:
         client = self._clients.setdefault(name, Client(self._limits))
         self._clients.move_to_end(name)
         if len(self._clients) > self._limits.max_clients:
-            # The rate of a forgotten client starts anew, so the one that was silent for longest
-            # goes. Those with requests under way stay: the limit on connections bounds them.
+            # The rate of a forgotten client is reset, so the longest idle is forgotten. Those with
+            # requests under way stay: the limit on connections bounds them.
             idle = (name for name, client in self._clients.items() if client.idle)
             self._clients.pop(next(idle, name))
         return client
@@ -140,9 +140,9 @@ class Clients:
 class RequestScheduler:
     """Carries out classifications, as many at a time as the limits allow.
 
-    The class names in `labels` stand in the order of the model's logits. `foreign_blocks` returns
-    the blocks that are of another model than the one that `calibration` was measured on.
-    `decoder_threads`: what decodes images (default: as many threads as the limits say).
+    `labels`: the class names, in the order of the model's logits. `foreign_blocks` returns the
+    blocks of models other than the one that `calibration` was measured on. `decoder_threads`: the
+    executor that decodes images (default: as many threads as the limits allow).
     """
 
     def __init__(
@@ -177,38 +177,38 @@ class RequestScheduler:
     async def classify(self, request: Request) -> Classification:
         """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `UsageError`, `DataError`.
 
-        The deadline counts from when the body is in, and covers all that follows: the waits for a
-        decoder and for a walk, decoding, the walk. A client that goes away ends the work with
-        `ClientDisconnect`.
+        The deadline counts from the end of the body, and covers the waits for a decoder and for a
+        walk, decoding, and the walk. If the client disconnects, the work is cancelled and
+        `ClientDisconnect` is raised.
         """
         with ExitStack() as places:
             address = request.client.host if request.client else ""
             client = places.enter_context(self.clients.request_of(address))
-            self._check_room()  # before a body comes in for nothing
+            self._check_room()  # before a body is received in vain
             foreign = self._foreign_blocks()
             memory = places.enter_context(ExitStack())
             take = memory.enter_context(self._body_memory())
             query, files = await read_query(request, bounds=self._bounds, take=take)
             begun = self._clock()
             deadline = begun + query.deadline_ms / _MILLI
-            # Counted from here on: a body that trickles in takes its client's places alone.
+            # Not before: a body that arrives slowly takes only the places of its own client.
             places.enter_context(self._counted_as_open())
 
             async def answered() -> Classified:
                 images = await self._decode(files, client=client, deadline=deadline)
-                # Or they would stay in memory, uncounted, while the request walks.
+                # Otherwise they would stay in memory, uncounted, while the request walks.
                 files.clear()
                 memory.close()
                 return await self._walk(images, query, deadline=deadline)
 
-            # One watch for all: each takes two tasks.
+            # One watch for both steps, because each takes two tasks.
             classified = await _unless_gone(request, answered())
         return classification(
             classified,
             labels=self.labels,
             top_k=query.top_k,
             order=query.order,
-            # Blocks may be swapped while a request runs: it may have met those of either time.
+            # Blocks may be swapped while a request runs: it may have visited old and new ones.
             expected=self._expected(
                 classified.route, foreign | self._foreign_blocks(), named=query.order is not None
             ),
@@ -216,7 +216,7 @@ class RequestScheduler:
         )
 
     def close(self) -> None:
-        """End the threads, once what they do is done."""
+        """End the decoder threads when their work is done, and close the remote model."""
         self._decoder_threads.shutdown(wait=True, cancel_futures=True)
         self.remote_model.close()
 
@@ -239,7 +239,7 @@ class RequestScheduler:
         async with self._before(deadline, "it was the request's turn"):
             await self._walks.acquire()
         try:
-            # No time-out here: the router ends a walk in time for an answer from what it has.
+            # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
             return await self.remote_model.classify(
                 images,
                 deadline=deadline,
@@ -252,7 +252,7 @@ class RequestScheduler:
 
     @asynccontextmanager
     async def _before(self, deadline: float, event: str) -> AsyncIterator[None]:
-        """Ends what is awaited inside at `deadline`, in seconds of the router's clock."""
+        """Cancel the body at `deadline`, in seconds of the router's clock. Raises `NotAnswered`."""
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
                 yield
@@ -260,7 +260,7 @@ class RequestScheduler:
             raise _too_late(event) from error
 
     def expected_now(self) -> tuple[Expected | None, str]:
-        """The accuracy to expect if all blocks run that can be reached now, or why not known."""
+        """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router, foreign = self.remote_model.router, self._foreign_blocks()
         usable = [host for host in router.swarm.values() if host.usable]
         reachable = {block for host in usable for block in host.blocks}
@@ -275,7 +275,7 @@ class RequestScheduler:
     def _expected(
         self, route: Route, foreign: ForeignBlocks, *, named: bool
     ) -> tuple[Expected | None, str]:
-        """The accuracy to expect of the answer of `route`, or the reason why it is unknown.
+        """The accuracy to expect of the answer of `route`, or `None` and the reason.
 
         `named`: the client named the steps, so they may not have been measured.
         """
@@ -292,7 +292,8 @@ class RequestScheduler:
     def _expected_with(
         self, cell: Cell | None, foreign: ForeignBlocks
     ) -> tuple[Expected | None, str]:
-        """The accuracy to expect of answers that ran so; none if blocks of another model did."""
+        """The accuracy to expect of answers in `cell`; `None` and the reason if it is unknown or
+        blocks of another model took part."""
         if self.calibration is None:
             return None, NEVER
         if cell is None:
@@ -312,7 +313,7 @@ class RequestScheduler:
         return None, f"blocks of another model than the calibrated one took part ({listed})"
 
     def _check_room(self) -> None:
-        """Raises `HTTPError` (429) if as many requests are open as may be."""
+        """Raises `HTTPError` (429) if too many requests are open."""
         if self._open >= self.limits.running + self.limits.waiting:
             raise busy("Too many requests are open")
 
@@ -328,8 +329,8 @@ class RequestScheduler:
 
     @contextmanager
     def _body_memory(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes bytes from what all bodies together may hold, given back at the
-        end; it raises `HTTPError` (429) if that many are not free."""
+        """A function that reserves bytes of the memory for all bodies, released at the end; it
+        raises `HTTPError` (429) if too few are free."""
         total = 0
 
         def take(count: int) -> None:
@@ -353,7 +354,7 @@ def _too_late(event: str) -> NotAnswered:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled if the client goes away (`ClientDisconnect`)."""
+    """The result of `work`. If the client disconnects, cancels it and raises `ClientDisconnect`."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,6 +1,6 @@
-"""What the gateway answers, as JSON, and how it is made from a route.
+"""The JSON of the gateway's answers, and how it is made from a route.
 
-No torch, no web framework: clients read answers with the same classes.
+It imports no torch and no web framework, because clients read answers with the same classes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _encodable(text: str) -> str:
 
 
 Reason = Annotated[str, AfterValidator(_encodable)]
-"""Words of hosts: a file name in an error may hold characters that JSON cannot carry."""
+"""Text from hosts, made encodable: a file name in an error may hold characters that JSON cannot."""
 
 
 class Guess(BaseModel):
-    """A class and how probable the model finds it (0 to 1)."""
+    """A class and its probability (0 to 1)."""
 
     label: str
     index: int
@@ -52,7 +52,7 @@ class ImageAnswer(BaseModel):
 
 
 class Hop(BaseModel):
-    """One visit to one host: milliseconds in all, of compute, and of waiting at the host."""
+    """One visit to one host: milliseconds in total, of compute, and of waiting at the host."""
 
     model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
 
@@ -62,7 +62,7 @@ class Hop(BaseModel):
     ms: float
     compute_ms: float
     queue_ms: float
-    why: Reason = Field("", description='For everything but "answered".')
+    why: Reason = Field("", description='The reason, if the outcome is not "answered".')
 
 
 class Skipped(BaseModel):
@@ -73,7 +73,7 @@ class Skipped(BaseModel):
 
 
 class Times(BaseModel):
-    """Milliseconds since the request had come in whole, and the parts of the model's forward."""
+    """Milliseconds since the request was complete, and of the parts of the model's forward."""
 
     total: float
     stem: float
@@ -82,17 +82,17 @@ class Times(BaseModel):
 
 
 class Classification(BaseModel):
-    """The answer to a classification, with the way it took."""
+    """The answer to a classification, with the route it took."""
 
     images: list[ImageAnswer]
     depth: int = Field(description="Number of blocks of the model.")
     blocks: list[int] = Field(description="Blocks that ran, in execution order.")
     versions: list[int] = Field(
-        description="Which version of the state each of them read; version k is the state after k "
-        "steps. What a block made of an older version was added to the newest one."
+        description="The version of the state that each block read; version k is the state after "
+        "k steps. A block that read an older version added its residual to the newest."
     )
     skipped: list[Skipped]
-    degraded: bool = Field(description="Whether blocks are missing that were to run.")
+    degraded: bool = Field(description="Whether blocks that were to run are missing.")
     ending: Ending
     route: list[Hop]
     expected: Expected | None
@@ -101,7 +101,7 @@ class Classification(BaseModel):
 
     @property
     def cell(self) -> Cell | None:
-        """How the blocks ran; `None` if there were none."""
+        """How the blocks ran; `None` if none did."""
         steps = tuple(zip(self.blocks, self.versions, strict=True))
         return cell_of(steps) if steps else None
 
@@ -119,21 +119,21 @@ class HostAnswer(BaseModel):
         description="How visits get there: data channel, Ray, or within the gateway; `null` while "
         "it has no process."
     )
-    carrier_why: Reason = Field(description="Why over Ray, not its data channel.")
-    waiting: int = Field(description="Blocks sent there and not answered yet.")
+    carrier_why: Reason = Field(description="Why visits use Ray and not the data channel.")
+    waiting: int = Field(description="Blocks sent to it and not answered yet.")
     strikes: int = Field(description="Failures since the last success.")
-    retry_ms: float | None = Field(description="Until a suspect host is asked again.")
+    retry_ms: float | None = Field(description="Time until a suspect host is tried again.")
 
 
 class Audits(BaseModel):
     """Visits that were computed again at the gateway and compared."""
 
     audited: int
-    disagreed: int = Field(description="Those whose answers differed.")
+    disagreed: int = Field(description="Audits whose answers differed.")
 
 
 class SwarmAnswer(BaseModel):
-    """The swarm now."""
+    """The current state of the swarm."""
 
     model: str
     depth: int
@@ -148,7 +148,7 @@ class SwarmAnswer(BaseModel):
     )
     calibration: CalibrationFacts | None
     expected: Expected | None = Field(
-        None, description="Of answers with all blocks that can be reached now."
+        None, description="Of answers with all blocks that are reachable now."
     )
     expected_why: str = Field("", description="Why there is no expected accuracy.")
     limits: Limits
@@ -168,7 +168,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """What went wrong and what to do next; `id` finds an unexpected failure in the log."""
+    """What went wrong and what to do next; `id` marks an unexpected failure in the log."""
 
     cause: Reason
     hint: str
@@ -225,14 +225,14 @@ def classification(
 
 
 def is_degraded(route: Route, *, order: Iterable[int] | None) -> bool:
-    """Whether a block is missing that was to run: all of them, or those of the `order` asked for,
-    as often as it names them.
+    """Whether blocks that were to run are missing: of all blocks, or of the requested `order`, each
+    as often as it occurs there.
 
     A route may end as complete although a block in the middle of the order had no host.
     """
     if order is not None:
         return Counter(route.order) != Counter(order)
-    # As sets, because any order of the blocks is a whole answer, and some ran again.
+    # As sets, because any order of the blocks is a complete answer, and some may have run twice.
     return set(route.order) != set(range(route.depth))
 
 
@@ -261,7 +261,7 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
 def health(swarm: Swarm, *, depth: int, watching: bool | None = None, trouble: str = "") -> Health:
     """Whether any block can be run at all, and whether the hosts are watched.
 
-    `trouble`: the fault of what runs the hosts.
+    `trouble`: the fault of the system that runs the hosts.
     """
     reachable = depth - len(unreachable(swarm, depth=depth))
     reasons = []
@@ -272,7 +272,7 @@ def health(swarm: Swarm, *, depth: int, watching: bool | None = None, trouble: s
     if trouble:
         reasons.append(trouble)
     return Health(
-        # A single block gives an answer, if a poor one, and one can be had without a watch too.
+        # One block is enough for an answer, though a poor one, and answers need no watch.
         ok=reachable > 0,
         why="; ".join(reasons),
         usable_hosts=sum(host.usable for host in swarm.values()),

@@ -1,7 +1,7 @@
-"""A plan as a server that answers: its hosts, the gateway and the operator's socket, until the end.
+"""Serve a plan: start its hosts, the gateway and the operator's socket, and run until the end.
 
-The server takes the requests of clients; the operator's socket those of the owner of this process
-alone. Nothing here imports torch before the hosts, whose processes do so meanwhile, are begun.
+The gateway answers clients, the operator's socket only the owner of this process. Nothing here
+imports torch before the hosts are started, whose processes import it at the same time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Serving:
     """How a plan is served. `state`: directory of the operator's socket.
 
     `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys.
-    `threads`: of torch in each host (default: as its machine says); `wait`: seconds until the
-    server starts without the hosts that are not up by then. `page`: whether there is one, which
-    links the `reports` in a directory and whose visitors may break hosts if it `may_break`.
+    `threads`: torch threads of each host (default: chosen on its machine); `wait`: seconds after
+    which the server starts without the hosts that are not up. `page`: whether to serve the page; it
+    links the reports in the directory `reports`, and visitors may break hosts if `may_break`.
     """
 
     state: Path
@@ -57,9 +57,9 @@ async def serve_plan(
     say: Callable[[str], None],
     ready: Callable[[Service, str], None],
 ) -> None:
-    """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
+    """Serve the plan with hosts of a Ray session, until SIGINT or SIGTERM.
 
-    `say` gets the steps of the start, `ready` is called with the address once it is open. Raises
+    `say` gets the steps of the start, `ready` the service and its address once it is open. Raises
     `LayerShuffleError` for an address that cannot be listened on, before anything is started.
     """
     from layershuffle.swarm.placement import started_early
@@ -70,8 +70,8 @@ async def serve_plan(
     # A port that is in use is found before the hosts are started, which takes seconds.
     ListeningSocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
     say(f"Loading {plan.model}, and connecting to Ray ...")
-    # Side by side: Ray mostly waits for its processes, and those of the hosts import torch
-    # while this one does. So nothing above may import torch.
+    # In parallel: Ray mostly waits for its processes, and those of the hosts import torch while
+    # this one does. So nothing above may import torch.
     with ThreadPoolExecutor(1) as loader:
         loading = loader.submit(_loaded, plan)
         with session as ray_session:
@@ -79,7 +79,7 @@ async def serve_plan(
             say(f"Starting {len(plan.hosts)} block hosts ...")
             async with started_early(backend, plan):
                 cargo = await asyncio.wrap_future(loading)
-                # It imports torch: now that is there, and the loop is not held up.
+                # It imports torch, which is loaded by now, so the event loop is not blocked.
                 from layershuffle.swarm.service import running_service
 
                 async with running_service(
@@ -92,7 +92,7 @@ async def serve_plan(
 async def serve_service(
     service: Service, serving: Serving, *, ready: Callable[[str], None]
 ) -> None:
-    """Take the requests of clients and of the operator, until SIGINT or SIGTERM."""
+    """Serve clients and the operator, until SIGINT or SIGTERM."""
     from layershuffle.swarm.server.admin import operator_endpoint
     from layershuffle.swarm.server.app import create_app
     from layershuffle.swarm.server.run import serve
@@ -103,7 +103,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=serving.keys,
         model=service.plan.model,
-        # Functions, because the server asks for these while they change.
+        # Functions, because these change while the server runs.
         foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
@@ -123,7 +123,7 @@ async def serve_service(
 
 
 def _page(service: Service, serving: Serving) -> PageOptions | None:
-    """What the page offers, `None` for no page."""
+    """The options of the page, `None` for no page."""
     from layershuffle.swarm.chaos import Fault
     from layershuffle.swarm.server.gateway_page import PageOptions
 
@@ -140,7 +140,7 @@ def _page(service: Service, serving: Serving) -> PageOptions | None:
 
 
 def _loaded(plan: SwarmPlan) -> Cargo:
-    """`service.load_cargo`, for a thread that imports torch by it."""
+    """`service.load_cargo(plan)`, in a thread, because it imports torch."""
     with collector_paused():
         from layershuffle.swarm.service import load_cargo
 

@@ -1,6 +1,6 @@
-"""What travels between clients and the gateway: TLS, and the addresses that may do without.
+"""TLS between clients and the gateway, and the addresses that need none.
 
-Clients import this too, so that it needs no web framework.
+It imports no web framework, because clients import it too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from layershuffle.swarm.ray_config import check_secret
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """The TLS of a gateway with this certificate (its chain may follow in the file): 1.2 or later.
+    """The TLS context (1.2 or later) of a gateway; the file `certificate` may contain its chain.
 
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
     check_secret(key, what="key", hint="name the key that belongs to the certificate")
 
-    # Without it OpenSSL would ask on the terminal, and a service without one would hang.
+    # Otherwise OpenSSL would ask on the terminal, and a service without a terminal would hang.
     def refuse_password() -> NoReturn:
         raise UsageError(
             "The key is encrypted, and the server cannot ask for its password",
@@ -44,12 +44,12 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_context(authority: Path) -> ssl.SSLContext:
-    """The TLS of a client that trusts the certificates in this file alone.
+    """The TLS context of a client that trusts only the certificates in this file.
 
     Raises `UsageError` if it cannot be read.
     """
     try:
-        # With a file named, the authorities of the system are not trusted beside it.
+        # With `cafile`, the authorities of the system are not trusted.
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
         raise UsageError(
@@ -70,7 +70,7 @@ def check_address(host: str, *, keyed: bool, public: bool) -> None:
 
 
 def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
-    """A warning if keys would travel where others may read them, else ""."""
+    """A warning if API keys would be sent unencrypted to other machines, else ""."""
     if encrypted or not keyed or is_loopback(host):
         return ""
     return (
@@ -81,9 +81,9 @@ def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, an address or "localhost"."""
+    """Whether only this machine can reach `host`, an address or "localhost"."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        # Other names are not looked up: what they stand for may change until they are used.
+        # Other names are not looked up: their addresses may change until they are used.
         return host == "localhost"

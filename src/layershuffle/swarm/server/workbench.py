@@ -1,7 +1,7 @@
-"""Models in this process that answer in any order, for the orders that the page tries.
+"""Models in this process that answer in the orders that visitors of the page try.
 
-Unlike the hosts of a swarm, they report how many test pairs are correct in an order, because a
-hundred of them are one small batch here.
+Unlike a swarm, they also report how many test pairs are correct in an order, because a hundred
+pairs are one small batch here.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ LIMITS = GatewayLimits(max_images=1, max_body_bytes=8 << 20, body_ms=5000.0)
 OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
 _OPEN = 32  # requests at one time, so that their bodies take 256 MB at most
 _TOP = 5
-_PAIR = (1, 12, 20)  # as data/digits.py has it, which imports scikit-learn
+_PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
 _SCORES = 256  # orders whose scores are remembered
 _MILLI = 1000.0
 _T = TypeVar("_T")
 
 
 class Workbench:
-    """Answers by `models` of one depth, image size and classes, each in its role.
+    """Answers of `models`, by role; all have the same depth, image size and number of classes.
 
-    `names`: what the page calls the model of each role; `calibration`: of the model in the role
-    "ours". Raises `UsageError` for models that differ.
+    `names`: the name of each role's model on the page; `calibration`: that of the model in the
+    role "ours". Raises `UsageError` for models that differ.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Workbench:
         self.labels = class_names_of(first) or numbered(num_classes_of(first))
         kinds = {(depth_of(m), file_view(m), num_classes_of(m)) for m in self.models.values()}
         if len(kinds) > 1:
-            raise UsageError("The models of the page have other depths, images or classes")
+            raise UsageError("The models of the page differ in depth, image size or classes")
         self.calibration = calibration
         self.has_pairs = takes_pairs(first)
         self.clients = Clients(LIMITS)
@@ -79,7 +79,7 @@ class Workbench:
         self._open = 0
 
     async def answer(self, request: Request) -> dict[str, object]:
-        """The most probable classes by every model, with the time of its forward (ms).
+        """Every model's most probable classes, with the time of its forward in milliseconds.
 
         Raises `HTTPError` for an invalid form, `UsageError` for an invalid order,
         `DataError` for an image that cannot be read.
@@ -91,9 +91,9 @@ class Workbench:
         return {"order": str(order), "answers": await self._run(work)}
 
     async def score(self, request: Request) -> dict[str, object]:
-        """How many of the test pairs every model gets right in an order.
+        """How many test pairs every model classifies correctly in an order.
 
-        Raises as `answer` does, and `UsageError` for a model of other images.
+        Raises as `answer` does, and `UsageError` if the model takes other images.
         """
         _, order = await self._read(request)
         if not self.has_pairs:
@@ -106,7 +106,7 @@ class Workbench:
             raise busy("Too many requests are open")
         self._open += 1
         try:
-            # What bodies take is bounded by their number here.
+            # The number of open requests bounds the memory of bodies.
             files, fields = await read_form(request, limits=LIMITS, take=lambda _: None)
         finally:
             self._open -= 1
@@ -154,14 +154,15 @@ class Workbench:
 
 
 def digits_workbench() -> Workbench:
-    """The shipped model, and beside it the ordinary one that it was refined from."""
-    # Not `service.calibration_of`: all that a swarm runs on would be imported for it.
+    """A workbench of the bundled model and of the ordinary one that it was refined from."""
+    # Not `service.calibration_of`, which would import the whole swarm.
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
     return workbench_of(OURS, calibration=calibration)
 
 
 def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
-    """The model of this spec, and beside it the shipped ordinary one if both have one form."""
+    """A workbench of the model with this spec, and of the bundled ordinary one if it has the same
+    depth."""
     models: dict[Role, nn.Module] = {"ours": load(model), "ordinary": load(ORDINARY)}
     names = {"ours": model, "ordinary": ORDINARY}
     if depth_of(models["ours"]) != depth_of(models["ordinary"]):
@@ -170,7 +171,7 @@ def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
 
 
 def takes_pairs(model: nn.Module) -> bool:
-    """Whether the test pairs of this package are images of `model`, and its classes their names."""
+    """Whether the packaged test pairs fit the image size and the class names of `model`."""
     view, names = file_view(model), class_names_of(model) or ()
     return (view.channels, view.height, view.width) == _PAIR and set(pair_names()) <= set(names)
 

@@ -1,5 +1,5 @@
 """The swarm in virtual time: the real router over simulated hosts that come and go, up to 10,000.
 
-`simulate` in `run` is the way in. `scenario` says what is simulated, `hosts` are the hosts,
-`outcome` the figures, and `clock` is the event loop whose time jumps.
+`run.simulate` is the entry point. `scenario` says what is simulated, `hosts` are the hosts,
+`outcome` the results, and `clock` is the event loop in virtual time.
 """

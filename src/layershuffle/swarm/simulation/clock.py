@@ -12,12 +12,12 @@ import selectors
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop that begins at time 0 and never sleeps; `jumps` counts its steps in time.
+    """An event loop that begins at time 0 and never sleeps; `jumps` counts the jumps of its clock.
 
     Use it with `asyncio.Runner(loop_factory=VirtualTimeLoop)`, and give `loop.time` to whatever
     needs a clock. It has no input or output: sockets and subprocesses are never ready, and the
-    clock does not wait for threads. Raises `RuntimeError` when everything waits and no timer is
-    set, where another loop would hang.
+    clock does not wait for threads. Raises `RuntimeError` when all tasks wait and no timer is set,
+    where another loop would hang.
     """
 
     def __init__(self) -> None:
@@ -27,21 +27,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.jump(0.0)
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
+        """Seconds of virtual time since the loop was created."""
         return self._now
 
     def jump(self, seconds: float) -> None:
         """Move the clock forward."""
         self.jumps += seconds > 0
         self._now += seconds
-        # The base class runs every timer before now + resolution. The smallest step of the clock
-        # keeps events apart that differ at all; a fixed one would vanish in a late `now`, and a
-        # timer of exactly now would never run.
+        # The base class runs every timer before now + resolution. The smallest step of a float
+        # separates all events that differ; a fixed step would be rounded away at a late `now`, and
+        # a timer of exactly `now` would never run.
         self._clock_resolution = math.ulp(self._now)
 
 
 class _Jumping(selectors.SelectSelector):
-    """Where a loop would sleep until its next timer, this moves the loop's clock there."""
+    """A selector that moves the loop's clock to the next timer instead of sleeping until then."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()

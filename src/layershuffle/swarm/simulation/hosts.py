@@ -1,9 +1,8 @@
-"""Simulated hosts as a transport of the router: links, queues, batches, and what can go wrong.
+"""Simulated hosts as a transport of the router: links, queues, batches, and faults.
 
-A host has one worker, which runs one block at a time on the visits that need it; which of them go
-together is decided by the real host's rule (`host.next_batch`). A block adds nothing to the state
-that a visit carries, and a block of a lying host adds 1, so that canaries, audits and the client
-can see who lied.
+A host has one worker, which runs one block at a time on the visits that need it; the real host's
+rule (`host.next_batch`) decides which of them form a batch. A block leaves the state of a visit
+unchanged, and a block of a lying host adds 1, so canaries, audits and the client can detect it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _MILLI = 1000.0
 class SimulatedVisit:
     """A visit on its way to a host, at the host, or on its way back.
 
-    `answer` is done when the caller has the answer, or has given the visit up. `compute`: seconds
-    of the batches that the visit was in, `each`: their seconds per image. `passed`: batches that
-    went before it.
+    `answer` is done when the caller has the answer or has cancelled the visit. `compute`: seconds
+    of the batches that the visit was in; `each`: their seconds per image; `passed`: batches that
+    ran before it.
     """
 
     visit: Visit
@@ -70,7 +69,7 @@ class SimulatedVisit:
 
 
 class SimulatedHost:
-    """One host. Its public methods are what can happen to it; `visit` is what the router asks."""
+    """One host. The router calls `visit`; the other public methods inject and end faults."""
 
     def __init__(
         self, times: HostTimes, *, profile: Profile, limits: Limits, delays: Iterator[float]
@@ -82,7 +81,7 @@ class SimulatedHost:
         self._block = times.block_ms / _MILLI
         self._factor = 1.0
         self._died = 0.0
-        # A process that starts anew does not finish the batch of the one before.
+        # A restarted process does not finish the batch of its predecessor.
         self._process = 0
         # Visits without an answer yet; a dict, because a set would lose their order.
         self._open: dict[SimulatedVisit, None] = {}
@@ -105,9 +104,9 @@ class SimulatedHost:
 
     def _arrive(self, job: SimulatedVisit) -> None:
         if job not in self._open:
-            return  # its caller gave it up, or the process that it was sent to has died
+            return  # its caller has cancelled it, or the process that it was sent to has died
         if self.silent:
-            # Kept and not lost: a real host answered 3 ms after it was thawed (SIGCONT).
+            # Not lost: a real host answered 3 ms after it was thawed (SIGCONT).
             self._delayed.append(partial(self._arrive, job))
             return
         job.arrived = self._loop.time()
@@ -120,7 +119,7 @@ class SimulatedHost:
         self._start_batch()
 
     def _forget_expired(self) -> None:
-        """Drop the visits outside of the running batch that are over, or too late to be of use."""
+        """Drop the visits outside of the running batch that are over or have expired."""
         if len(self._jobs) == len(self._batch):
             return
         now = self._loop.time()
@@ -170,15 +169,15 @@ class SimulatedHost:
             self._loop.call_later(self._half_link, _settle, job, reply)
 
     def _lose(self, job: SimulatedVisit) -> None:
-        """The caller learns of the death, but not before the notice has come."""
+        """Tell the caller that the process is dead, as late as Ray would."""
         # With Ray callers are told 62 to 85 ms after a SIGKILL (`Profile.notice_ms`).
         notice = max(self._loop.time(), self._died + self.profile.notice_ms / _MILLI)
         self._loop.call_at(notice, _settle, job, HostGone("Its process is dead"))
 
-    # --- what happens to it -----------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def die(self) -> None:
-        """End its process: all that it holds is lost."""
+        """End its process, which loses all of its visits."""
         self.alive, self._died, self._process = False, self._loop.time(), self._process + 1
         lost, self._open = self._open, {}
         self._jobs, self._batch, self._delayed = [], [], []
@@ -186,30 +185,30 @@ class SimulatedHost:
             self._lose(job)
 
     def start(self) -> None:
-        """Put a new process in its place, with nothing wrong."""
+        """Replace its process by a new one without faults."""
         if self.alive:
             self.die()
         self.alive, self.draining = True, False
         self.mend()
 
     def hush(self) -> None:
-        """Let nothing in or out, without a word to anyone."""
+        """Deliver no visits and no answers, as a frozen process or a cut cable."""
         self.silent = True
 
     def slow(self) -> None:
-        """Make its compute take longer."""
+        """Multiply its compute time by `SLOW_FACTOR`."""
         self._factor = SLOW_FACTOR
 
     def mend(self) -> None:
-        """End what is wrong with it; what waited goes on its way."""
+        """End its faults, and deliver what was delayed."""
         self.silent, self.lying, self._factor = False, False, 1.0
         delayed, self._delayed = self._delayed, []
-        for go in delayed:
-            go()
+        for deliver in delayed:
+            deliver()
 
 
 class SimulatedHosts:
-    """All hosts of a simulation, by name; the router's transport. `visits` counts what was sent."""
+    """All hosts of a simulation, by name; the router's transport. `visits` counts visits sent."""
 
     def __init__(
         self, names: Iterable[str], *, profile: Profile, limits: Limits, seed: int
@@ -228,7 +227,7 @@ class SimulatedHosts:
 
 
 def _settle(job: SimulatedVisit, reply: Answer | VisitError) -> None:
-    # Its caller gave it up meanwhile.
+    # Its caller has cancelled it meanwhile.
     if job.answer.done():
         return
     if isinstance(reply, Answer):

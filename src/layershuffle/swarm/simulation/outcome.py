@@ -1,4 +1,4 @@
-"""What came of a simulation, as numbers and as text."""
+"""The results of a simulation, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReply:
-    """One request's end, at `ended_at` seconds of virtual time.
+    """The result of one request, which ended at `ended_at` seconds of virtual time.
 
-    `false`: a host that answers wrongly took part. `late`: after its deadline. `enough`: it has the
-    fewest blocks that are an answer, or more.
+    `false`: a host that answers wrongly took part. `late`: it ended after its deadline. `enough`:
+    at least `min_blocks` blocks ran.
     """
 
     route: Route
@@ -44,16 +44,17 @@ class SimulatedReply:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
-    """How the requests ended; every request once.
+    """The results of all requests.
 
     `ended`: answered (all blocks ran, in time), degraded (in time, blocks missing), late (after the
-    deadline), failed (no answer). `blocks`: answers by the number of their blocks. `ms`: times to
-    the end of all requests, ascending. `accuracy`: percent to expect of the answers; `right`: of
-    all requests, those without an answer counted as wrong; `None` without a calibration. `false`:
-    answers in which a host that answers wrongly took part, counted as wrong. `hops`: visits per
-    request, failed ones too. `served`: blocks that each host ran for requests; `visited`: visits
-    that each host answered for them. `seconds`: virtual time; `per_second`: requests that ended in
-    one, over the middle half of them. `visits`: all visits sent, canaries and audits too.
+    deadline), failed (no answer). `blocks`: number of answers by the number of their blocks. `ms`:
+    durations of all requests in milliseconds, ascending. `accuracy`: percent to expect of the
+    answers; `right`: percent to expect of all requests, those without an answer counted as wrong;
+    both `None` without a calibration. `false`: answers in which a host that answers wrongly took
+    part, counted as wrong. `hops`: visits per request, including failed ones. `served`: blocks that
+    each host ran for requests; `visited`: visits for requests that each host answered. `seconds`:
+    virtual time; `per_second`: requests that ended per second, over the middle half of them.
+    `visits`: all visits sent, including canaries and audits.
     """
 
     routing: str
@@ -81,7 +82,7 @@ class SimulationOutcome:
 
     @property
     def mean_blocks(self) -> float:
-        """Blocks of an answer; NaN without answers."""
+        """Mean number of blocks of an answer; NaN without answers."""
         answers = sum(self.blocks.values())
         return sum(k * n for k, n in self.blocks.items()) / answers if answers else math.nan
 
@@ -95,7 +96,7 @@ def outcome_of(
     served: Mapping[str, int],
     visits: int,
 ) -> SimulationOutcome:
-    """The figures of all replies, which come in the order in which they ended."""
+    """The outcome of all replies, which are sorted by the time of their end."""
     ended = Counter(reply.ended for reply in replies)
     answers = [reply for reply in replies if reply.ended != "failed"]
     hops = [hop for reply in replies for hop in reply.route.hops]
@@ -107,7 +108,7 @@ def outcome_of(
         percent = np.interp(range(depth + 1), measured, [queue[kept] for kept in measured])
         ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]
         right = float(sum(accuracy.get(cell, percent[cell.kept]) for cell in ran))
-    # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
+    # A swarm fills up at first and empties at the end, so its rate is measured in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
     return SimulationOutcome(
@@ -130,7 +131,7 @@ def outcome_of(
 
 
 def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
-    """Tables with a column per outcome, under its name (as its routing)."""
+    """Tables with a column per outcome, headed by its key."""
     columns = list(outcomes.values())
     rows = [
         ("requests", *(f"{outcome.requests}" for outcome in columns)),
@@ -157,7 +158,7 @@ def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
 def outcome_json(outcome: SimulationOutcome) -> dict[str, object]:
     """The figures of the report for `json.dumps`; shares in percent, times in milliseconds.
 
-    What is not known without answers or a calibration is `None`, as JSON has no NaN.
+    Figures that need answers or a calibration are `None` without them, as JSON has no NaN.
     """
     return {
         "routing": outcome.routing,

@@ -1,4 +1,4 @@
-"""`simulate`: a plan under load and failures, by the real router and health check in virtual time.
+"""`simulate`: run a plan under load and failures, with the real router, in virtual time.
 
 `Router`, `HealthMonitor` and the policy are those of the gateway, unchanged; the hosts behind them
 are simulated, and the event loop's clock jumps (`clock`).
@@ -34,7 +34,7 @@ _STATE = np.ones((1, 1, 1), dtype=np.float32)  # of one image; honest blocks lea
 
 
 async def _unchanged(state: State) -> State:
-    """What an honest block computes here."""
+    """An honest block of a simulation, which returns the state unchanged."""
     return state
 
 
@@ -52,13 +52,13 @@ def simulate(
     accuracy: Mapping[Cell, float] | None = None,
     rounds: Rounds = QUEUE,
 ) -> SimulationOutcome:
-    """The end of all requests; the same for the same arguments.
+    """The outcome of all requests; the same for the same arguments.
 
     `routing`: instead of the plan's. `faults` happen before requests by number, as in a drill;
     `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
     by how the blocks ran; as one after the other for what is not named there. `rounds`: what the
     router is to run side by side and again. Times are those of the swarm alone, without stem and
-    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, no
+    head. Raises `UsageError` for plans that miss blocks, faults of unknown hosts, no
     requests, or more `min_blocks` than there are.
     """
     if requests < 1:
@@ -72,7 +72,7 @@ def simulate(
     arrivals = arrivals or Arrivals()
 
     async def play() -> SimulationOutcome:
-        # Within the loop, because router and hosts take their clock from it.
+        # Inside the loop, because router and hosts take their clock from it.
         simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
         simulation.router.rounds = rounds
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
@@ -90,7 +90,7 @@ def simulate(
 
 
 class _Simulation:
-    """Simulated hosts, the router and the health check that know them, and the replies so far."""
+    """Simulated hosts, their router and health check, and the replies so far."""
 
     def __init__(
         self,
@@ -121,10 +121,10 @@ class _Simulation:
         return HostView(name, frozenset(host.blocks), share=host.share)
 
     async def _expect_all(self) -> None:
-        """Hold all hosts to their answers, one by one within the time between two canaries.
+        """Begin the health checks of all hosts, spread over the time between two canaries.
 
-        Real hosts join one by one, too. If all began at once, they would all answer their canaries
-        at the same moments ever after.
+        Real hosts join one by one, too. If all began at once, they would always answer their
+        canaries at the same moments.
         """
         shares = np.random.default_rng((self.seed, _CANARY_STREAM)).random(len(self.plan.hosts))
         times = shares * self.plan.limits.canary_every_ms / _MILLI
@@ -133,7 +133,7 @@ class _Simulation:
             self._expect(name)
 
     def _expect(self, name: str) -> None:
-        """Hold the host to the right answers."""
+        """Begin the health checks of the host."""
         host = self.plan.hosts[name]
         donors = {block: host.donors.get(block, self.plan.model) for block in host.blocks}
         self.health.expect(
@@ -223,7 +223,7 @@ class _Simulation:
             raise UsageError(f"A host cannot {fault.kind} in a simulation")
 
     def rejoin(self, name: str) -> None:
-        """Start a dead, shut-out or leaving host anew; for others, what is wrong ends."""
+        """Restart a dead, shut-out or leaving host; end the faults of any other."""
         host, view = self.transport.hosts[name], self.router.swarm[name]
         if host.alive and view.condition in ("healthy", "suspect"):
             host.mend()
@@ -235,7 +235,7 @@ class _Simulation:
         self._expect(name)
 
     def _begin_churn(self, churn: Churn) -> list[tuple[float, str, Iterator[float]]]:
-        """End the hosts that are away at first; a heap of when each changes sides, and after that.
+        """Stop the hosts that are down at first. Returns a heap of (next change, name, stays).
 
         One heap of tuples, and not a timer for each host: with 10,000 timers the event loop spends
         more time on comparing them than on anything else.
@@ -252,7 +252,7 @@ class _Simulation:
         return changes
 
     async def _churn(self, changes: list[tuple[float, str, Iterator[float]]]) -> None:
-        """A host that is up dies, one that is down comes back; and so on."""
+        """Stop and restart hosts at the times in the heap, until cancelled."""
         while True:
             time, name, times = changes[0]
             await asyncio.sleep(time - self.loop.time())
@@ -261,5 +261,5 @@ class _Simulation:
                 host.die()
             else:
                 self.rejoin(name)
-            # From the planned time on, so that a host's times depend on its own draws alone.
+            # Counted from the planned time, so a host's times depend only on its own draws.
             heapreplace(changes, (time + next(times), name, times))

@@ -1,4 +1,4 @@
-"""What is simulated: how fast hosts are, how they come and go, how requests arrive. Plain data."""
+"""The scenario of a simulation: speed and churn of hosts, arrivals of requests. Plain data."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
     from layershuffle.swarm.planning.hosts import PlannedHost
 
 _COPY = "~"
-# Arrivals, churn and canaries draw from streams of their own: a change of one leaves the others.
+# Arrivals, churn and canaries draw from separate streams: a change of one leaves the others.
 _CHURN_STREAM = 1
 _DELAY_STREAM = 3
 
 
 class HostTimes(Settings):
-    """How long one host takes."""
+    """Times of one host."""
 
     block_ms: Above = 5.0
-    """Compute of one block of one image."""
+    """Compute time of one block for one image."""
     link_ms: NotBelow = 5.0
-    """A visit beyond compute and queue, both ways together."""
+    """Time of a visit beyond compute and queue, both ways together."""
 
 
 class Profile(Settings):
-    """How long hosts take, and how soon a death is noticed."""
+    """Times of all hosts, and the delay until a death is noticed."""
 
     every: HostTimes = HostTimes()
-    """Hosts that are not named."""
+    """Times of hosts that `hosts` does not name."""
     hosts: dict[str, HostTimes] = Field(default_factory=dict)
-    """Hosts by name; copies of a host that `scaled` made are like it."""
+    """Times by host; they hold for the copies that `scaled` makes of a host, too."""
     batch_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Time of every further image of a batch, as a share of the first one's."""
-    # Of 25,500 requests on a machine with a load of 10 some visits took ten times the usual time:
-    # a lognormal delay is as uneven.
+    # Among 25,500 requests on a machine with a load of 10, some visits took ten times the usual
+    # time: a lognormal delay is as uneven.
     delay_ms: NotBelow = 0.0
-    """Median of what a busy machine delays a visit by, at random ..."""
+    """Median of the random delay of a visit on a busy machine ..."""
     delay_spread: NotBelow = 0.8
     """... and the standard deviation of its logarithm."""
     notice_ms: NotBelow = 70.0
-    """From the death of a process until its callers are told (Ray, SIGKILL: 62 to 85 ms)."""
+    """Time from the death of a process until its callers are told (Ray, SIGKILL: 62 to 85 ms)."""
 
     def delays(self, seed: int) -> Iterator[float]:
-        """Seconds by which one visit after the other is delayed."""
+        """The delays of successive visits in seconds, without end."""
         draw = np.random.default_rng((seed, _DELAY_STREAM))
         while True:
-            # Nothing is drawn for a quiet machine, so that it costs no time to simulate.
+            # Nothing is drawn for a quiet machine, which saves time.
             yield (
                 self.delay_ms / 1000 * draw.lognormal(0, self.delay_spread)
                 if self.delay_ms
@@ -65,7 +65,7 @@ class Profile(Settings):
 
 
 class Churn(Settings):
-    """Hosts die and come back, each on its own, with exponential times; from a steady state."""
+    """Hosts die and return independently, with exponential times, starting in the steady state."""
 
     up_s: Above
     """Mean time between a host's return and its next death."""
@@ -82,21 +82,21 @@ class Arrivals(Settings):
     """How requests arrive."""
 
     rate: Above | None = None
-    """Requests per second, at random (Poisson); instead of clients."""
+    """Requests per second that arrive at random (Poisson); replaces `clients`."""
     clients: Positive = 4
-    """So many clients, each sending its next request when the last one has ended ..."""
+    """Number of clients, each of which sends its next request when the last one has ended ..."""
     think_ms: NotBelow = 0.0
     """... and this time has passed; after a failed one at least as long as Retry-After says."""
 
     def times(self, requests: int, *, seed: int) -> tuple[float, ...]:
-        """Seconds at which requests arrive at random."""
+        """Arrival times of the requests in seconds, ascending, drawn at `rate`."""
         assert self.rate is not None
         gaps = np.random.default_rng((seed, 0)).exponential(1 / self.rate, size=requests)
         return tuple(np.cumsum(gaps).tolist())
 
 
 def profile_of(hosts: Iterable[PlannedHost]) -> Profile:
-    """The profile of the hosts that a plan was made for."""
+    """The profile of the hosts for which a plan was made."""
     return Profile(
         hosts={
             host.name: HostTimes(
@@ -108,7 +108,7 @@ def profile_of(hosts: Iterable[PlannedHost]) -> Profile:
 
 
 def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
-    """A plan for `hosts` hosts: those of `plan`, in turn, as often as needed (NAME~2 ...).
+    """A plan for `hosts` hosts: copies of those of `plan`, in turn (NAME~2 ...).
 
     Raises `UsageError` for fewer hosts than the plan has.
     """
@@ -122,7 +122,7 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
         for i in range(hosts)
     }
-    # Blocks alone are copied: shares hold for exactly the hosts that they were planned for.
+    # Only blocks are copied: shares are valid for exactly the hosts of the plan.
     grown = {
         name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
         for name, i in copies.items()
@@ -133,14 +133,14 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
 def lives(
     churn: Churn, hosts: int, *, seed: int
 ) -> tuple[tuple[bool, ...], tuple[Iterator[float], ...]]:
-    """Whether each host is up at first, and the times it then stays as it is, in turn.
+    """Whether each host is up at first, and the lengths of its stays up and down, in seconds.
 
     The times of a host depend on the seed and its number alone, not on what else is simulated.
     """
     draw = np.random.default_rng((seed, _CHURN_STREAM))
-    # In the steady state: with all hosts up at first the first seconds would look too good.
+    # In the steady state: if all hosts were up at first, the first seconds would look too good.
     up = draw.random(hosts) < churn.availability
-    # Exponential times have no memory: the rest of a stay is distributed as a whole one.
+    # Exponential times have no memory: the remainder of a stay is distributed like a whole one.
     stays = draw.exponential(np.where(up, churn.up_s, churn.down_s)).tolist()
     return tuple(up.tolist()), tuple(
         _stays(churn, there, stay, (seed, _CHURN_STREAM, number))
@@ -150,7 +150,7 @@ def lives(
 
 def _stays(churn: Churn, up: bool, first: float, seed: tuple[int, ...]) -> Iterator[float]:
     yield first
-    # Not made before a host changes sides twice, which few hosts of a short run do.
+    # Created late, because few hosts of a short run change their state twice.
     draw = np.random.default_rng(seed)
     while True:
         up = not up
@@ -159,7 +159,7 @@ def _stays(churn: Churn, up: bool, first: float, seed: tuple[int, ...]) -> Itera
 
 def depth_of(plan: SwarmPlan) -> int:
     """Number of blocks that the plan's hosts hold. Raises `UsageError` if one is missing."""
-    # Gaps below the last block can be seen; a plan that ends too early looks whole.
+    # Gaps below the last block can be seen; a plan that ends too early looks complete.
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
     plan.check(depth)
     return depth
