@@ -57,6 +57,8 @@ ARMS = (
     Arm(name=MIXED, label="four orders, 1/4 in order"),
     Arm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
     Arm(name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"),
+    Arm(name="layershuffle-tied", label="one tied block"),
+    Arm(name="layershuffle-tied-3", label="three tied blocks"),
     Arm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
     Arm(name="layershuffle-exit", label="exit loss, one order"),
     Arm(name="layershuffle-exit-orders-4", label="exit loss, four orders"),

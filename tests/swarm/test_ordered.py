@@ -14,7 +14,7 @@ from test_router import START, Scripted, after, routed
 from clock import loop_time, run_virtual
 from layershuffle.errors import UsageError
 from layershuffle.orders import ExecutionOrder
-from layershuffle.swarm.messages import HostGone, HostUnavailable, Visit
+from layershuffle.swarm.messages import HostFailed, HostGone, HostUnavailable, Visit
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step, stretch
 from layershuffle.swarm.policy import Finish, RequestProgress, Wait
 from layershuffle.swarm.router import Router
@@ -115,11 +115,12 @@ def test_too_few_blocks_wait_for_a_host_that_may_come_back():
     assert next_of("1+2,0", over, ran="-x", min_blocks=2) == Finish("unreachable")
 
 
-def test_a_late_step_is_asked_for_elsewhere_once():
-    other = host("z", 0)
+def test_a_late_step_is_asked_for_elsewhere_and_of_its_host_once_that_is_cleared():
+    other, suspect = host("z", 0), replace(A, condition="suspect", retry_at=0.5)
     visits = late(sent((0, "a", 0)))
-    assert next_of("0+2", A, other, B, answered=(1,), visits=visits).visit.host == "z"
-    assert next_of("0+2,3", A, B, C, answered=(1,), visits=visits) == PassOver()
+    assert next_of("0+2", suspect, other, B, answered=(1,), visits=visits).visit.host == "z"
+    assert next_of("0+2,3", suspect, B, C, answered=(1,), visits=visits) == PassOver()
+    assert next_of("0+2,3", A, B, C, answered=(1,), visits=visits).visit.host == "a"
 
 
 def test_a_slow_host_is_the_last_resort():
@@ -215,6 +216,41 @@ def test_the_late_answer_of_a_step_counts_while_nothing_follows():
     assert route.steps == order_of("0+1").steps
     assert (state == replayed(route.steps)).all()
     assert 200 <= route.ms < 210
+
+
+def cleared(name):
+    """A probe finds, 200 ms after the start, that the host answers rightly again."""
+
+    def clear(router):
+        router.update(name, lambda host: replace(host, condition="healthy", why=""))
+
+    return (0.2, clear)
+
+
+def test_a_skipped_step_runs_if_the_step_after_it_fails():
+    """a is late and then cleared, b fails: without a step that ran after it, 0 may still run."""
+    acts = {"a": [30.0], "b": [HostFailed("oops")]}
+    _, route, _, _ = routed(acts, {"a": [0], "b": [1]}, depth=2, order=(0, 1), later=cleared("a"))
+    assert (route.order, route.ms) == ((0,), pytest.approx(200))
+
+
+@pytest.mark.parametrize(("ms", "order", "in_all"), [(80, (0, 1), 135), (130, (1,), 115)])
+def test_a_late_answer_counts_until_a_later_step_has_run(ms, order, in_all):
+    """a is given up after 60 ms, so step 0 is skipped, and b runs step 1 for 55 ms.
+
+    An answer of a before that takes the skip back, and step 1 runs again on the newer state.
+    """
+    acts = {"a": [ms / 1000], "b": [0.055, 0.055]}
+    state, route, transport, _ = routed(acts, {"a": [0], "b": [1]}, depth=2, order=(0, 1))
+    assert (route.order, route.ms) == (order, pytest.approx(in_all))
+    assert (state == after(order)).all()
+    assert transport.cancelled == (["b"] if ms == 80 else ["a"])
+
+
+def test_a_late_visit_of_several_steps_stays_in_the_race_with_a_shorter_one():
+    acts = {"a": [0.08], "b": [0.05]}
+    _, route, _, _ = routed(acts, {"a": [0, 1], "b": [1]}, depth=2, order=(0, 1))
+    assert (route.order, route.ms) == ((0, 1), pytest.approx(80))
 
 
 def test_at_the_deadline_what_has_come_is_added_up():

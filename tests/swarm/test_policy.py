@@ -73,6 +73,14 @@ def test_fewer_blocks_are_asked_for_when_time_is_short():
     assert visit == Visit("a", (0, 1, 2), limit=pytest.approx(0.014))
 
 
+@pytest.mark.parametrize("order", [None, tuple(range(12))])
+def test_hosts_are_compared_by_what_they_can_do_in_time(order):
+    """All twelve blocks of a would be too late, and one of b too: five of a are not."""
+    a, b = host("a", *range(12), compute=0.005, link=0.001), host("b", 0, link=0.03)
+    visit = next_of(a, b, depth=13, deadline=0.04, order=order)
+    assert visit == Visit("a", (0, 1, 2, 3, 4), limit=pytest.approx(0.03))
+
+
 def test_a_request_ends_when_nothing_fits_its_time():
     assert next_of(host("a", 0, 1, 2, 3), deadline=0.0159) == Finish("deadline")
     assert next_of(host("a", 0), deadline=0.01, now=0.0) == Finish("deadline")
@@ -80,6 +88,7 @@ def test_a_request_ends_when_nothing_fits_its_time():
 
 def test_a_request_ends_when_all_ran():
     assert next_of(host("a", 0), done=(1, 0, 3, 2)) == Finish("complete")
+    assert next_of(host("a", 0), done=(1, 0, 3, 2), min_blocks=5) == Finish("complete")
     assert next_of(host("a", 0), order=(2, 1), done=(2, 1)) == Finish("complete")
 
 

@@ -1,12 +1,13 @@
 """The router against a scripted transport: what it visits, what it takes, and when it gives up."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from clock import loop_time, run_virtual
+from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -164,6 +165,44 @@ def test_the_only_holder_is_waited_for_beyond_its_hop_limit():
     assert route.ending == "complete"
     assert route.ms == pytest.approx(120)
     assert router.swarm["a"].strikes == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {}, {"order": (0, 1)}, {"routing": "order-free-serial"}, {"routing": "sequential"},
+        {"routing": "replicated-sequential"},
+    ],
+)  # fmt: skip
+def test_a_host_that_swallowed_a_visit_is_asked_again_when_a_probe_has_cleared_it(asked):
+    def clear(router):
+        router.update("a", lambda host: replace(host, condition="healthy", why=""))
+
+    acts, hosts = {"a": [30.0]}, {"a": [0, 1]}
+    state, route, transport, _ = routed(acts, hosts, depth=2, later=(0.2, clear), **asked)
+    assert [(hop.host, hop.outcome) for hop in route.hops] == [("a", "late"), ("a", "answered")]
+    assert (state == after((0, 1))).all()
+    assert (route.ending, route.ms) == ("complete", pytest.approx(200))
+    assert transport.cancelled == ["a"]
+
+
+def test_a_queue_reads_the_newest_state_also_if_older_ones_were_allowed():
+    """Without a calibration a state may be two versions old, but a model may not add to it."""
+    rounds = rounds_of(None)
+    assert rounds.max_age > 0
+
+    async def go():
+        transport = Scripted({"a": [0.11], "b": [0.03], "c": [0.04], "d": [0.05]})
+        router = Router(transport, depth=4, limits=LIMITS, clock=loop_time, rounds=rounds)
+        router.swarm = Swarm(
+            HostView(name, frozenset({block}), compute=0.001, link=0.001)
+            for block, name in enumerate("abcd")
+        )
+        return await router.walk(START, deadline=router.clock() + 1)
+
+    state, route = run_virtual(go())
+    assert route.versions is None
+    assert (state == after(route.order)).all()
 
 
 def test_a_late_answer_counts_when_its_hedge_fails_at_once():

@@ -70,7 +70,8 @@ def decide_free(
     """
     moment = Moment(progress, swarm, now=now, limits=limits)
     left = moment.left
-    ran, most = set(progress.done), max(progress.most or progress.depth, progress.min_blocks)
+    ran, enough = set(progress.done), max(progress.most or progress.depth, progress.min_blocks)
+    most = min(progress.depth, enough)
     if len(ran) >= most or left <= 0:
         whole = len(ran) == progress.depth
         return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
@@ -106,7 +107,7 @@ def decide_free(
     if visit is not None:
         return Finish("deadline")
     missing = [block for block in blocks if block not in ran]
-    return nowhere(moment, missing, routing="order-free")
+    return nowhere(moment, missing, free=True)
 
 
 def _again(
@@ -128,8 +129,13 @@ class _FreeRequest:
     def __init__(self, moment: Moment, *, alone: bool) -> None:
         self.moment, self.alone, progress = moment, alone, moment.progress
         self.enough = len(set(progress.done)) >= progress.min_blocks
-        # A late visit is not repeated at its own host either.
-        self._asked = {(v.host, block) for v in progress.under_way for block in v.blocks}
+        # A late visit does not count: if its host is usable again, a probe has cleared it.
+        self._asked = {
+            (visit.host, block)
+            for visit in progress.under_way
+            if not visit.late
+            for block in visit.blocks
+        }
 
     def may_run(self, block: int) -> bool:
         """Whether a host may be asked for `block`; a slow one only while blocks are too few."""
@@ -174,7 +180,9 @@ class _FreeRequest:
         return (host.name, block) not in self._asked
 
     def _first(self, offers: Sequence[Offer], *, room: int) -> Visit | None:
-        offer = self.moment.first((host, work[:room]) for host, work in offers)
+        # Cut before they are compared, so that a visit fits the time left if any does.
+        cut = self.moment.cut_to_fit
+        offer = self.moment.first((host, cut(host, work[:room])) for host, work in offers)
         return None if offer is None else self.moment.visit(*offer)
 
     def _pays(self, offers: Sequence[Offer], *, room: int, width: int) -> bool:

@@ -6,8 +6,9 @@ the blocks of a round run side by side. A visit carries one block, or several th
 other on one host if no other step reads the states between them.
 
 A pipeline skips no step. Other requests skip a step if no fast host can run it, but one can run a
-later step. Versions count the steps that ran, so the steps that ran form an order again. A step
-that now equals an earlier one (the same block on the same state) is skipped too.
+later step; if that fails, the skipped step may still run. Versions count the steps that ran, so the
+steps that ran form an order again. A step that now equals an earlier one (the same block on the
+same state) is skipped too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from layershuffle.swarm.state import HostView, Swarm
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The progress of the steps of a named order, by position.
+    """The progress of the steps of a request, by position.
 
     `ran`: the number of steps that ran before each position, up to the first one that is not over;
     the others were skipped. `answered`: later positions with an answer. `under_way`: position and
@@ -54,6 +55,13 @@ class Steps:
         """The steps after the next `count` of them ran or were skipped."""
         more = [self.ran[-1] + ran * number for number in range(1, count + 1)]
         return replace(self, ran=(*self.ran, *more))
+
+    def reopened(self, position: int = 0) -> Steps:
+        """The steps without the last skips, as far back as `position`.
+
+        A skip is final once a later step has run.
+        """
+        return replace(self, ran=self.ran[: max(self.ran.index(self.ran[-1]), position) + 1])
 
     def version_of(self, position: int) -> int:
         """The version that this step reads, counted in steps that ran."""
@@ -101,7 +109,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class PassOver:
-    """Skip the first step that is not over."""
+    """Skip the first step that is not over, until a later step has run or nothing is in flight."""
 
 
 def decide_step(
@@ -142,11 +150,9 @@ def _pipeline_step(moment: Moment, steps: Steps, *, routing: Routing) -> Ask | W
         usable = [host for name in swarm.held(block)[:1] if (host := swarm[name]).usable]
     else:
         usable = moment.compared((block,))
-    asked = {visit.host for _, visit in steps.under_way}
-    hosts = [host for host in usable if host.name not in asked]
-    if not hosts:
-        return nowhere(moment, [block], routing=routing)
-    host = min(hosts, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
+    if not usable:
+        return nowhere(moment, [block], free=False)
+    host = min(usable, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
     return Ask(position, moment.visit(host, stretch(steps.order, position, held=host.blocks)))
 
 
@@ -172,33 +178,31 @@ def _free_step(moment: Moment, steps: Steps) -> Ask | PassOver | Wait | Finish:
             return Wait(moment.ends, for_hosts=bool(ready))
         if too_long:
             return Finish("deadline")
-        if any(_holders(moment, steps, position=position, slow=slow) for position in rest):
+        if any(_holders(moment, order.blocks[position], slow=slow) for position in rest):
             return PassOver()
     if enough:
         return Finish("unreachable")
     # Only steps that are not over are left to run.
     missing = [order.blocks[position] for position in (*ready, *rest)]
-    return nowhere(moment, missing, routing="order-free")
+    return nowhere(moment, missing, free=True)
 
 
-def _holders(moment: Moment, steps: Steps, *, position: int, slow: bool) -> list[HostView]:
-    """Usable hosts of the step's block that were not asked for it; only fast ones unless `slow`."""
-    asked = {visit.host for at, visit in steps.under_way if at == position}
-    return [
-        host
-        for host in moment.compared((steps.order.blocks[position],))
-        if host.name not in asked and (slow or not moment.is_slow(host))
-    ]
+def _holders(moment: Moment, block: int, *, slow: bool) -> list[HostView]:
+    """Usable hosts of the block; only fast ones unless `slow`.
+
+    A host whose visit was late is usable again only if a probe has cleared it since.
+    """
+    hosts = moment.compared((block,))
+    return [host for host in hosts if slow or not moment.is_slow(host)]
 
 
 def _ask(moment: Moment, steps: Steps, *, position: int, slow: bool) -> Ask | None:
     """The visit for the step to the host that is expected to answer first, if there is one."""
-    block = steps.order.blocks[position]
-    hosts = _holders(moment, steps, position=position, slow=slow)
-    if (offer := moment.first((host, (block,)) for host in hosts)) is None:
-        return None
-    host, _ = offer
-    return Ask(position, moment.visit(host, stretch(steps.order, position, held=host.blocks)))
+    hosts = _holders(moment, steps.order.blocks[position], slow=slow)
+    stretches = ((host, stretch(steps.order, position, held=host.blocks)) for host in hosts)
+    # Cut before they are compared, so that a visit fits the time left if any does.
+    offer = moment.first((host, moment.cut_to_fit(host, blocks)) for host, blocks in stretches)
+    return None if offer is None else Ask(position, moment.visit(*offer))
 
 
 def stretch(order: ExecutionOrder, position: int, *, held: frozenset[int]) -> tuple[int, ...]:

@@ -56,13 +56,14 @@ class UnderWay:
     """A visit in flight, and the version of the state that it carries.
 
     `waited`: the request waits for it; else it is late, or with a slow host, and its answer counts
-    only if it arrives before the end.
+    only if it arrives before the end. `late`: its limit has passed.
     """
 
     host: str
     blocks: tuple[int, ...]
     version: int
     waited: bool = True
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +221,13 @@ def _turn(host: HostView, work: int) -> float:
     return done / host.share if host.share > 0 else math.inf
 
 
-def nowhere(moment: Moment, blocks: Iterable[int], *, routing: Routing) -> Finish | Wait:
+def nowhere(moment: Moment, blocks: Iterable[int], *, free: bool) -> Finish | Wait:
     """The action of a request if no usable host holds one of the missing `blocks`.
 
     A request with too few blocks waits if a holder may come back or a late visit may still be
-    answered; otherwise it ends.
+    answered; otherwise it ends. `free`: it may be answered without some of its blocks.
     """
-    free, progress, swarm = routing in FREE, moment.progress, moment.swarm
+    progress, swarm = moment.progress, moment.swarm
     if free and len(set(progress.done)) >= progress.min_blocks:
         return Finish("unreachable")
     holders = (swarm[name] for block in blocks for name in swarm.held(block))

@@ -87,7 +87,7 @@ class Rounds:
 
 
 QUEUE = Rounds()
-"""One block after the other, each once; late answers do not count."""
+"""One block after the other, each once; every block reads the newest state."""
 
 
 def overlapped(

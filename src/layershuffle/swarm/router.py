@@ -1,7 +1,7 @@
 """The router: a thin asyncio layer that carries out the policy's decisions over a transport.
 
 Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
-`policy.decide` or `overlap.decide_free` decide everything that it does. Use it from one event
+`free.decide_free` or `ordered.decide_step` decide everything that it does. Use it from one event
 loop only.
 """
 
@@ -147,7 +147,9 @@ class Router:
             if steps is not None:
                 ending = await OrderedWalk(self, walk, order=steps, routing=routing).run()
             else:
-                rounds = self.rounds if routing == "order-free" else QUEUE
+                # In a queue no older state may be read, because a model may not add to its state.
+                several = routing == "order-free" and not self.rounds.as_a_queue
+                rounds = self.rounds if several else QUEUE
                 ending = await FreeWalk(self, walk, rounds=rounds).run()
             route = self._route(walk, ending)
         finally:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -139,13 +139,17 @@ class FreeWalk:
         """Visits whose answers may be added to the state now.
 
         While a visit of several blocks runs on the newest state, only that visit and late ones that
-        it repeats: their answers fit no other state.
+        it repeats on the same state, because its answer fits no other state.
         """
         several = [call for call in self._calls if call.waited and len(call.visit.blocks) > 1]
         if not several:
             return self._calls
         blocks = {block for call in several for block in call.visit.blocks}
-        return [call for call in self._calls if not blocks.isdisjoint(call.visit.blocks)]
+        return [
+            call
+            for call in self._calls
+            if call.version == several[0].version and not blocks.isdisjoint(call.visit.blocks)
+        ]
 
     def _take_ended(self, now: float) -> None:
         """Give up late visits, add answers that arrived, and drop visits that no longer count."""
@@ -197,11 +201,15 @@ class OrderedWalk:
     async def run(self) -> Ending:
         """Make visits until the request ends."""
         router, walk = self._router, self._walk
+        waited = False
         try:
             while True:
                 # Read once: the deadline might pass between two reads, and no visit would be late.
                 now = router.clock()
                 self._take_ended(now)
+                if waited and not self._answers and not any(c.waited for _, c in self._calls):
+                    # The step that others were skipped for has failed, and their hosts may be back.
+                    self._steps = self._steps.reopened()
                 action = decide_step(
                     walk.progress,
                     self._now(),
@@ -219,6 +227,7 @@ class OrderedWalk:
                     self._pass_over()
                 else:
                     await self._wait(action)
+                waited = isinstance(action, Wait)
         finally:
             for _, call in self._calls:
                 call.task.cancel()
@@ -251,18 +260,38 @@ class OrderedWalk:
             self._calls.remove((position, call))
             after = self._router.answer_to(self._walk, call)
             if after is not None:
-                self._answers[position] = call, after
-                self._drop(position)
+                self._keep(position, call, after)
         _give_up_late(self._router, self._walk, [call for _, call in self._calls], now=now)
         self._join()
 
+    def _keep(self, position: int, call: PendingVisit, after: State) -> None:
+        """Store an answer, unless the state that its step reads has changed since.
+
+        It decides about skips: its step may have been skipped while its visit was late, or steps
+        before it, which were to run after all when its visit was late.
+        """
+        if position < self._steps.over:
+            self._steps = self._steps.reopened(position)
+        while self._steps.over < self._steps.order.steps[position][1]:
+            self._pass_over()
+        if call.version == self._steps.version_of(position):
+            self._answers[position] = call, after
+            self._drop([position])
+
     def _join(self) -> None:
         """Add the answers up to the first open step."""
-        walk = self._walk
+        walk, steps = self._walk, self._steps.order.steps
         while answer := self._answers.pop(self._steps.over, None):
             call, after = answer
+            position = self._steps.over
             _add(walk, call, after)
             self._over(len(call.visit.blocks), ran=True)
+            # Visits that were sent while this step was skipped, and their answers.
+            stale = [later for later, (_, read) in enumerate(steps) if read > position]
+            self._drop(stale)
+            self._answers = {
+                later: answer for later, answer in self._answers.items() if later not in stale
+            }
 
     def _over(self, count: int, *, ran: bool) -> None:
         """The next `count` steps are over, so the state has a new version."""
@@ -270,12 +299,15 @@ class OrderedWalk:
         version = self._steps.over
         if version in self._last:
             self._states[version] = self._walk.state
-        for old in [old for old in self._states if self._last[old] < version]:
-            del self._states[old]
+        if ran:  # which makes the skips before it final
+            self._drop(range(version))
+            for old in [old for old in self._states if self._last[old] < version]:
+                del self._states[old]
 
     def _pass_over(self) -> None:
-        """Skip the first step that is not over; its late visits no longer count."""
-        self._drop(self._steps.over)
+        """Skip the first step that is not over; its late visit may still be answered."""
+        if self._now().is_repeated(self._steps.over):
+            self._drop([self._steps.over])
         self._over(1, ran=False)
         self._join()
 
@@ -284,12 +316,12 @@ class OrderedWalk:
         while self._steps.over < len(self._steps.order):
             self._pass_over()
 
-    def _drop(self, position: int) -> None:
-        """Cancel the visits for the step at `position`."""
-        for at, call in self._calls[:]:
-            if at == position:
+    def _drop(self, positions: Container[int]) -> None:
+        """Cancel the visits for the steps at `positions`."""
+        for position, call in self._calls[:]:
+            if position in positions:
                 call.task.cancel()
-                self._calls.remove((at, call))
+                self._calls.remove((position, call))
 
     async def _wait(self, action: Wait) -> None:
         """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes."""
@@ -300,7 +332,9 @@ class OrderedWalk:
 
 
 def _under_way(call: PendingVisit) -> UnderWay:
-    return UnderWay(call.visit.host, call.visit.blocks, call.version, call.waited)
+    return UnderWay(
+        call.visit.host, call.visit.blocks, call.version, waited=call.waited, late=call.reported
+    )
 
 
 def _give_up_late(router: Caller, walk: Walk, calls: Iterable[PendingVisit], *, now: float) -> None:
