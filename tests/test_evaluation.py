@@ -203,6 +203,12 @@ def test_nothing_to_evaluate():
     assert len(list(batches)) == len(BATCHES)
 
 
+def test_a_model_without_a_classifier_has_no_accuracy():
+    model = ls.load("timm:vit_tiny_patch16_224?pretrained=false&depth=2&num_classes=0&img_size=32")
+    with pytest.raises(UsageError, match="has no classifier"):
+        evaluate(model, [(torch.zeros(1, 3, 32, 32), torch.tensor([0]))], modes="sequential")
+
+
 def test_too_many_kept():
     with pytest.raises(UsageError, match="Cannot keep 5 blocks of a model with 4"):
         evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("kept:5"))

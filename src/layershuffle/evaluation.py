@@ -22,9 +22,16 @@ from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
-from layershuffle.errors import DataError
+from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import Device, device_of, warn_of_slow_bf16
-from layershuffle.models import class_names_of, image_view, load, logits_of, num_classes_of
+from layershuffle.models import (
+    class_names_of,
+    host_of,
+    image_view,
+    load,
+    logits_of,
+    num_classes_of,
+)
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.precision import ChosenPrecision, choose_precision
@@ -183,10 +190,11 @@ def evaluate(
     (`layershuffle.trie`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
-    The train or eval mode of every module is restored. Raises `UsageError` for a mode or
-    an order that does not fit the depth, `DataError` if there is no image or not as many `groups`,
-    and for labels that are not class numbers.
+    The train or eval mode of every module is restored. Raises `UsageError` for a model without a
+    classifier and for a mode or an order that does not fit the depth, `DataError` if there is no
+    image or not as many `groups`, and for labels that are not class numbers.
     """
+    _check_classifier(model)
     depth = depth_of(model)
     columns = [
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
@@ -240,6 +248,15 @@ def evaluate(
         )
         for column in columns
     ]
+
+
+def _check_classifier(model: nn.Module) -> None:
+    # The features of such a model would be scored as if they were classes.
+    if getattr(host_of(model), "num_classes", None) == 0:
+        raise UsageError(
+            "The model has no classifier, so it has no accuracy",
+            hint="layershuffle fit --model ... --data ... gives it one",
+        )
 
 
 def _score_batch(

@@ -1,6 +1,7 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and their dependencies."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from fixture import TINY, run_rows, write_run
@@ -225,6 +226,8 @@ def test_work_is_counted(study):
         "merging-baseline", "umap-layershuffle-seed0"))  # fmt: skip
     assert work_of(merging, SUBJECT).block_runs == (7 + 3 * 4 * 5) * 12 * 1000
     assert work_of(umap, SUBJECT).block_runs == 40 * 12 * umap.options.options.images
+    few = replace(SUBJECT, test_images=60)
+    assert work_of(umap, few).block_runs == 40 * 12 * 60
 
 
 def test_time_comes_from_finished_runs(tmp_path):
@@ -256,7 +259,7 @@ def test_time_comes_from_finished_runs(tmp_path):
 
 
 def test_the_time_of_an_analysis_comes_from_a_finished_one_of_its_kind(tmp_path):
-    options = {"name": "norms", "options": {"images": 50}}
+    options = {"name": "norms", "options": {"images": 20}}
     arms = ("baseline", "layershuffle")
     study = StudySettings(**TINY, analyses=[{**options, "arm": arm} for arm in arms])
     write_plan(study, tmp_path)
@@ -273,7 +276,7 @@ def test_the_time_of_an_analysis_comes_from_a_finished_one_of_its_kind(tmp_path)
         result = json.loads(path.read_text()) | {"train_seconds": 20.0, "eval_seconds": 4.0}
         path.write_text(json.dumps(result))
     scored = block_runs(study.evaluate, 4) * 32  # block runs in those 4 seconds
-    assert seconds() == pytest.approx(2 * (8 + 40 * 4 * 50 * 4 / scored))
+    assert seconds() == pytest.approx(2 * (8 + 40 * 4 * 20 * 4 / scored))
     files = tasks[-1].directory(tmp_path) / "files"
     files.mkdir(parents=True)
     (files / "summary.json").write_text('{"title": "Norms", "facts": {}}')

@@ -116,7 +116,10 @@ def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     )
     blocks = f"{metadata['depth']} blocks"
     if tied:
-        blocks += f", of which {len(set(tied))} are different (the others share their weights)"
+        blocks += (
+            f", of which {len(set(tied))} are different (the others share their weights; loaded "
+            "without layershuffle, all are blocks of their own)"
+        )
     lines = [
         f"{kind} ({metadata['library']} {metadata['name']}, {blocks}{heads}), saved by "
         "layershuffle (https://arxiv.org/abs/2407.04513)."

@@ -330,7 +330,8 @@ def work_of(task: Task, subject: StudySubject) -> Work | None:
         if images is None:
             return None
         return Work(block_runs=passes_of(task) * subject.depth * images)
-    return Work(block_runs=passes_of(task) * subject.depth * task.options.options.images)
+    images = scored(task.options.options.images) or 0
+    return Work(block_runs=passes_of(task) * subject.depth * images)
 
 
 def passes_of(task: MergingSpec | AnalysisSpec) -> int:

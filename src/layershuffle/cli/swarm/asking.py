@@ -17,7 +17,7 @@ from layershuffle.cli.swarm.options import read_keys
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.orders import ExecutionOrder
-from layershuffle.text import counted_as, ranked, table
+from layershuffle.text import counted, counted_as, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.expectations import Expected
@@ -152,7 +152,7 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
     if expected is None:
         # Printed explicitly, because without a number users would think the answer certain.
         return f"The accuracy to expect is unknown: {why}"
-    ran = f"{expected.kept} blocks in any order"
+    ran = f"{counted(expected.kept, 'block')} in any order"
     if expected.parallel > 1:
         ran += f", {expected.parallel} side by side"
     if expected.passes > 1:

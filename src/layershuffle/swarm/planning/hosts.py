@@ -352,7 +352,8 @@ def refuse_impossible(problem: PlacementProblem) -> None:
     if there < needed:
         raise UsageError(
             f"Memory is short by {_megabytes(needed - there)}: {_copies(problem.replicas).lower()} "
-            f"all blocks take {_megabytes(needed)}, the hosts have room for {_megabytes(there)}",
+            f"all blocks {'takes' if problem.replicas == 1 else 'take'} {_megabytes(needed)}, the "
+            f"hosts have room for {_megabytes(there)}",
             hint="add hosts or memory, or ask for fewer replicas",
         )
     best = problem.certainty.sum()
