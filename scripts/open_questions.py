@@ -72,7 +72,6 @@ TIMED = {
     "layershuffle-mixed": "layershuffle-mixed, orders per batch 4",
 }
 """The names of methods with options in `benchmarks/methods.py`."""
-TIMES = {"step": "a step", "answer": "an answer"}
 CASES = ("width 64, batch 64", "width 192, batch 32")
 
 
@@ -365,11 +364,10 @@ def averaged_table() -> str:
 
 
 def cost_table() -> str:
-    """The table of parameters, saved bytes, operations, and benchmarked times."""
+    """The table of parameters, saved bytes, operations, and benchmarked times of a step."""
     medians = medians_of("methods")
     head = ["method", "parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
-    timed = [(what, case) for what in TIMES for case in CASES]
-    head += [f"time of {TIMES[what]}, {case}" for what, case in timed]
+    head += [f"time of a step beside ordinary training, {case}" for case in CASES]
     rows = []
     for row in rows_of("costs.csv"):
         name = row["method"]
@@ -377,8 +375,8 @@ def cost_table() -> str:
         megabytes = int(row["file_bytes"]) / 1e6
         cells = [f"`{name}`", f"{int(row['parameters']):,}", f"{megabytes:.2f}"]
         cells += [f"{float(row[column]):.1f}" for column in ("forward", "step")]
-        for what, case in timed:
-            median = medians.get(f"{what} of {measured}, {case}")
+        for case in CASES:
+            median = medians.get(f"step of {measured}, {case}")
             cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
         rows.append(cells)
     return markdown_table(head, rows, align="l" + "r" * (len(head) - 1))

@@ -7,17 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 DECIMAL = r"\d+\.\d+"
-
-
-def loose_numbers(page: str) -> set[str]:
-    """Decimal numbers in the text of a page, or of a part, that no table has."""
-    lines = page.splitlines()
-    table = " ".join(line for line in lines if line.startswith("|"))
-    words = " ".join(line for line in lines if not line.startswith("|"))
-    assert re.search(DECIMAL, words), "there is nothing to check"
-    return set(re.findall(DECIMAL, words)) - set(re.findall(DECIMAL, table))
-
-
 INTERVAL = r"[-+]\d+\.\d+ to [-+]\d+\.\d+"
 
 

@@ -12,7 +12,7 @@ import torch
 import layershuffle as ls
 from common import DEPTH, FAMILIES, PATCH, SIZE, WIDTH, images
 from layershuffle.stack import blocks_of
-from pages import loose_numbers
+from pages import misplaced_numbers
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def test_every_question_has_a_verdict_or_says_that_it_was_not_measured(page: str
             assert "](" in verdict, question
 
 
-def test_every_number_in_the_words_stands_in_a_table(page: str) -> None:
-    assert loose_numbers(page) == set()
+def test_numbers_in_the_words_stand_in_the_tables_beside_them() -> None:
+    # Intervals at 95 %, and the most that boxes overlap.
+    assert misplaced_numbers(open_questions.PAGE, {"95"}) == set()
 
 
 @pytest.mark.parametrize("layout", ["in a row", "spread out"])
