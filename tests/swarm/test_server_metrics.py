@@ -6,7 +6,7 @@ from common import DEPTH
 from layershuffle.swarm.messages import HostFailed, Route
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.metrics import Metrics
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.state import HostView, Swarm, retry_after
 
 FILE = file_of(picture())
 
@@ -103,6 +103,7 @@ def test_retry_after_is_the_next_probe():
         HostView("b", frozenset({1}), condition="suspect", retry_at=6.0),
         HostView("c", frozenset({2}), condition="gone", retry_at=1.0),
     ]
-    assert schemas.retry_after(Swarm(hosts), now=5) == 1
-    assert schemas.retry_after(Swarm(hosts), now=9) == 0
-    assert schemas.retry_after(Swarm(hosts[2:]), now=5) == 1
+    assert retry_after(Swarm(hosts), now=3.5) == 3, "2.5 seconds, in whole ones"
+    assert retry_after(Swarm(hosts), now=5) == 1
+    assert retry_after(Swarm(hosts), now=9) == 1, "at least one"
+    assert retry_after(Swarm(hosts[2:]), now=5) == 1
