@@ -19,7 +19,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from layershuffle.errors import UsageError
 
@@ -254,7 +254,7 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
 
 def check_depth(depth: object) -> None:
     """Raises `UsageError` unless `depth` is a number of blocks; a model is a usual mistake."""
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+    if not is_integer(depth) or depth < 1:
         raise UsageError(
             f"depth must be an integer of at least 1, got {repr(depth).partition('(')[0]}",
             hint="layershuffle.depth_of(model) is that of a model",
@@ -320,7 +320,7 @@ def _plain_integer(value: Any) -> Any:
         return value
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether `value` is an integer but not a bool, because True and False are not block ids."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -143,10 +143,10 @@ def forecast(
 ) -> Forecast:
     """Count the work that is not done in `out`; its time is estimated from the finished runs.
 
-    An analysis takes as long per image as finished ones of its kind; before that, it is counted in
-    scoring passes. `subjects`: of every task. Nothing is trained: a probe of a few batches would
-    say little of compiled blocks, of the data's decoding, or of other work on the machine, all of
-    which a finished run has met.
+    The block runs of an analysis take as long as those of finished ones of its kind; before that,
+    as those of scoring. `subjects`: of every task. Nothing is trained: a probe of a few batches
+    would say little of compiled blocks, of the data's decoding, or of other work on the machine,
+    all of which a finished run has met.
     """
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     left = [task for task in tasks if not is_finished(task, out)]
@@ -167,15 +167,13 @@ def forecast(
     # Two rates, pooled over the runs: training by images and blocks, scoring by block runs.
     seconds = None
     if whole and trained and executed:
-        rates = _analysis_rates(tasks, out)
+        rate = eval_seconds / executed
+        rates = _analysis_rates(tasks, subjects=subjects, out=out)
         seconds = sum(
             _START_SECONDS
-            + (
-                rates[task.options.name] * task.options.options.images
-                if isinstance(task, AnalysisSpec) and task.options.name in rates
-                else work.trained * train_seconds / trained
-                + work.block_runs * eval_seconds / executed
-            )
+            + work.trained * train_seconds / trained
+            + work.block_runs
+            * (rates.get(task.options.name, rate) if isinstance(task, AnalysisSpec) else rate)
             for task, work in zip(left, counted, strict=True)
         )
     # As in `local_pool`: the number of workers that would run.
@@ -199,16 +197,19 @@ def forecast(
     )
 
 
-def _analysis_rates(tasks: Sequence[Task], out: Path) -> dict[str, float]:
-    """Seconds per image of the analyses that are finished, by their names."""
-    images, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
+def _analysis_rates(
+    tasks: Sequence[Task], *, subjects: Mapping[str, StudySubject], out: Path
+) -> dict[str, float]:
+    """Seconds per block run of the analyses that are finished, by their names."""
+    executed, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
     for task in tasks:
         if isinstance(task, AnalysisSpec):
             result = read_outcome(task, AnalysisResult, out=out).result
-            if result is not None and result.seconds is not None:
-                images[task.options.name] += task.options.options.images
+            work = work_of(task, subjects[task.name])
+            if result is not None and result.seconds is not None and work is not None:
+                executed[task.options.name] += work.block_runs
                 seconds[task.options.name] += result.seconds
-    return {name: seconds[name] / count for name, count in images.items()}
+    return {name: seconds[name] / executed[name] for name in executed}
 
 
 def open_subject(fitted: FitSettings) -> StudySubject:

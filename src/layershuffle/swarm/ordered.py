@@ -123,8 +123,8 @@ def decide_step(
 ) -> Ask | PassOver | Wait | Finish:
     """The next action of a request with these steps.
 
-    No visit's limit reaches beyond the deadline less the reserve, no host is asked twice for a step
-    at a time, and every step is over once, so a request ends.
+    No visit's limit reaches beyond the deadline less the reserve, so a request ends. A host is
+    asked for a step again only if its visit was late and a probe has cleared it since.
     """
     visits = tuple(visit for _, visit in steps.under_way)
     moment = Moment(replace(progress, under_way=visits), swarm, now=now, limits=limits)

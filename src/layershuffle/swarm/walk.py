@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -129,7 +129,7 @@ class FreeWalk:
                     call = router.call(walk, action, before=walk.state, version=version, now=now)
                     self._calls.append(call)
                 else:
-                    await self._wait(action)
+                    await _wait(router, action, self._joinable)
         finally:
             for call in self._calls:
                 call.task.cancel()
@@ -171,13 +171,6 @@ class FreeWalk:
             if old or not counts(self._walk.progress, _under_way(call), max_age=age):
                 call.task.cancel()
                 self._calls.remove(call)
-
-    async def _wait(self, action: Wait) -> None:
-        """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes."""
-        router = self._router
-        limits = [call.ends for call in self._calls if call.waited]
-        tasks = {call.task for call in self._joinable}
-        await router.wait(tasks, until=min([action.until, *limits]), changes=action.for_hosts)
 
 
 class OrderedWalk:
@@ -226,7 +219,7 @@ class OrderedWalk:
                 elif isinstance(action, PassOver):
                     self._pass_over()
                 else:
-                    await self._wait(action)
+                    await _wait(router, action, [call for _, call in self._calls])
                 waited = isinstance(action, Wait)
         finally:
             for _, call in self._calls:
@@ -323,18 +316,21 @@ class OrderedWalk:
                 call.task.cancel()
                 self._calls.remove((position, call))
 
-    async def _wait(self, action: Wait) -> None:
-        """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes."""
-        tasks = [call.task for _, call in self._calls]
-        limits = [call.ends for _, call in self._calls if call.waited]
-        until = min([action.until, *limits])
-        await self._router.wait(tasks, until=until, changes=action.for_hosts)
-
 
 def _under_way(call: PendingVisit) -> UnderWay:
     return UnderWay(
         call.visit.host, call.visit.blocks, call.version, waited=call.waited, late=call.reported
     )
+
+
+async def _wait(router: Caller, action: Wait, calls: Sequence[PendingVisit]) -> None:
+    """Wait until one of `calls` ends or is late, time is up or, if it matters, the swarm changes.
+
+    All visits for which the request waits have to be among `calls`.
+    """
+    limits = [call.ends for call in calls if call.waited]
+    until = min([action.until, *limits])
+    await router.wait([call.task for call in calls], until=until, changes=action.for_hosts)
 
 
 def _give_up_late(router: Caller, walk: Walk, calls: Iterable[PendingVisit], *, now: float) -> None:
