@@ -76,7 +76,6 @@ class Fake:
     wrong: bool = False
     lies: float = 0.0
     dead: bool = False
-    draining: bool = False
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -142,13 +141,10 @@ class FakeHosts:
             self.log.append(("unload", name, tuple(args[0])))
             for block in args[0]:
                 del process.weights[block]
-        elif method == "drain":
-            process.draining = True
         weights = process.weights.items()
         return SimpleNamespace(
             pid=1,
             blocks={block: digest_of(str(weight).encode()) for block, weight in weights},
-            draining=process.draining,
         )
 
     def kill(self, name):
@@ -170,8 +166,8 @@ class FakeHosts:
         await process.thawed.wait()
         if process.dead:
             raise HostGone("its process is dead")
-        if process.draining or not set(visit.blocks) <= set(process.weights):
-            raise HostUnavailable("draining, or not held")
+        if not set(visit.blocks) <= set(process.weights):
+            raise HostUnavailable("not held")
         await asyncio.sleep(0.001)  # else the clock would stand still while requests go on
         weights = dict(process.weights)
         after = computed(unpack(packet), visit.blocks, weights)

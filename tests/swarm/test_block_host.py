@@ -319,7 +319,7 @@ def test_numbers_that_are_not_finite_are_answered_as_they_are():
     assert np.isnan(unpack(run(work, host_with(bundle_of("timm-vit"))).packet)).any()
 
 
-def test_leaving_in_good_order(calls):
+def test_visits_finish_with_blocks_that_are_unloaded(calls):
     async def work(host):
         with pytest.raises(HostUnavailable, match="does not hold block 7"):
             await host.visit([0, 7], pack(states(1)[0], "fp32"), budget_ms=LONG)
@@ -329,11 +329,7 @@ def test_leaving_in_good_order(calls):
         assert host.info().computing + host.info().waiting == 2
         assert host.info().computing >= 1
         host.unload([0])
-        host.drain()
-        assert host.info().draining
         assert sorted(host.info().blocks) == [1, 2, 3]
-        with pytest.raises(HostUnavailable, match="leaving"):
-            await host.visit([1], pack(states(1)[0], "fp32"), budget_ms=LONG)
         calls.gate.set()
         return await asyncio.gather(*under_way)
 
@@ -348,6 +344,8 @@ def test_closing_turns_everybody_away(calls):
         host.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, HostUnavailable) for result in results)
+        with pytest.raises(HostUnavailable, match="closed"):
+            await visit(host, [0], states(1)[0])
         calls.gate.set()
         name = "host-pi"
         await until(lambda: not any(t.name.startswith(name) for t in threading.enumerate()))
@@ -361,7 +359,7 @@ def test_what_a_host_says_of_itself():
     host = host_with(bundle, blocks=[1, 3])
     info = host.info()
     host.close()
-    assert (info.name, info.pid, info.waiting, info.draining) == ("pi", os.getpid(), 0, False)
+    assert (info.name, info.pid, info.waiting) == ("pi", os.getpid(), 0)
     assert info.blocks == {1: bundle.digests[1], 3: bundle.digests[3]}
 
 

@@ -17,6 +17,7 @@ from fake_hosts import condition, coordinated
 
 from clock import loop_time, run_virtual
 from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.host import HostInfo
 from layershuffle.swarm.limits import Limits, restart_pause
 from layershuffle.swarm.placement import HostRecord, ended
 from layershuffle.swarm.ray_hosts import RayHosts
@@ -229,9 +230,6 @@ def test_hosts_start_again_after_ray_has_ended():
 def test_no_more_processes_start_at_once_than_there_are_cores():
     """Six hosts that restart together would take the cores from those that live."""
 
-    class Info:
-        draining = False
-
     class Counting(RayHosts):
         now = most = 0
 
@@ -240,7 +238,7 @@ def test_no_more_processes_start_at_once_than_there_are_cores():
             self.most = max(self.most, self.now)
             await asyncio.sleep(1.0)
             self.now -= 1
-            return Info()
+            return HostInfo(name, {}, 1, 0, 0)
 
     async def go():
         hosts, clock = Counting(None, limits=LIMITS), asyncio.get_running_loop().time

@@ -162,7 +162,6 @@ class Coordinator:
             return True
         self.router.update(name, state.draining)
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
-        await self._call(name, self.backend.call(name, "drain"))
         while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
             await asyncio.sleep(_POLL)
         return view is None or not view.waiting

@@ -52,7 +52,6 @@ class HostInfo:
     pid: int
     waiting: int
     computing: int
-    draining: bool
     channel: str = ""
 
 
@@ -152,7 +151,7 @@ class BlockHost:
         self._lock = Lock()  # for all attributes below, which the loop and the worker share
         self._jobs: list[QueuedVisit] = []
         self._turn_of: list[QueuedVisit] = []
-        self._busy = self._draining = self._closed = False
+        self._busy = self._closed = False
         # A new thread has torch's default number of threads, on which the last bits depend.
         self._worker = ThreadPoolExecutor(
             max_workers=1,
@@ -195,21 +194,15 @@ class BlockHost:
         with self._lock:
             jobs, computing = [*self._jobs], [*self._turn_of]
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
-            draining = self._draining
         active = [job for job in jobs if not job.future.cancelled()]
         waiting = sum(job not in computing for job in active)
-        return HostInfo(
-            self.name, blocks, os.getpid(), waiting, len(active) - waiting, draining, self.channel
-        )
-
-    def drain(self) -> None:
-        """Take no new visits; visits in progress finish."""
-        self._draining = True
+        running = len(active) - waiting
+        return HostInfo(self.name, blocks, os.getpid(), waiting, running, self.channel)
 
     def close(self) -> None:
         """Refuse all visits, including those in progress. The thread ends after its turn."""
         with self._lock:
-            self._draining = self._closed = True
+            self._closed = True
             jobs, self._jobs = self._jobs, []
             for job in jobs:
                 self._end(job, HostUnavailable(f"Host {self.name} is closed"))
@@ -221,7 +214,7 @@ class BlockHost:
         """Run `blocks` in this order on the state of `packet` (`messages.pack_answer`).
 
         A visit that runs alone gives the result of the model, bit for bit (fp32 wire). Cancelling
-        drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
+        drops it. Raises `HostUnavailable` (queue full, closed, block not held), `WorkExpired`
         (its turn came after the budget was used up), `HostFailed` (it cannot be computed).
         """
         return await asyncio.wrap_future(self.begin(blocks, packet, budget_ms=budget_ms))
@@ -241,8 +234,8 @@ class BlockHost:
         return job.future
 
     def _steps(self, blocks: Sequence[int], packet: Packet) -> tuple[Block, ...]:
-        if self._draining:
-            raise HostUnavailable(f"Host {self.name} is leaving")
+        if self._closed:
+            raise HostUnavailable(f"Host {self.name} is closed")
         missing = [block for block in blocks if block not in self._blocks]
         if missing:
             raise HostUnavailable(f"Host {self.name} does not hold block {missing[0]}")

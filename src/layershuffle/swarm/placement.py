@@ -41,7 +41,7 @@ class Node:
     address: str
 
 
-HostCall = Literal["load", "unload", "info", "drain"]
+HostCall = Literal["load", "unload", "info"]
 """Calls to a host other than visits: the methods of `host.BlockHost` with these names."""
 
 

@@ -219,15 +219,8 @@ class RayHosts:
     async def start(self, name: str, *, node: str) -> HostInfo:
         """Start a process for the host `name` on the member `node`, unless there is one.
 
-        A process with other limits, or one that is draining, is replaced.
+        A process with other limits is replaced.
         """
-        info = await self._started(name, node)
-        if info.draining:
-            await self.end(name)
-            info = await self._started(name, node)
-        return info
-
-    async def _started(self, name: str, node: str) -> HostInfo:
         if earlier := self._making.get(name):
             await asyncio.wait({earlier})
         # A new process imports torch, which takes two seconds of a core. More at once than cores

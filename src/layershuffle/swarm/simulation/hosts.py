@@ -75,7 +75,7 @@ class SimulatedHost:
         self, times: HostTimes, *, profile: Profile, limits: Limits, delays: Iterator[float]
     ) -> None:
         self.profile, self.limits, self.delays = profile, limits, delays
-        self.alive, self.silent, self.draining, self.lying = True, False, False, False
+        self.alive, self.silent, self.lying = True, False, False
         self._loop = asyncio.get_running_loop()
         self._half_link = times.link_ms / 2 / _MILLI
         self._block = times.block_ms / _MILLI
@@ -112,7 +112,7 @@ class SimulatedHost:
         job.arrived = self._loop.time()
         job.expires = job.arrived + job.visit.budget_ms / _MILLI
         self._forget_expired()
-        if self.draining or len(self._jobs) - len(self._batch) >= self.limits.max_queue:
+        if len(self._jobs) - len(self._batch) >= self.limits.max_queue:
             self._reply(job, HostUnavailable("The host takes no more work"))
             return
         self._jobs.append(job)
@@ -188,7 +188,7 @@ class SimulatedHost:
         """Replace its process by a new one without faults."""
         if self.alive:
             self.die()
-        self.alive, self.draining = True, False
+        self.alive = True
         self.mend()
 
     def hush(self) -> None:

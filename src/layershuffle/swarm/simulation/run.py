@@ -215,7 +215,6 @@ class _Simulation:
         elif fault.kind == "wrong":
             host.lying = True
         elif fault.kind == "leave":
-            host.draining = True
             self.router.update(fault.host, state.draining)
         elif fault.kind == "rejoin":
             self.rejoin(fault.host)
