@@ -73,6 +73,7 @@ TIMED = {
 }
 """The names of methods with options in `benchmarks/methods.py`."""
 CASES = ("width 64, batch 64", "width 192, batch 32")
+TIMES = ("step", "answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,10 +365,10 @@ def averaged_table() -> str:
 
 
 def cost_table() -> str:
-    """The table of parameters, saved bytes, operations, and benchmarked times of a step."""
+    """The table of parameters, saved bytes, operations, and benchmarked times."""
     medians = medians_of("methods")
     head = ["method", "parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
-    head += [f"time of a step beside ordinary training, {case}" for case in CASES]
+    head += [f"time per {what}, {case}" for what in TIMES for case in CASES]
     rows = []
     for row in rows_of("costs.csv"):
         name = row["method"]
@@ -375,9 +376,10 @@ def cost_table() -> str:
         megabytes = int(row["file_bytes"]) / 1e6
         cells = [f"`{name}`", f"{int(row['parameters']):,}", f"{megabytes:.2f}"]
         cells += [f"{float(row[column]):.1f}" for column in ("forward", "step")]
-        for case in CASES:
-            median = medians.get(f"step of {measured}, {case}")
-            cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
+        for what in TIMES:
+            for case in CASES:
+                median = medians.get(f"{what} of {measured}, {case}")
+                cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
         rows.append(cells)
     return markdown_table(head, rows, align="l" + "r" * (len(head) - 1))
 
