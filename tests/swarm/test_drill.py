@@ -275,17 +275,17 @@ class FakeOperator:
         self.asked, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
 
-    def routing(self, routing):
-        self.told.append(("routing", routing))
-        return "sequential"
-
-    def fault(self, host, kind):
+    def command(self, name, *, routing="", host="", kind=""):
+        if name == "routing":
+            self.told.append((name, routing))
+            return {"before": "sequential"}
         self.asked.set()
         assert kind == "rejoin" or self.goes_on.wait(HANGS)
         self.told.append((kind, host))
         if (kind, host) in self.refuses:
             raise LayerShuffleError(f"{host} cannot {kind}")
         self.conditions[host] = "healthy" if kind == "rejoin" else "gone"
+        return {}
 
 
 def drilled(monkeypatch, operator, ask, plan=PLAN, **options):

@@ -263,23 +263,23 @@ def condition_until(service, host, wanted):
 
 def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
     def work(operator, service):
-        assert operator.plan() == PLAN.model_dump(mode="json")
-        assert operator.routing("sequential") == "order-free"
+        assert operator.command("plan") == PLAN.model_dump(mode="json")
+        assert operator.command("routing", routing="sequential") == {"before": "order-free"}
         assert service.router.routing == "sequential"
-        operator.routing("order-free")
-        assert operator.drain("a") is True
+        operator.command("routing", routing="order-free")
+        assert operator.command("drain", host="a") == {"empty": True}
         assert service.router.swarm["a"].condition == "draining"
-        operator.readmit("a")
+        operator.command("readmit", host="a")
         condition_until(service, "a", "healthy")
-        operator.fault("b", "crash")
-        operator.fault("b", "rejoin")
+        operator.command("fault", host="b", kind="crash")
+        operator.command("fault", host="b", kind="rejoin")
         condition_until(service, "b", "healthy")
         with pytest.raises(UsageError, match="no host 'z'"):
-            operator.drain("z")
+            operator.command("drain", host="z")
         with pytest.raises(LayerShuffleError, match="no such directory"):
-            operator.swap("a", 0, donor="dir:/nowhere")
+            operator.command("swap", host="a", block=0, donor="dir:/nowhere")
         with pytest.raises(UsageError, match="kind: Input should be 'crash', 'freeze'"):
-            operator.fault("a", "explode")
+            operator.command("fault", host="a", kind="explode")
 
     served(tmp_path, work)
 
@@ -368,7 +368,7 @@ def test_a_swap_keeps_no_request_waiting(tmp_path, monkeypatch, siblings, saved)
     def work(operator, service):
         whole_answer(service, batch)
         with ThreadPoolExecutor(1) as pool:
-            swapping = pool.submit(operator.swap, "a", 2, donor=spec)
+            swapping = pool.submit(operator.command, "swap", host="a", block=2, donor=spec)
             try:
                 assert gate.reached.wait(HANGS)
                 for _ in range(4):  # answered while the donor is read, which goes on only then
@@ -380,7 +380,7 @@ def test_a_swap_keeps_no_request_waiting(tmp_path, monkeypatch, siblings, saved)
         got = whole_answer(service, batch, order=(2,))
         assert torch.equal(got.logits, wanted)
         with pytest.raises(UsageError, match=r"has no block 7 \(0 to 3 exist\)"):
-            operator.swap("a", 7, donor=spec)
+            operator.command("swap", host="a", block=7, donor=spec)
 
     served(tmp_path, work, model)
 
@@ -393,9 +393,9 @@ def test_a_swap_is_undone_with_the_model_itself(tmp_path):
     ls.save(stranger, tmp_path / "stranger")
 
     def work(operator, service):
-        operator.swap("a", 2, donor=str(tmp_path / "own"))
+        operator.command("swap", host="a", block=2, donor=str(tmp_path / "own"))
         with pytest.raises(UsageError, match="the base is"):
-            operator.swap("a", 2, donor=str(tmp_path / "stranger"))
+            operator.command("swap", host="a", block=2, donor=str(tmp_path / "stranger"))
 
     served(tmp_path, work, ls.load(str(tmp_path / "own")))
 

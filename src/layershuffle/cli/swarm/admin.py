@@ -42,7 +42,7 @@ class DrainCommand(_NamedHostCommand):
     def run(self) -> int:
         """Wait until the host has nothing left to do."""
         with self.operator() as operator:
-            empty = operator.drain(self.host)
+            empty = operator.command("drain", host=self.host)["empty"]
         # A drain waits for a while; visits under way end at their own deadlines in any case.
         end = "is empty" if empty else "still has work, which will end at its deadlines"
         print(
@@ -60,7 +60,7 @@ class ReadmitCommand(_NamedHostCommand):
     def run(self) -> int:
         """Readmit the host; it serves again once its answers were found correct."""
         with self.operator() as operator:
-            operator.readmit(self.host)
+            operator.command("readmit", host=self.host)
         print(f"Host {self.host} is started. Next: layershuffle swarm status --address URL")
         return 0
 
@@ -80,6 +80,6 @@ class SwapCommand(_NamedHostCommand):
     def run(self) -> int:
         """Swap the block."""
         with self.operator() as operator:
-            operator.swap(self.host, self.block, donor=self.donor)
+            operator.command("swap", host=self.host, block=self.block, donor=self.donor)
         print(f"Block {self.block} of host {self.host} comes from {self.donor} now.")
         return 0

@@ -80,7 +80,7 @@ class DrillCommand(ServerOptions):
         if self.scenarios and self.kill is not None:
             raise UsageError("--scenarios and --kill exclude each other", hint="give one of them")
         with operator_of(self.state) as operator:
-            plan = SwarmPlan(**operator.plan())
+            plan = SwarmPlan(**operator.command("plan"))
             # The expected numbers are computed from the plan, so it must be the one that runs.
             if self.plan is not None and read_swarm_plan(self.plan) != plan:
                 raise UsageError(
@@ -128,13 +128,13 @@ class DrillCommand(ServerOptions):
         lost, reports = 0.0, []
         # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
         # and the clients of the running service get the routing back that they had.
-        routing_before = operator.routing(self.routings[0])
+        routing_before = operator.command("routing", routing=self.routings[0])["before"]
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             try:
                 for routing in self.routings:
-                    operator.routing(routing)
+                    operator.command("routing", routing=routing)
                     try:
                         drill = await run_drill(
                             ask,
@@ -164,7 +164,7 @@ class DrillCommand(ServerOptions):
                     finally:
                         await engine.mend()
             finally:
-                operator.routing(routing_before)
+                operator.command("routing", routing=routing_before)
         if self.json:
             print(json.dumps({"hosts": len(plan.hosts), "routings": reports}, indent=2))
         return 1 if lost else 0
@@ -300,7 +300,7 @@ class _Remote:
 
     async def _ordered(self, host: str, kind: FaultKind) -> None:
         # The operator's socket blocks, and the requests must go on meanwhile.
-        await asyncio.to_thread(self._operator.fault, host, kind)
+        await asyncio.to_thread(self._operator.command, "fault", host=host, kind=kind)
 
     def _stayed_away(self, hosts: set[str]) -> LayerShuffleError:
         return LayerShuffleError(

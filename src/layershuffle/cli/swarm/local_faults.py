@@ -42,7 +42,7 @@ class RunningSwarm:
     async def fault(self, host: str, kind: FaultKind) -> None:
         """Let one host fail."""
         # The operator's socket blocks, and the requests must go on meanwhile.
-        await asyncio.to_thread(self._operator.fault, host, kind)
+        await asyncio.to_thread(self._operator.command, "fault", host=host, kind=kind)
 
     async def kill(self, process: str) -> None:
         """SIGKILL to the gateway, or to the process of this name that it started."""

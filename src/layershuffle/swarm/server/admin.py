@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from fastapi import FastAPI
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     # It imports torch, which takes seconds, and commands look for a swarm that runs before that.
     from layershuffle.swarm.service import Service
 
+CommandName = Literal["drain", "readmit", "swap", "routing", "fault", "plan"]
 SOCKET = "operator.sock"
 # Seconds; a swap may have to load a whole model before it answers.
 _TIMEOUT = 120.0
@@ -74,15 +75,18 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/drain")
     async def drain(command: HostBody) -> dict[str, Any]:
+        """Let the host finish its visits and take no more; `empty`: it has finished."""
         return {"empty": await coordinator.drain(command.host)}
 
     @app.post("/readmit")
     async def readmit(command: HostBody) -> dict[str, Any]:
+        """Restart a host that was shut out, was drained, or died."""
         await coordinator.readmit(command.host)
         return {}
 
     @app.post("/swap")
     async def swap(command: SwapBody) -> dict[str, Any]:
+        """Replace a block of the host with the same block of the model `donor`."""
         block, base = command.block, coordinator.base
         # In a thread: reading files or loading a model would block requests.
         from layershuffle.swarm.service import donor_bundle
@@ -93,17 +97,19 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/routing")
     async def routing(command: RoutingBody) -> dict[str, Any]:
-        # A drill restores the earlier routing at its end.
+        """Set the routing of new requests; `before`: the earlier one."""
         before, router.routing = router.routing, command.routing
         return {"before": before}
 
     @app.post("/fault")
     async def fault(command: FaultBody) -> dict[str, Any]:
+        """Inject a fault into a host, for a drill."""
         await service.faults.inject(Fault(0, command.host, command.kind))
         return {}
 
-    @app.get("/plan")
+    @app.post("/plan")
     async def plan() -> dict[str, Any]:
+        """The running plan."""
         return service.plan.model_dump(mode="json")
 
     @app.exception_handler(LayerShuffleError)
@@ -154,7 +160,7 @@ async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None
 
 
 class Operator:
-    """The client of the operator's socket. Every method may raise `LayerShuffleError`.
+    """The client of the operator's socket. Every command may raise `LayerShuffleError`.
 
     Raises `UsageError` if no swarm listens in the directory `state`.
     """
@@ -173,38 +179,14 @@ class Operator:
             timeout=_TIMEOUT,
         )
 
-    def drain(self, host: str) -> bool:
-        """Let the host finish its visits and take no more. Returns whether it is empty."""
-        return bool(self._ask("POST", "/drain", host=host)["empty"])
-
-    def readmit(self, host: str) -> None:
-        """Restart a host that was shut out, was drained, or died."""
-        self._ask("POST", "/readmit", host=host)
-
-    def swap(self, host: str, block: int, *, donor: str) -> None:
-        """Replace a block of the host with the same block of the model `donor`."""
-        self._ask("POST", "/swap", host=host, block=block, donor=donor)
-
-    def routing(self, routing: Routing) -> Routing:
-        """Set the routing of new requests. Returns the earlier routing."""
-        before: Routing = self._ask("POST", "/routing", routing=routing)["before"]
-        return before
-
-    def fault(self, host: str, kind: FaultKind) -> None:
-        """Inject a fault into a host, for a drill."""
-        self._ask("POST", "/fault", host=host, kind=kind)
-
-    def plan(self) -> dict[str, Any]:
-        """The running plan, as JSON."""
-        return self._ask("GET", "/plan")
-
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
 
-    def _ask(self, method: str, path: str, **fields: Any) -> dict[str, Any]:
+    def command(self, name: CommandName, **fields: Any) -> dict[str, Any]:
+        """Give the swarm a command and return its answer; `operator_app` has the fields of each."""
         try:
-            response = self._http.request(method, path, json=fields or None)
+            response = self._http.post(name, json=fields)
         except httpx.HTTPError as error:
             raise LayerShuffleError(
                 f"The swarm does not answer its operator ({type(error).__name__})",
