@@ -83,7 +83,9 @@ HUNDRED = Size(classes=100, width=128, end="-100")
 MIDDLE = Size(classes=300, width=128, results=RESULTS)
 NARROW = Size(classes=300, width=64, end="-width-64")
 THOUSAND = Size(classes=1000, width=128, end="-1000")
-SIZES = (HUNDRED, MIDDLE, THOUSAND, NARROW)
+NARROW_HUNDRED = Size(classes=100, width=64, end="-100-width-64")
+NARROW_THOUSAND = Size(classes=1000, width=64, end="-1000-width-64")
+SIZES = (HUNDRED, MIDDLE, THOUSAND, NARROW_HUNDRED, NARROW, NARROW_THOUSAND)
 WIDTHS = (NARROW, MIDDLE)
 TWELVE, THREE = "layershuffle-mixed-exit", "layershuffle-tied-3-mixed-exit"
 SIZE_ARMS = ("baseline", "layershuffle", TWELVE, THREE, "layershuffle-tied")
@@ -95,7 +97,9 @@ DRAWN = {
 }
 SIZE_PAIRS = (
     *((str(size), size, size) for size in SIZES),
+    ("100 classes, equal weights in all: width 128 against 64", HUNDRED, NARROW_HUNDRED),
     ("300 classes, equal weights in all: width 128 against 64", MIDDLE, NARROW),
+    ("1,000 classes, equal weights in all: width 128 against 64", THOUSAND, NARROW_THOUSAND),
 )
 """The compared sizes: label, of three tied blocks, of twelve different ones.
 

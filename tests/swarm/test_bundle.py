@@ -198,6 +198,7 @@ def test_siblings_and_strangers(tmp_path):
     shapes = {**bundle.lineage.shapes, "norm1.weight": (48,)}
     for change, message in (
         ({"depth": 12}, "number of blocks is 12 in the donor and 4 in the swarm"),
+        ({"depth": 12, "base": "cd"}, "number of blocks is 12 in the donor"),
         ({"shapes": shapes}, r"norm1\.weight is \(48,\) in the donor and \(32,\) in the"),
         ({"view": replace(bundle.lineage.view, mean=(0.0,) * 3)}, "image view"),
     ):

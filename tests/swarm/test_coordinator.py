@@ -160,18 +160,19 @@ def test_a_new_plan_moves_blocks():
     coordinated(check)
 
 
-def test_drain_and_readmit():
+def test_drain_and_readmit(caplog):
     async def check(coordinator, hosts):
+        caplog.set_level("INFO")
         assert await coordinator.drain("a")
         assert condition(coordinator, "a") == "draining"
         _, route = await walked(coordinator)
         assert route.skipped == dict.fromkeys((0, 1), "host a is draining: it is leaving")
         await coordinator.leave("a")
-        assert "a" not in hosts.processes
         await asyncio.sleep(0.05)
         assert "a" not in hosts.processes
         await coordinator.readmit("a")
         await until(lambda: condition(coordinator, "a") == "healthy")
+        assert [line for line in caplog.messages if "again" in line] == ["Host a is up again"]
 
     coordinated(check)
 

@@ -248,6 +248,8 @@ def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
     with pytest.raises(DataError, match="the model has 100 outputs, the data has 2 classes"):
         labelled_images(model, f"folder:{tmp_path}", count=4)
     assert len(labelled_images(model, "digit-pairs?test=3&train=5", count=10)) == 3
+    with pytest.raises(UsageError, match="At least one request is needed, got 0"):
+        labelled_images(model, "digit-pairs", count=0)
 
 
 def test_a_fault_that_cannot_happen_ends_the_drill():
@@ -341,6 +343,14 @@ def test_a_drill_of_a_model_that_was_never_calibrated(monkeypatch, capsys):
     assert "accuracy not judged: the model was never calibrated" in capsys.readouterr().out
     assert set(operator.conditions.values()) == {"healthy"}
     assert operator.told[-1] == ("routing", "sequential")
+
+
+@pytest.mark.parametrize("routing", ["order-free", "replicated-sequential"])
+def test_a_drill_uses_the_routing_of_the_plan(monkeypatch, capsys, routing):
+    plan, operator = PLAN.model_copy(update={"routing": routing}), FakeOperator()
+    assert asyncio.run(drilled(monkeypatch, operator, answered, plan, requests=40)) == 0
+    assert operator.told[0] == ("routing", routing)
+    assert f"{routing}, 40 requests" in capsys.readouterr().out
 
 
 def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):

@@ -157,6 +157,16 @@ def test_plan_and_simulate(capsys, tmp_path):
     assert (report["hosts"], report["seed"], len(report["faults"])) == (4, 0, 2)
     failed = [f"{routing['percent']['failed']:.2f}" for routing in report["routings"]]
     assert failed[-3:] == table["% failed"]
+    words = ["swarm", "simulate", str(plan), "--requests", "50", "--churn"]
+    for times in (["60"], ["0", "10"], ["1", "2", "3"]):
+        code, _, err = run(capsys, *words, *times)
+        assert (code, "--churn takes two times above 0" in err) == (2, True)
+    code, out, _ = run(capsys, *words, "1", "2")
+    seconds = [float(cell) for cell in out.split("simulated seconds")[1].splitlines()[0].split()]
+    ran = f"ran for {min(seconds):.0f} to {max(seconds):.0f} s"
+    assert (code, ran in out) == (0, max(seconds) > 1.1 * min(seconds))
+    code, out, _ = run(capsys, *words, "1", "2", "--rate", "5")
+    assert (code, "ran for" in out) == (0, False)
 
 
 def test_both_kinds_of_failures_at_once_are_refused(capsys, tmp_path):
@@ -271,11 +281,15 @@ def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
         assert service.router.swarm["a"].condition == "draining"
         operator.command("readmit", host="a")
         condition_until(service, "a", "healthy")
+        with pytest.raises(UsageError, match="Host a is healthy, so it was not restarted"):
+            operator.command("readmit", host="a")
         operator.command("fault", host="b", kind="crash")
         operator.command("fault", host="b", kind="rejoin")
         condition_until(service, "b", "healthy")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("drain", host="z")
+        with pytest.raises(UsageError, match="no host 'z'"):
+            operator.command("readmit", host="z")
         with pytest.raises(LayerShuffleError, match="no such directory"):
             operator.command("swap", host="a", block=0, donor="dir:/nowhere")
         with pytest.raises(UsageError, match="kind: Input should be 'crash', 'freeze'"):

@@ -134,11 +134,11 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
 
 def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
     """The differences, as (feature, ours, theirs), the most important first."""
+    if ours.depth != theirs.depth:
+        yield "the number of blocks", str(ours.depth), str(theirs.depth)
     # Two models without a record may come from anywhere, so they do not match either.
     if None in (ours.base, theirs.base) or ours.base != theirs.base:
         yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
-    if ours.depth != theirs.depth:
-        yield "the number of blocks", str(ours.depth), str(theirs.depth)
     for name in sorted(ours.shapes.keys() | theirs.shapes.keys()):
         shapes = [str(lineage.shapes.get(name, "absent")) for lineage in (ours, theirs)]
         if shapes[0] != shapes[1]:

@@ -393,9 +393,11 @@ class ChannelLink:
         await connection.proved
 
     def _note(self, why: str) -> None:
-        """Log that visits go over Ray, once until the channel is open again."""
+        """Log that the channel is closed, once until it is open again."""
         self.why = why
         if not self._silent:
-            _log.warning("Visits to host %s go over Ray, not its data channel: %s", self.host, why)
+            _log.warning(
+                "The data channel to host %s is closed, and visits go over Ray: %s", self.host, why
+            )
         self._silent = True
         self._tried.set()

@@ -304,6 +304,8 @@ class Coordinator:
             now = self.router.clock()
             self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
             self._show(self._fresh(name, start.blocks))
+            if anew:
+                _log.info("Host %s is up again", name)
             await self._trim(start)
 
     def _failed(self, name: str, why: str) -> None:
@@ -416,8 +418,7 @@ class Coordinator:
         """
         planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
         share = None if planned is None else planned.share
-        served = 0 if before is None else before.served
-        return HostView(name, blocks, share=share, served=served)
+        return HostView(name, blocks, share=share, served=0 if before is None else before.served)
 
     def _show(self, view: HostView) -> None:
         self.router.swarm = self.router.swarm.with_host(view)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.data.transforms import uncropped_size
-from layershuffle.errors import DataError
+from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
@@ -40,8 +40,10 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
 
     They are resized to the size at which the model's preparation of images starts, so the server
     prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
-    the model's, and for a stream.
+    the model's, and for a stream; `UsageError` for a `count` below 1.
     """
+    if count < 1:
+        raise UsageError(f"At least one request is needed, got {count}", hint="--requests 300")
     view = file_view(model)
     width, height = uncropped_size(view)
     # Without normalisation, because image files hold pixels.

@@ -61,7 +61,7 @@ class ReadmitCommand(_NamedHostCommand):
         """Readmit the host; it serves again once its answers were found correct."""
         with self.operator() as operator:
             operator.command("readmit", host=self.host)
-        print(f"Host {self.host} is started. Next: layershuffle swarm status --address URL")
+        print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
         return 0
 
 

@@ -154,7 +154,7 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
         return f"The accuracy to expect is unknown: {why}"
     ran = f"{counted(expected.kept, 'block')} in any order"
     if expected.parallel > 1:
-        ran += f", {expected.parallel} side by side"
+        ran += f", up to {expected.parallel} side by side"
     if expected.passes > 1:
         ran += f", {expected.passes} times over"
     return (

@@ -124,4 +124,6 @@ def _cells(drill: Drill, calibration: Calibration | None) -> tuple[str, ...]:
         return (*cells, "", "")
     verdict = judged(replies, calibration)
     bounds = f"{verdict.expected:.1f} ({verdict.low:.1f}-{verdict.high:.1f})"
+    if not verdict.inside:
+        bounds += ", outside"
     return (*cells, f"{verdict.top1:.1f} %", bounds)

@@ -54,7 +54,9 @@ class DrillCommand(ServerOptions):
     connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments, for good."""
-    routings: tuple[RoutingFlag, ...] = ("order-free",)
+    routings: Annotated[
+        tuple[RoutingFlag, ...], tyro.conf.arg(help_behavior_hint="(default: that of the swarm)")
+    ] = ()
     """Routings to compare, under the same requests and failures."""
     data: str | None = None
     """Labelled images: the test split of this data. Default: the data of the calibration; the
@@ -125,15 +127,16 @@ class DrillCommand(ServerOptions):
         self.say(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
         )
+        routings = self.routings or (plan.routing,)
         lost, reports = 0.0, []
         # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
         # and the clients of the running service get the routing back that they had.
-        routing_before = operator.command("routing", routing=self.routings[0])["before"]
+        routing_before = operator.command("routing", routing=routings[0])["before"]
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             try:
-                for routing in self.routings:
+                for routing in routings:
                     operator.command("routing", routing=routing)
                     try:
                         drill = await run_drill(

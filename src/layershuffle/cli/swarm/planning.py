@@ -19,6 +19,9 @@ from layershuffle.text import counted, counted_as, table
 if TYPE_CHECKING:
     from layershuffle.swarm.chaos import Fault
 
+_SAME_TIME = 1.1
+"""Largest ratio of simulated seconds at which routings count as having met the same failures."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(Command):
@@ -106,7 +109,10 @@ class SimulateCommand(Command):
     """Number of hosts: the hosts of the plan are repeated in turn up to this number."""
     requests: int = 1000
     """Number of requests."""
-    churn: tuple[float, float] | None = None
+    churn: Annotated[
+        tuple[float, ...],
+        tyro.conf.arg(metavar="UP DOWN", help_behavior_hint="(default: hosts stay up)"),
+    ] = ()
     """Mean seconds for which a host is up, and for which it is down."""
     rate: float | None = None
     """Requests per second, at random times; replaces --clients."""
@@ -149,13 +155,20 @@ class SimulateCommand(Command):
             profile = profile_of(hosts_of(read_hosts(self.profile), facts))
         if self.hosts is not None:
             plan = scaled(plan, self.hosts)
-        if self.churn is not None and self.kill is not None:
+        if self.churn and self.kill is not None:
             raise UsageError("--churn and --kill exclude each other", hint="choose one")
+        if self.churn and (len(self.churn) != 2 or min(self.churn) <= 0):
+            raise UsageError(
+                "--churn takes two times above 0: the mean seconds for which a host is up, and "
+                "for which it is down",
+                hint="--churn 60 20",
+            )
         # The same failures for every routing, so that they can be compared.
         names: list[str] = list(plan.hosts)
         faults: tuple[Fault, ...] = ()
         if self.kill is not None:
             faults = crashes(names, share=self.kill, requests=self.requests, seed=self.seed)
+        churn = Churn(up_s=self.churn[0], down_s=self.churn[1]) if self.churn else None
         outcomes = {
             str(routing): simulate(
                 plan,
@@ -164,7 +177,7 @@ class SimulateCommand(Command):
                 seed=self.seed,
                 routing=routing,
                 arrivals=Arrivals(rate=self.rate, clients=self.clients),
-                churn=Churn(up_s=self.churn[0], down_s=self.churn[1]) if self.churn else None,
+                churn=churn,
                 faults=faults,
                 min_blocks=self.min_blocks,
                 accuracy=facts.cells or None,
@@ -185,6 +198,13 @@ class SimulateCommand(Command):
         if self.kill is not None:
             killed = crashes_text(faults, share=self.kill, hosts=len(names))
         print(f"{killed}, seed {self.seed}\n{outcome_report(outcomes)}")
+        seconds = [outcome.seconds for outcome in outcomes.values()]
+        if churn is not None and max(seconds) > _SAME_TIME * min(seconds):
+            print(
+                f"\nThe routings ran for {min(seconds):.0f} to {max(seconds):.0f} s and so met "
+                "different failures. Next: give --rate, so that all get their requests at the "
+                "same times."
+            )
         return 0
 
 

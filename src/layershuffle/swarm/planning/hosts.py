@@ -192,7 +192,8 @@ def read_hosts(path: Path) -> HostsFile:
     try:
         return HostsFile(**read_recipe(path))
     except SettingsError as error:
-        raise SettingsError(error.cause, place=path, hint=error.hint) from error
+        hint = error.hint or "docs/swarm.md has an example of such a file"
+        raise SettingsError(error.cause, place=path, hint=hint) from error
 
 
 def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[PlannedHost, ...]:
