@@ -33,15 +33,18 @@ class EvalCommand(ComputingCommand):
     """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
     hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     order: str | None = None
-    """Score this one execution order ("3,0,2") instead of the modes."""
+    """Score this one execution order ("3,0,2") instead of drawn ones."""
     json: bool = False
     """Print JSON with every drawn order and its scores."""
     settings: Inline[EvalSettings]
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
-        if self.order is not None and self.settings.modes != EvalSettings().modes:
-            raise UsageError("--order and --modes exclude each other", hint="give one of them")
+        defaults = EvalSettings()
+        for name in ("modes", "num_orders", "seed", "draw") if self.order is not None else ():
+            if getattr(self.settings, name) != getattr(defaults, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"--order and {flag} exclude each other", hint="give one of them")
 
         from layershuffle.evaluation import evaluate_spec
 

@@ -198,8 +198,8 @@ def weights_of(tasks: Sequence[Task], out: Path) -> dict[str, float]:
         else:
             options = task.options.options
             asked = options.images if isinstance(options, AnalysisSettings) else options.max_images
-            known = facts.get(settings.data, {}).get("sizes", {}).get("test")
-            images = min((count for count in (asked, known) if count), default=_TEST_IMAGES)
+            available = facts.get(settings.data, {}).get("sizes", {}).get("test")
+            images = min((count for count in (asked, available) if count), default=_TEST_IMAGES)
             weight = passes_of(task) * images / (_TRAINING_COST * settings.batch_size)
         weights[task.name] = weight
     return weights
