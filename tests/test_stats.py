@@ -120,6 +120,17 @@ def test_one_score_gets_a_wilson_interval_over_images():
     assert (interval.kind, interval.sd_orders, interval.sd_models) == ("images", None, None)
 
 
+@pytest.mark.parametrize("scores", [{0: [100.0] * 20}, {0: [100.0, 100.0], 1: [100.0, 100.0]}])
+def test_equal_scores_get_an_interval_over_images(scores: dict[int, list[float]]):
+    """20 orders of a model that is right on all of 4 images do not show that it always is."""
+    interval = estimate(scores, images=4)
+    z2 = stats.norm.ppf(0.975) ** 2
+    assert (interval.low, interval.high) == pytest.approx((100 * 4 / (4 + z2), 100.0), abs=1e-10)
+    assert interval.kind == "images"
+    assert estimate(scores, images=9, effective=4.0).low == interval.low
+    assert estimate(scores, images=4, percent=False).kind == "none"
+
+
 def test_one_cross_entropy_has_no_interval():
     interval = estimate({0: [2.5]}, images=400, percent=False)
     assert (interval.mean, interval.low, interval.high, interval.kind) == (2.5, None, None, "none")
@@ -150,7 +161,6 @@ def test_welch_interval_equals_scipys():
     other = [50.0, 58.5, 49.0]
     slow = stats.ttest_ind(SCORES, other, equal_var=False).confidence_interval(0.95)
     assert welch_interval(SCORES, other) == pytest.approx((slow.low, slow.high), rel=1e-10)
-    assert welch_interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0)
     with pytest.raises(ValueError, match="at least two"):
         welch_interval([1.0], SCORES)
 
@@ -176,6 +186,9 @@ def test_models_without_common_seeds_are_compared_by_welch(theirs: Values):
 def test_one_model_says_nothing_about_others():
     gap = compare({0: 3.0}, {0: 1.0})
     assert (gap.points, gap.low, gap.high) == (2.0, -math.inf, math.inf)
+    assert str(gap) == "+2.00 points (one model or equal scores, no interval)"
+    for equal in ({0: 1.0, 1: 1.0}, [1.0, 1.0]):  # in pairs, and Welch's
+        assert compare({0: 3.0, 1: 3.0}, equal).low == -math.inf
     with pytest.raises(ValueError, match="at least one value"):
         compare({}, {0: 1.0})
 

@@ -3,6 +3,7 @@
 A score can vary over models (seeds), over execution orders within one model, and over the images
 it was measured on. The three are kept apart (research practice the paper leaves open: it prints
 one +-). The interval covers the widest source there is data for: models, else orders, else images.
+Equal values show no spread (few images often give them), so they count as no data.
 
 t-interval: mean +- t(0.975, n-1) s / sqrt(n), Student 1908. Wilson interval: Wilson 1927,
 doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %. Images
@@ -61,7 +62,7 @@ class Difference:
     """mean(sample) - mean(reference), in the unit of the values, with its 95 % interval.
 
     `seeds`: how many common seeds it is paired over; 0 where it is Welch's. `low` and `high` are
-    infinite where a sample has a single value.
+    infinite where a sample has a single value or no value varies.
     """
 
     points: float
@@ -70,7 +71,7 @@ class Difference:
     seeds: int
 
     def __str__(self) -> str:
-        interval = "one model, no interval"
+        interval = "one model or equal scores, no interval"
         if math.isfinite(self.low):
             interval = f"{self.low:+.2f} to {self.high:+.2f}, {self.seeds or 'no'} common seeds"
         return f"{self.points:+.2f} points ({interval})"
@@ -86,8 +87,9 @@ def estimate(
     """The estimate from `scores[seed]`, one value per order, each measured on `images` images.
 
     Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
-    orders. One value: Wilson interval over images if it is a `percent`, else none; `effective` of
-    them are independent (`ImageGroups`), all by default. Percentages are clipped to [0, 100].
+    orders. One value, or equal ones: Wilson interval over images if it is a `percent`, else none;
+    `effective` of them are independent (`ImageGroups`), all by default. Percentages are clipped to
+    [0, 100].
     Raises `ValueError` for no scores or a seed without any.
     """
     if not scores or not all(scores.values()):
@@ -166,12 +168,12 @@ def compare(sample: Values, reference: Values) -> Difference:
         seeds = sorted(sample.keys() & reference.keys())
         if len(seeds) > 1:
             gaps = [sample[seed] - reference[seed] for seed in seeds]
-            low, high = t_interval(gaps)
+            low, high = t_interval(gaps) if deviation(gaps) else (-math.inf, math.inf)
             return Difference(points=mean(gaps), low=low, high=high, seeds=len(seeds))
     if not (sample and reference):
         raise ValueError("a comparison needs at least one value of each")
     low, high = -math.inf, math.inf
-    if min(len(sample), len(reference)) > 1:
+    if min(len(sample), len(reference)) > 1 and (deviation(sample) or deviation(reference)):
         low, high = welch_interval(_numbers(sample), _numbers(reference))
     return Difference(points=mean(sample) - mean(reference), low=low, high=high, seeds=0)
 
@@ -179,14 +181,10 @@ def compare(sample: Values, reference: Values) -> Difference:
 def welch_interval(sample: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of mean(sample) - mean(reference), without assuming equal variances.
 
-    Welch 1947. Raises `ValueError` for fewer than two values of either. Where neither sample has
-    any spread the interval has no width.
+    Welch 1947. Raises `ValueError` for fewer than two values of either and where none varies.
     """
-    if min(len(sample), len(reference)) < 2:
-        raise ValueError("a Welch interval needs at least two values of each")
-    if deviation(sample) == deviation(reference) == 0:
-        difference = mean(sample) - mean(reference)
-        return difference, difference
+    if min(len(sample), len(reference)) < 2 or not (deviation(sample) or deviation(reference)):
+        raise ValueError("a Welch interval needs at least two values of each, which vary")
     from scipy import stats
 
     with warnings.catch_warnings():
@@ -325,7 +323,8 @@ def _interval(
         # One model says nothing about other seeds, so its interval covers orders, and says so.
         kind = "models" if len(means) > 1 else "orders"
         low, high = t_interval(means if kind == "models" else values)
-        return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
+        if low < high:
+            return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
     if percent:
-        return *wilson_interval(values[0], images), "images"
+        return *wilson_interval(mean(means), images), "images"
     return None, None, "none"

@@ -91,11 +91,6 @@ def markdown_table(
     return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
 
 
-def interval_text(low: float, high: float) -> str:
-    """ "80.3 to 97.2"; "-" where equal scores leave no width, which would look like certainty."""
-    return "-" if low == high else f"{low:.1f} to {high:.1f}"
-
-
 def counted_as(effective: Iterable[float | None]) -> str:
     """What follows "over 1,000 images": the number of independent images that the intervals assume.
 

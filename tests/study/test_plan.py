@@ -284,13 +284,27 @@ def test_the_time_of_an_analysis_comes_from_a_finished_one_of_its_kind(tmp_path)
     assert seconds() == pytest.approx(8 + 30)
 
 
-def test_what_is_done_of_a_study_is_counted_in_training_steps(study):
-    weights = weights_of(tasks_of(study))
+def test_what_is_done_of_a_study_is_counted_in_training_steps(study, tmp_path):
+    weights = weights_of(tasks_of(study), tmp_path)
     assert (weights["baseline-seed0"], weights["layershuffle-40-steps-seed1"]) == (100, 40)
     # A step runs 64 images forwards and backwards.
     assert weights["umap-layershuffle-seed0"] == pytest.approx(40 * 1000 / (3 * 64))
     # 5,000 images, because the data are not opened.
     assert weights["merging-baseline"] == pytest.approx((7 + 3 * 4 * 5) * 5000 / (3 * 64))
+
+
+def test_a_finished_run_tells_how_many_images_the_other_tasks_have(study, tmp_path):
+    run = runs_of(study)[0]
+    run.directory(tmp_path).mkdir(parents=True)
+    write_run(tmp_path, run, run_rows(run, 1, "pass"))
+    path = run.directory(tmp_path) / "result.json"
+    result = json.loads(path.read_text())
+    result["data"]["sizes"]["test"] = 300
+    path.write_text(json.dumps(result))
+    weights = weights_of(tasks_of(study), tmp_path)
+    assert weights["umap-layershuffle-seed0"] == pytest.approx(40 * 300 / (3 * 64))
+    assert weights["merging-baseline"] == pytest.approx((7 + 3 * 4 * 5) * 300 / (3 * 64))
+    assert weights[run.name] == 100
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_a_claim_between_bounds(tmp_path, gap, verdict):
     finish(out, "truncated-9-seed0", {("sequential", 9, "", nine): 70.0 + gap})
     assert verdict_on("refined at 9 blocks", verdicts(out)) == (
         verdict,
-        f"{gap:+.2f} points (one model, no interval)",
+        f"{gap:+.2f} points (one model or equal scores, no interval)",
     )
 
 
@@ -311,7 +311,7 @@ def test_models_that_are_never_right_are_judged(tmp_path):
             finish(out, f"{arm}-seed{seed}", scores)
     write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
     judged = verdicts(out)
-    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00, 2 common seeds)")
+    slightly = ("does not hold", "+0.00 points (one model or equal scores, no interval)")
     verdict, evidence = verdict_on("helps only slightly", judged)
     assert (verdict, evidence) == (slightly[0], f"layershuffle-position {slightly[1]}")
     assert verdict_on("unusable", judged) == (
@@ -381,11 +381,11 @@ def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
     assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400)
     (note,) = [note for note in table_notes(summary) if "Wilson" in note]
     # The baseline of this study has no groups: it is older, or its data name none.
-    words = "(one model, one order), which count as 343 independent ones, or were taken as"
+    words = "(one order, or equal scores), which count as 343 independent ones, or were taken as"
     assert words in note
     plain = write_study(tmp_path / "plain", arms={"baseline": "baseline"})
     (note,) = [note for note in table_notes(summarise(read_study(plain))) if "Wilson" in note]
-    assert "Wilson over 5,000 images (one model, one order), taken as independent" in note
+    assert "Wilson over 5,000 images (one order, or equal scores), taken as independent" in note
 
 
 @pytest.mark.parametrize(

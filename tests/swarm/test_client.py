@@ -334,17 +334,17 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["blocks"]) == DEPTH
         monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
-        # Each image has a request, and so a route, of its own.
-        assert main(["classify", str(image), str(image), *flags]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        # Each image has a request, and so a route, of its own, and may be refused alone.
+        among = ["classify", str(image), str(keys), str(image)]
+        assert main([*among, *flags]) == 1
+        lines, (refused,) = map(str.splitlines, capsys.readouterr())
         assert sum(line.startswith(f"{image}: ") for line in lines) == 2
         assert sum(f"{DEPTH} of {DEPTH} blocks in" in line for line in lines) == 2
-        assert main(["classify", str(image), str(image), *flags, "--json"]) == 0
+        assert f"error: {keys} was not classified: The image cannot be read. Where: " in refused
+        assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [len(answer["images"]) for answer in answers] == [1, 1]
-        (tmp_path / "notes.txt").write_text("no image")
-        assert main(["classify", str(image), str(tmp_path / "notes.txt"), *flags]) == 1
-        assert f"{tmp_path / 'notes.txt'} was not classified: " in capsys.readouterr().err
+        assert [len(answer.get("images", ())) for answer in answers] == [1, 0, 1, 0]
+        assert answers[1]["error"]["cause"] == "The image cannot be read"
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out
         for address, authority, words in [

@@ -27,7 +27,7 @@ def test_bombs_are_not_decoded(size, words):
     response = run(go, limits=SMALL)
     assert response.status_code == 422
     assert words in response.json()["error"]["cause"]
-    assert "image 1 of 1" in response.json()["error"]["cause"]
+    assert "(image" not in response.json()["error"]["cause"]
 
 
 def test_the_pixels_of_a_request_are_bounded():
@@ -86,7 +86,7 @@ def test_pngs_of_many_chunks_are_not_read():
 
     answers = run(go)
     assert [answer.status_code for answer in answers] == [200, 422, 422]
-    assert answers[1].json()["error"]["cause"] == "The image cannot be read (image 1 of 1)"
+    assert answers[1].json()["error"]["cause"] == "The image cannot be read"
 
 
 def test_jpegs_of_many_scans_are_not_decoded():
@@ -109,7 +109,7 @@ def test_jpegs_of_many_scans_are_not_decoded():
     usual, most, many = run(go)
     assert (usual.status_code, most.status_code) == (200, 200)
     assert many.status_code == 422
-    assert many.json()["error"]["cause"] == "The image has more than 32 scans (image 1 of 1)"
+    assert many.json()["error"]["cause"] == "The image has more than 32 scans"
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
     refused, usual = run(go)
     assert usual.status_code == 200
     assert refused.status_code == 422
-    assert refused.json()["error"]["cause"] == f"{cause} (image 1 of 1)"
+    assert refused.json()["error"]["cause"] == cause

@@ -13,7 +13,7 @@ import tyro
 from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
-from layershuffle.text import counted, counted_as, interval_text, table
+from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.evaluation import Evaluation, Score
@@ -33,15 +33,18 @@ class EvalCommand(ComputingCommand):
     """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
     hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     order: str | None = None
-    """Score this one execution order ("3,0,2") instead of the modes."""
+    """Score this one execution order ("3,0,2") instead of drawn ones."""
     json: bool = False
     """Print JSON with every drawn order and its scores."""
     settings: Inline[EvalSettings]
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
-        if self.order is not None and self.settings.modes != EvalSettings().modes:
-            raise UsageError("--order and --modes exclude each other", hint="give one of them")
+        defaults = EvalSettings()
+        for name in ("modes", "num_orders", "seed", "draw") if self.order is not None else ():
+            if getattr(self.settings, name) != getattr(defaults, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"--order and {flag} exclude each other", hint="give one of them")
 
         from layershuffle.evaluation import evaluate_spec
 
@@ -138,13 +141,13 @@ def _text(report: dict[str, Any]) -> str:
                 f"{top1['mean']:.2f}",
                 # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
-                interval_text(top1["low"], top1["high"]),
+                f"{top1['low']:.1f} to {top1['high']:.1f}",
                 f"{mode['top5']['mean']:.2f}",
                 f"{mode['cross_entropy']['mean']:.3f}",
             )
         )
     over_images = [m["top1"]["effective"] for m in report["modes"] if m["top1"]["kind"] == "images"]
-    single = f"; of a single order Wilson over the images, {counted_as(over_images)}"
+    single = f"; of one order or equal scores Wilson over the images, {counted_as(over_images)}"
     images = counted(report["modes"][0]["images"], "image")
     header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return "\n".join(
@@ -153,8 +156,8 @@ def _text(report: dict[str, Any]) -> str:
             f"{report['hardware']['precision']}, "
             + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
             table(header, rows),
-            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images "
-            f"(-: equal scores){single if over_images else ''}. --json lists the orders.",
+            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images"
+            f"{single if over_images else ''}. --json lists the orders.",
             *report["notes"],
         ]
     )

@@ -16,7 +16,7 @@ from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
-from layershuffle.text import counted, counted_as, interval_text, table
+from layershuffle.text import counted, counted_as, table
 
 _TABLE_WIDTH = 120  # ten columns
 
@@ -155,7 +155,7 @@ def _merging_text(report: dict[str, Any]) -> str:
                 "-" if spread is None else f"{spread:.2f}",
                 f"{top1['least']:.1f}",
                 f"{top1['most']:.1f}",
-                interval_text(top1["low"], top1["high"]),
+                f"{top1['low']:.1f} to {top1['high']:.1f}",
                 f"{group['top5']['mean']:.2f}",
                 f"{group['cross_entropy']['mean']:.3f}",
             )
@@ -171,8 +171,8 @@ def _merging_text(report: dict[str, Any]) -> str:
             f"seed {report['settings']['seed']}, {report['settings']['precision']}",
             table(header, rows, width=_TABLE_WIDTH),
             f"{counted(images, 'image')} each. *: what the settings name first. sd and 95 %: "
-            "over models (t-interval; -: equal scores), of a single model over its orders, of a "
-            f"single order over images (Wilson{independent}). min, max: single scores.",
+            "over models (t-interval), of a single model over its orders, of a single order or "
+            f"equal scores over images (Wilson{independent}). min, max: single scores.",
             *report["notes"],
         ]
     )

@@ -146,7 +146,7 @@ def unreadable(error: Exception, place: str | Path) -> DataError:
     return DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT)
 
 
-def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:
+def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:
     """A copy of the image as "RGB" or "L". Raises DataError if its pixel range is unknown."""
     if image.mode.startswith("I") or image.mode == "F":
         image = _eight_bits(image, place)
@@ -169,7 +169,7 @@ def mode_for(channels: int) -> str:
     return modes[channels]
 
 
-def _eight_bits(image: Image.Image, place: str | Path) -> Image.Image:
+def _eight_bits(image: Image.Image, place: str | Path | None) -> Image.Image:
     pixels = np.asarray(image)
     if image.mode == "F" or pixels.min() < 0 or pixels.max() > 65535:
         raise DataError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import Interrupted
 from layershuffle.files import locked, write_text
 from layershuffle.machine import stop_signals
@@ -22,7 +23,6 @@ from layershuffle.settings import DEFAULT_EPOCHS
 from layershuffle.study.dry_run import passes_of
 from layershuffle.study.plan import (
     FAILURE_FILE,
-    AnalysisSpec,
     RunSpec,
     Task,
     check_plan,
@@ -32,11 +32,12 @@ from layershuffle.study.plan import (
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.tasks import RunResult, read_outcome
 from layershuffle.study.worker import PROGRESS_FILE
 
 _POLL_SECONDS = 0.5
 _TRAINING_COST = 3.0  # per image of a training step: a forward, and a backward of twice the work
-_TEST_IMAGES = 5000.0  # if a merging scores all, because their number is unknown before the data
+_TEST_IMAGES = 5000  # if a merging scores all and no run has finished that knows their number
 _EPOCHS_WEIGHT = 1000.0  # per epoch, if the number of steps is unknown before the data
 
 
@@ -83,9 +84,9 @@ def run_study(
     saved.
     """
     tasks = tasks_for(study, only)
-    weights = weights_of(tasks)
     # Before the lock, which creates a file in the directory.
     check_plan(study, out)
+    weights = weights_of(tasks, out)
     # Locked before the plan is written, or two processes could start the same tasks.
     with locked(out), stop_signals() as stop:
         write_plan(study, out)
@@ -104,6 +105,8 @@ def run_study(
                 time.sleep(_POLL_SECONDS)
                 ended = pool.reap()
                 codes.update(ended)
+                if ended:
+                    weights = weights_of(tasks, out)
                 _say_why(tasks, ended, out)
                 states = [
                     _state(task, out, pool.running, codes, weight=weights[task.name])
@@ -175,20 +178,28 @@ def _state(
     return TaskState(task.name, "waiting", detail, weight=weight)
 
 
-def weights_of(tasks: Sequence[Task]) -> dict[str, float]:
-    """The work of each task by its name, in training steps of its arm."""
-    runs = {task.name: task.settings for task in tasks if isinstance(task, RunSpec)}
+def weights_of(tasks: Sequence[Task], out: Path) -> dict[str, float]:
+    """The work of each task by its name, in training steps of its arm.
+
+    A task may ask for more test images than there are: a finished run in `out` knows their number.
+    Raises `StudyError` or `DataError` for a broken file.
+    """
+    runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
+    facts = {
+        run.settings.data: result.data.model_extra or {}
+        for run in runs.values()
+        if (result := read_outcome(run, RunResult, out=out).result) is not None
+    }
     weights = {}
     for task in tasks:
-        settings = runs[task.name if isinstance(task, RunSpec) else task.needs[0]]
+        settings = runs[task.name if isinstance(task, RunSpec) else task.needs[0]].settings
         if isinstance(task, RunSpec):
             weight = float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
         else:
-            images = (
-                task.options.options.images
-                if isinstance(task, AnalysisSpec)
-                else task.options.options.max_images or _TEST_IMAGES
-            )
+            options = task.options.options
+            asked = options.images if isinstance(options, AnalysisSettings) else options.max_images
+            available = facts.get(settings.data, {}).get("sizes", {}).get("test")
+            images = min((count for count in (asked, available) if count), default=_TEST_IMAGES)
             weight = passes_of(task) * images / (_TRAINING_COST * settings.batch_size)
         weights[task.name] = weight
     return weights

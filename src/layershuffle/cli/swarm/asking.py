@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -75,7 +76,7 @@ class ClassifyCommand(ServerOptions):
     """Classify images by a running swarm, one after the other.
 
     Prints for each the most probable classes, the hosts and blocks that were used, and the accuracy
-    to expect.
+    to expect; or an error, and goes on with the next image.
     """
 
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
@@ -100,6 +101,7 @@ class ClassifyCommand(ServerOptions):
 
         from layershuffle.swarm.client import SwarmClient, SwarmError
 
+        code = 0
         with SwarmClient(self.address, **client_options(self)) as client:
             # A request each: images of one request share their route, and with it their fate.
             for image in self.images:
@@ -111,14 +113,19 @@ class ClassifyCommand(ServerOptions):
                         order=self.order,
                         top_k=self.top_k,
                     )
-                except SwarmError as error:
-                    if error.status is None:
+                except (SwarmError, UsageError) as error:
+                    # Without a gateway or its key no image can be classified.
+                    if isinstance(error, SwarmError) and error.status in (None, 401):
                         raise
-                    cause = f"{image} was not classified: {error.cause}"
-                    raise SwarmError(cause, place=str(error.place), hint=error.hint) from error
+                    code = max(code, error.exit_code)
+                    print(f"error: {image} was not classified: {error}", file=sys.stderr)
+                    if self.json:  # a line per image also here, in the form of the gateway
+                        text = json.dumps({"error": {"cause": error.cause, "hint": error.hint}})
+                        print(text, flush=True)
+                    continue
                 text = json.dumps(answer.model_dump())
                 print(text if self.json else describe_answer(answer, image), flush=True)
-        return 0
+        return code
 
 
 def describe_answer(answer: Classification, image: Path) -> str:

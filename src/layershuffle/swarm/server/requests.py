@@ -304,17 +304,17 @@ class Decoder:
     limits: GatewayLimits
 
     def batch(self, files: Sequence[bytes], *, check: Callable[[], None] = lambda: None) -> Tensor:
-        """The images as float32 `[files, channels, height, width]`. Raises `DataError` with the
-        number of the image.
+        """The images as float32 `[files, channels, height, width]`. Raises `DataError`, with
+        the number of the image if there are several.
 
         `check` is called before every step that takes long, and may raise to end the work.
         """
         transform = PlainTransform(self.view)
-        waiting: deque[tuple[str, Image.Image]] = deque()
+        waiting: deque[tuple[str | None, Image.Image]] = deque()
         total = 0
         for number, file in enumerate(files, start=1):
             check()
-            place = f"image {number} of {len(files)}"
+            place = f"image {number} of {len(files)}" if len(files) > 1 else None
             image = self._open(file, place)
             total += self._size(image.size, place)
             if total > self.limits.max_request_pixels:
@@ -333,14 +333,14 @@ class Decoder:
             pixels.append(transform(self.decode(image, place)))
         return PixelFinish(self.view)(torch.stack(pixels))
 
-    def decode(self, image: Image.Image, place: str) -> Image.Image:
+    def decode(self, image: Image.Image, place: str | None) -> Image.Image:
         """Decode an opened image, in the mode that the model expects. Raises `DataError`."""
         with _data_errors(place, self.limits):
             # Opening read the head alone; here the pixels are decoded.
             image.load()
             return to_mode(image, self.view.channels, place=place)
 
-    def _open(self, file: bytes, place: str) -> Image.Image:
+    def _open(self, file: bytes, place: str | None) -> Image.Image:
         """The image, with only its header read."""
         scans, markers = count_markers(file)
         for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
@@ -354,7 +354,7 @@ class Decoder:
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
         return image
 
-    def _size(self, size: tuple[int, int], place: str) -> int:
+    def _size(self, size: tuple[int, int], place: str | None) -> int:
         """Number of pixels of an image of this size, as it is or resized, whichever is more.
 
         Raises `DataError` if they are too many.
@@ -432,7 +432,7 @@ def count_markers(file: bytes) -> tuple[int, int]:
 
 
 @contextmanager
-def _data_errors(place: str, limits: GatewayLimits) -> Iterator[None]:
+def _data_errors(place: str | None, limits: GatewayLimits) -> Iterator[None]:
     """Raise the errors of Pillow as `DataError`."""
     try:
         yield
@@ -442,7 +442,7 @@ def _data_errors(place: str, limits: GatewayLimits) -> Iterator[None]:
         raise DataError("The image cannot be read", place=place, hint=_FORMATS_HINT) from error
 
 
-def _too_large(size: str, place: str, most: int) -> DataError:
+def _too_large(size: str, place: str | None, most: int) -> DataError:
     return DataError(
         f"The image is too large ({size}; at most {most})",
         place=place,
