@@ -1,8 +1,7 @@
-"""The harness of `benchmarks/`: claims, their rows and bounds, result files, and tables of docs.
+"""The harness of `benchmarks/`: claims, their rows and bounds, and result files.
 
 A script states a `Claim` and calls `run_claim`, which measures its rows, judges them and writes
-`results/THEME_HARDWARE_DATE.json`. `with_tables` and `with_claims` put these files into the pages
-(scripts/performance_page.py).
+`results/THEME_HARDWARE_DATE.json`. `scripts/performance_page.py` puts these files into the pages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +23,7 @@ from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
 
 SCHEMA = 1
-GPU_THEME = "gpu"
 _NOISE_CAP = 1.05
-_BEGIN, _END = "<!-- begin: {} -->", "<!-- end: {} -->"
-_HEAD = (
-    "| what | ratio or number | median | range | times | promised | |\n"
-    "|:--|:--|--:|:--|--:|:--|:--|"
-)
 
 
 # --- rows and bounds ------------------------------------------------------------------------------
@@ -300,71 +293,3 @@ def newest(directory: Path) -> list[Result]:
             )
         results[result.theme, result.machine] = result
     return [results[key] for key in sorted(results)]
-
-
-# --- the tables of docs/performance.md and docs/swarm.md ------------------------------------------
-
-
-def with_tables(page: str, results: Sequence[Result]) -> str:
-    """`page` with new tables between its marks. Raises `LayerShuffleError` if a mark is missing."""
-    on_cpu = [result for result in results if result.theme != GPU_THEME]
-    on_gpu = [result for result in results if result.theme == GPU_THEME]
-    page = _between(page, "cpu", "\n".join(_by_machine(on_cpu)))
-    return _between(page, "gpu", "\n".join(_by_machine(on_gpu)) if on_gpu else _not_measured())
-
-
-def with_claims(page: str, results: Sequence[Result]) -> str:
-    """`page` with the new rows of single claims between the marks that bear their themes."""
-    for theme in dict.fromkeys(result.theme for result in results):
-        if _BEGIN.format(theme) in page:
-            of_theme = [result for result in results if result.theme == theme]
-            page = _between(page, theme, "\n".join(_by_machine(of_theme)).rstrip())
-    return page
-
-
-def _between(page: str, name: str, text: str) -> str:
-    begin, end = _BEGIN.format(name), _END.format(name)
-    pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise LayerShuffleError(f"The page has no {begin} ... {end}")
-    return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
-
-
-def _by_machine(results: Sequence[Result]) -> Iterator[str]:
-    for machine in dict.fromkeys(result.machine for result in results):
-        yield f"On {machine}:\n"
-        yield _HEAD
-        for result in results:
-            if result.machine == machine:
-                yield f"| **{result.claim}** `{result.command}`, {result.date} | | | | | | |"
-                yield from map(_line, result.rows)
-        yield ""
-
-
-def _line(row: Row) -> str:
-    single = len(row.values) == 1
-    unit = f" {row.unit}" if row.unit else ""
-    cells = (
-        row.name,
-        row.what.rstrip(",:"),
-        f"{_number(row.median)}{unit}",
-        "" if single else f"{_number(min(row.values))} to {_number(max(row.values))}",
-        "" if single else f"{len(row.values)}{' pairs' if row.pairs else ''}",
-        "" if row.bound is None else str(row.bound),
-        {True: "holds", False: "**missed**", None: ""}[row.holds],
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float) -> str:
-    if float(value).is_integer() or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-
-
-def _not_measured() -> str:
-    lines = ["Not measured yet: `make bench-gpu` on a machine with an NVIDIA H200.\n", _HEAD]
-    for name, (what, unit, bound) in GPU_TARGETS.items():
-        promise = "" if bound is None else f"{bound}{f' {unit}' if unit else ''}"
-        lines.append(f"| {name} | {what.rstrip(',:')} | not measured yet | | | {promise} | |")
-    return "\n".join(lines)

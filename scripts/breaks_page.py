@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from breaks import TIED
 from open_questions import FORWARDS, PAGE, averaged_verdict, rows_of
+from performance_page import with_marked
 from science_page import interval as words_of
-from science_page import verdict, with_marked
+from science_page import verdict
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, mean, t_interval, wilson_interval

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from breaks_page import Interval, interval
 from matplotlib.figure import Figure
+from performance_page import with_marked
 from science_page import (
     ANY,
     COLUMNS,
@@ -22,7 +23,6 @@ from science_page import (
     Scores,
     judged,
     read_scores,
-    with_marked,
 )
 
 from layershuffle.files import write_bytes, write_text

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import changed_training
 from open_questions import rows_of
-from performance_page import medians_of
-from science_page import judged, with_marked
+from performance_page import medians_of, with_marked
+from science_page import judged
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 from open_questions import PAGE, RESULTS, SEEDS, keep, model_of, rows_of
+from performance_page import with_marked
 from PIL import Image
-from science_page import ARMS, interval, verdict, with_marked
+from science_page import ARMS, interval, verdict
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import v2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import recipes_page
 from open_questions import PAGE, rows_of
-from science_page import with_marked
+from performance_page import with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import mean, t_interval

@@ -12,8 +12,8 @@ from math import isfinite
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from performance_page import with_marked
 
-from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.results import read_rows
@@ -265,16 +265,6 @@ def draw(scores: Scores) -> Figure:
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     legend_below(figure, entries)
     return figure
-
-
-def with_marked(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the marks `name`. Raises `LayerShuffleError` without them."""
-    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, begins, marked = page.partition(begin)
-    _, ends, after = marked.partition(end)
-    if not begins or not ends:
-        raise LayerShuffleError(f"The page has no {begin} ... {end}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def with_tables(page: str, scores: Scores) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from _harness import Bound, Row, newest, read_result, with_claims, with_tables
+from _harness import Bound, Row, newest, read_result
+from performance_page import with_claims, with_tables
 
 from layershuffle.errors import LayerShuffleError
 
