@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.ray_cluster import init_ray
 from layershuffle.swarm.ray_config import (
     CALL_CONFIG,
     LOOPBACK,
@@ -76,12 +77,7 @@ class LocalCluster:
         start."""
         with _started(self.directory):
             self._node = _start_node(self.directory / "ray", self._names)
-            ray.init(
-                address=self._node.gcs_address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-            )
+            init_ray(ray, self._node.gcs_address, namespace=NAMESPACE)
         # If Ray was imported earlier, it ignores `loopback` and listens on other addresses too.
         address = ray.nodes()[0]["NodeManagerAddress"]
         if address != LOOPBACK:
