@@ -266,7 +266,8 @@ def end_processes(directory: Path) -> int:
             _log.error("Processes of Ray cannot be killed: %s", sorted(pids))
             break
         for pid in pids - ended:
-            _kill(pid)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         ended |= pids
         time.sleep(_POLL)
     return len(ended)
@@ -294,10 +295,3 @@ def _belongs(process: Path, directory: Path) -> bool:
         return False
     files = [os.readlink(link) for link in (process / "fd").iterdir()]
     return any(file.startswith(f"{directory}/") for file in files)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has ended meanwhile
