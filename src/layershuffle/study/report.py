@@ -37,8 +37,7 @@ from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
-from layershuffle.study.rounds import rounds_section
-from layershuffle.study.score_tables import choices_table, scores_table
+from layershuffle.study.score_tables import choices_table, rounds_section, scores_table
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import ScoreCell, Summary, label, printable, summarise
 from layershuffle.study.tables import (
