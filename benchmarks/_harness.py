@@ -92,7 +92,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ClaimRow:
     """One thing that was measured: `values` in `unit`, or ratios (`unit` is "") of `pairs`.
 
     `what` says it in words, "naive / trie" for a ratio. A row without `bound` promises nothing.
@@ -139,16 +139,18 @@ def compare(
     bound: Bound | None = None,
     settings: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> Row:
+) -> ClaimRow:
     """The row of A against B: its values are seconds of A over seconds of B, pair by pair."""
     row = ratio_row(name, what, pairs=paired(a, b, effort=effort), settings=settings or {})
     return replace(row, bound=bound, facts=facts or {})
 
 
-def ratio_row(name: str, what: str, *, pairs: Pairs, settings: Mapping[str, Any]) -> Row:
+def ratio_row(name: str, what: str, *, pairs: Pairs, settings: Mapping[str, Any]) -> ClaimRow:
     """The row of two sides that were timed already."""
     settings = {**settings, "turns_per_pair": pairs.turns}
-    return Row(name=name, what=what, values=pairs.ratios, pairs=pairs.seconds, settings=settings)
+    return ClaimRow(
+        name=name, what=what, values=pairs.ratios, pairs=pairs.seconds, settings=settings
+    )
 
 
 # --- claims and result files ----------------------------------------------------------------------
@@ -163,13 +165,13 @@ class Claim:
 
     theme: str
     text: str
-    rows: Callable[[Effort], Iterable[Row]]
+    rows: Callable[[Effort], Iterable[ClaimRow]]
     precision: str = "fp32"
     threads: int | None = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ClaimResult:
     """The content of a result file. `complete`: every row of the claim is there.
 
     `seconds`: how long the measurement took, `None` in files of before that was noted.
@@ -182,7 +184,7 @@ class Result:
     command: str
     hardware: Mapping[str, Any]
     versions: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[ClaimRow, ...]
     complete: bool
     seconds: float | None = None
 
@@ -216,7 +218,7 @@ def run_claim(
     out = options.out or (None if options.smoke else Path(file).parent / "results")
     begun = time.monotonic()
     with torch_threads(claim.threads):
-        result = Result(
+        result = ClaimResult(
             schema=SCHEMA,
             theme=claim.theme,
             claim=claim.text,
@@ -239,7 +241,7 @@ def run_claim(
     return int(not options.smoke and any(row.holds is False for row in result.rows))
 
 
-def write_result(result: Result, directory: Path) -> Path:
+def write_result(result: ClaimResult, directory: Path) -> Path:
     """Write the file of `result`, which ends in .part if it is not whole, and return its path."""
     machine = result.hardware["gpu"] or result.hardware["processor"]
     name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
@@ -253,12 +255,12 @@ def write_result(result: Result, directory: Path) -> Path:
     return path
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> ClaimResult:
     """The content of a file of `write_result`. Raises `LayerShuffleError` for anything else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(_row(row) for row in fields.pop("rows"))
-        return Result(**fields, rows=rows)
+        return ClaimResult(**fields, rows=rows)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LayerShuffleError(
             f"This is no result of a benchmark ({error})",
@@ -267,20 +269,20 @@ def read_result(path: Path) -> Result:
         ) from error
 
 
-def _row(fields: dict[str, Any]) -> Row:
+def _row(fields: dict[str, Any]) -> ClaimRow:
     fields = {name: value for name, value in fields.items() if name not in ("median", "holds")}
     fields["bound"] = None if fields["bound"] is None else Bound(**fields["bound"])
     fields["values"] = tuple(fields["values"])
     fields["pairs"] = tuple((a, b) for a, b in fields["pairs"])
-    return Row(**fields)
+    return ClaimRow(**fields)
 
 
-def newest(directory: Path) -> list[Result]:
+def newest(directory: Path) -> list[ClaimResult]:
     """The newest result in `directory` of every theme and machine, by theme.
 
     Raises `LayerShuffleError` for an incomplete one: the page would be incomplete without a word.
     """
-    results: dict[tuple[str, str], Result] = {}
+    results: dict[tuple[str, str], ClaimResult] = {}
     for path in sorted(directory.glob("*.json")):  # dates sort as text
         if '"theme"' not in path.read_text(encoding="utf-8"):
             continue  # swarm_load.py keeps a file of another form there

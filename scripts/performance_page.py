@@ -14,7 +14,7 @@ from layershuffle.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from _harness import GPU_TARGETS, Result, Row, newest  # noqa: E402
+from _harness import GPU_TARGETS, ClaimResult, ClaimRow, newest  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_THEME = "gpu"
@@ -40,7 +40,7 @@ def with_marked(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
-def with_tables(page: str, results: Sequence[Result]) -> str:
+def with_tables(page: str, results: Sequence[ClaimResult]) -> str:
     """`page` with new tables between its marks. Raises `LayerShuffleError` if a mark is missing."""
     on_cpu = [result for result in results if result.theme != GPU_THEME]
     on_gpu = [result for result in results if result.theme == GPU_THEME]
@@ -48,7 +48,7 @@ def with_tables(page: str, results: Sequence[Result]) -> str:
     return with_marked(page, "gpu", "\n".join(_by_machine(on_gpu)) if on_gpu else _not_measured())
 
 
-def with_claims(page: str, results: Sequence[Result]) -> str:
+def with_claims(page: str, results: Sequence[ClaimResult]) -> str:
     """`page` with the new rows of single claims between the marks that bear their themes."""
     for theme in dict.fromkeys(result.theme for result in results):
         if f"<!-- begin: {theme} -->" in page:
@@ -57,7 +57,7 @@ def with_claims(page: str, results: Sequence[Result]) -> str:
     return page
 
 
-def _by_machine(results: Sequence[Result]) -> Iterator[str]:
+def _by_machine(results: Sequence[ClaimResult]) -> Iterator[str]:
     for machine in dict.fromkeys(result.machine for result in results):
         yield f"On {machine}:\n"
         yield _HEAD
@@ -68,7 +68,7 @@ def _by_machine(results: Sequence[Result]) -> Iterator[str]:
         yield ""
 
 
-def _line(row: Row) -> str:
+def _line(row: ClaimRow) -> str:
     single = len(row.values) == 1
     unit = f" {row.unit}" if row.unit else ""
     cells = (

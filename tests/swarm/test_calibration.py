@@ -25,7 +25,7 @@ from layershuffle.stack import running
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     Calibration,
-    Row,
+    CellAccuracy,
     calibrate,
     calibration_path,
     cells_of,
@@ -53,7 +53,7 @@ def digits_model():
 
 def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
     rows = tuple(
-        Row(
+        CellAccuracy(
             kept=k,
             top1=20.0 * k,
             low=20.0 * k - 5,
