@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gateway_site import VIT, file_of, picture, site
+from gateway_site import VIT, picture, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
@@ -42,6 +42,7 @@ from layershuffle.swarm.expectations import (
 )
 from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
 from layershuffle.trie import block_executions, build_trie
+from pictures import file_of
 
 DATA = "digit-pairs?test=40"
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from gateway_site import HOSTS, LIMITS, VIT, file_of, picture, run, run_in_virtual_time, site
+from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time, site
 from timm.models.vision_transformer import Block
 
 from common import CLASSES, DEPTH, assert_close
@@ -24,6 +24,7 @@ from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.schemas import SwarmAnswer
 from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
+from pictures import file_of
 
 KEY = "a-key-of-some-length"
 

@@ -8,7 +8,6 @@ from gateway_site import (
     HOSTS,
     LIMITS,
     classify,
-    file_of,
     picture,
     run,
     run_in_virtual_time,
@@ -21,6 +20,7 @@ from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder
 from layershuffle.swarm.state import HostView
+from pictures import file_of
 from waiting import HANGS, until
 
 FILE = file_of(picture())
