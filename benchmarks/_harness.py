@@ -1,8 +1,7 @@
-"""The harness of `benchmarks/`: claims, their rows and bounds, result files, and tables of docs.
+"""The harness of `benchmarks/`: claims, their rows and bounds, and result files.
 
 A script states a `Claim` and calls `run_claim`, which measures its rows, judges them and writes
-`results/THEME_HARDWARE_DATE.json`. `with_tables` and `with_claims` put these files into the pages
-(scripts/performance_page.py).
+`results/THEME_HARDWARE_DATE.json`. `scripts/performance_page.py` puts these files into the pages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +23,7 @@ from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
 
 SCHEMA = 1
-GPU_THEME = "gpu"
 _NOISE_CAP = 1.05
-_BEGIN, _END = "<!-- begin: {} -->", "<!-- end: {} -->"
-_HEAD = (
-    "| what | ratio or number | median | range | times | promised | |\n"
-    "|:--|:--|--:|:--|--:|:--|:--|"
-)
 
 
 # --- rows and bounds ------------------------------------------------------------------------------
@@ -99,7 +92,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ClaimRow:
     """One thing that was measured: `values` in `unit`, or ratios (`unit` is "") of `pairs`.
 
     `what` says it in words, "naive / trie" for a ratio. A row without `bound` promises nothing.
@@ -146,16 +139,18 @@ def compare(
     bound: Bound | None = None,
     settings: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> Row:
+) -> ClaimRow:
     """The row of A against B: its values are seconds of A over seconds of B, pair by pair."""
     row = ratio_row(name, what, pairs=paired(a, b, effort=effort), settings=settings or {})
     return replace(row, bound=bound, facts=facts or {})
 
 
-def ratio_row(name: str, what: str, *, pairs: Pairs, settings: Mapping[str, Any]) -> Row:
+def ratio_row(name: str, what: str, *, pairs: Pairs, settings: Mapping[str, Any]) -> ClaimRow:
     """The row of two sides that were timed already."""
     settings = {**settings, "turns_per_pair": pairs.turns}
-    return Row(name=name, what=what, values=pairs.ratios, pairs=pairs.seconds, settings=settings)
+    return ClaimRow(
+        name=name, what=what, values=pairs.ratios, pairs=pairs.seconds, settings=settings
+    )
 
 
 # --- claims and result files ----------------------------------------------------------------------
@@ -170,13 +165,13 @@ class Claim:
 
     theme: str
     text: str
-    rows: Callable[[Effort], Iterable[Row]]
+    rows: Callable[[Effort], Iterable[ClaimRow]]
     precision: str = "fp32"
     threads: int | None = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ClaimResult:
     """The content of a result file. `complete`: every row of the claim is there.
 
     `seconds`: how long the measurement took, `None` in files of before that was noted.
@@ -189,7 +184,7 @@ class Result:
     command: str
     hardware: Mapping[str, Any]
     versions: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[ClaimRow, ...]
     complete: bool
     seconds: float | None = None
 
@@ -223,7 +218,7 @@ def run_claim(
     out = options.out or (None if options.smoke else Path(file).parent / "results")
     begun = time.monotonic()
     with torch_threads(claim.threads):
-        result = Result(
+        result = ClaimResult(
             schema=SCHEMA,
             theme=claim.theme,
             claim=claim.text,
@@ -246,7 +241,7 @@ def run_claim(
     return int(not options.smoke and any(row.holds is False for row in result.rows))
 
 
-def write_result(result: Result, directory: Path) -> Path:
+def write_result(result: ClaimResult, directory: Path) -> Path:
     """Write the file of `result`, which ends in .part if it is not whole, and return its path."""
     machine = result.hardware["gpu"] or result.hardware["processor"]
     name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
@@ -260,12 +255,12 @@ def write_result(result: Result, directory: Path) -> Path:
     return path
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> ClaimResult:
     """The content of a file of `write_result`. Raises `LayerShuffleError` for anything else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(_row(row) for row in fields.pop("rows"))
-        return Result(**fields, rows=rows)
+        return ClaimResult(**fields, rows=rows)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LayerShuffleError(
             f"This is no result of a benchmark ({error})",
@@ -274,20 +269,20 @@ def read_result(path: Path) -> Result:
         ) from error
 
 
-def _row(fields: dict[str, Any]) -> Row:
+def _row(fields: dict[str, Any]) -> ClaimRow:
     fields = {name: value for name, value in fields.items() if name not in ("median", "holds")}
     fields["bound"] = None if fields["bound"] is None else Bound(**fields["bound"])
     fields["values"] = tuple(fields["values"])
     fields["pairs"] = tuple((a, b) for a, b in fields["pairs"])
-    return Row(**fields)
+    return ClaimRow(**fields)
 
 
-def newest(directory: Path) -> list[Result]:
+def newest(directory: Path) -> list[ClaimResult]:
     """The newest result in `directory` of every theme and machine, by theme.
 
     Raises `LayerShuffleError` for an incomplete one: the page would be incomplete without a word.
     """
-    results: dict[tuple[str, str], Result] = {}
+    results: dict[tuple[str, str], ClaimResult] = {}
     for path in sorted(directory.glob("*.json")):  # dates sort as text
         if '"theme"' not in path.read_text(encoding="utf-8"):
             continue  # swarm_load.py keeps a file of another form there
@@ -300,71 +295,3 @@ def newest(directory: Path) -> list[Result]:
             )
         results[result.theme, result.machine] = result
     return [results[key] for key in sorted(results)]
-
-
-# --- the tables of docs/performance.md and docs/swarm.md ------------------------------------------
-
-
-def with_tables(page: str, results: Sequence[Result]) -> str:
-    """`page` with new tables between its marks. Raises `LayerShuffleError` if a mark is missing."""
-    on_cpu = [result for result in results if result.theme != GPU_THEME]
-    on_gpu = [result for result in results if result.theme == GPU_THEME]
-    page = _between(page, "cpu", "\n".join(_by_machine(on_cpu)))
-    return _between(page, "gpu", "\n".join(_by_machine(on_gpu)) if on_gpu else _not_measured())
-
-
-def with_claims(page: str, results: Sequence[Result]) -> str:
-    """`page` with the new rows of single claims between the marks that bear their themes."""
-    for theme in dict.fromkeys(result.theme for result in results):
-        if _BEGIN.format(theme) in page:
-            of_theme = [result for result in results if result.theme == theme]
-            page = _between(page, theme, "\n".join(_by_machine(of_theme)).rstrip())
-    return page
-
-
-def _between(page: str, name: str, text: str) -> str:
-    begin, end = _BEGIN.format(name), _END.format(name)
-    pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise LayerShuffleError(f"The page has no {begin} ... {end}")
-    return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
-
-
-def _by_machine(results: Sequence[Result]) -> Iterator[str]:
-    for machine in dict.fromkeys(result.machine for result in results):
-        yield f"On {machine}:\n"
-        yield _HEAD
-        for result in results:
-            if result.machine == machine:
-                yield f"| **{result.claim}** `{result.command}`, {result.date} | | | | | | |"
-                yield from map(_line, result.rows)
-        yield ""
-
-
-def _line(row: Row) -> str:
-    single = len(row.values) == 1
-    unit = f" {row.unit}" if row.unit else ""
-    cells = (
-        row.name,
-        row.what.rstrip(",:"),
-        f"{_number(row.median)}{unit}",
-        "" if single else f"{_number(min(row.values))} to {_number(max(row.values))}",
-        "" if single else f"{len(row.values)}{' pairs' if row.pairs else ''}",
-        "" if row.bound is None else str(row.bound),
-        {True: "holds", False: "**missed**", None: ""}[row.holds],
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float) -> str:
-    if float(value).is_integer() or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-
-
-def _not_measured() -> str:
-    lines = ["Not measured yet: `make bench-gpu` on a machine with an NVIDIA H200.\n", _HEAD]
-    for name, (what, unit, bound) in GPU_TARGETS.items():
-        promise = "" if bound is None else f"{bound}{f' {unit}' if unit else ''}"
-        lines.append(f"| {name} | {what.rstrip(',:')} | not measured yet | | | {promise} | |")
-    return "\n".join(lines)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort
@@ -44,7 +44,7 @@ def saved_bytes(block: nn.Module, state: Tensor, *, autocast: bool) -> int:
     return sum(saved.values())
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One row per precision."""
     block = blocks_of(make_workload(PICO if effort is SMOKE else VIT_B, batch=1).model)[0].train()
     width = block.norm1.normalized_shape[0]
@@ -55,7 +55,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         ]
         small, large = (saved_bytes(block, state, autocast=autocast) for state in states)
         units = (large - small) / (2 * TOKENS * width)  # copies of weights are in both
-        yield Row(
+        yield ClaimRow(
             name=f"activations kept by a block, {name}",
             what=f"expected {expected:g},",
             values=(units,),

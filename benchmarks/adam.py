@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_192, make_workload
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One row: gradients are there, the step alone is timed."""
     workload = make_workload(PICO if effort is SMOKE else WIDTH_192, batch=1)
     sides = []

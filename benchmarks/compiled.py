@@ -13,7 +13,7 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import nn
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
@@ -55,7 +55,7 @@ def forward(model: nn.Module, workload: Workload) -> Callable[[], None]:
     return step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """A training step and a forward, eager over compiled; graphs are counted."""
     backend = "eager" if effort is SMOKE else "inductor"
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
@@ -76,7 +76,7 @@ def compared(
     compiled: Callable[[], None],
     compiler: BlockCompiler,
     effort: Effort,
-) -> Iterator[Row]:
+) -> Iterator[ClaimRow]:
     """The ratio, and the graphs of twelve blocks in many orders; or why there are none."""
     compiler.or_eager(compiled)
     if compiler.on:
@@ -88,7 +88,7 @@ def compared(
             effort=effort,
             facts={"backend": "inductor"},
         )
-    yield Row(
+    yield ClaimRow(
         name=f"graphs, {name}",
         what="for 12 blocks in every order" if compiler.on else f"eager: {compiler.reason}",
         values=(compiler.graphs,),

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from PIL import Image
 
 from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
@@ -84,7 +84,7 @@ def resized(record: dict[str, Any]) -> dict[str, Any]:
 
 def against_datasets(
     originals: Sequence[Image.Image], effort: Effort, settings: dict[str, Any]
-) -> Iterator[Row]:
+) -> Iterator[ClaimRow]:
     """The cache against copies of the same images made by `Dataset.map` and `save_to_disk`."""
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as place:
@@ -122,7 +122,7 @@ def against_datasets(
             )
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Ratios of processor time on one core."""
     count = 2 if effort is SMOKE else 8
     originals = [photograph(seed) for seed in range(count)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, timed_on
 from layershuffle.bench.workloads import PICO, Workload, make_workload
@@ -30,7 +30,7 @@ VIT_S = "timm:vit_small_patch16_224?pretrained=false&num_classes=300"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FormulaCase:
     """A model, its batch, and how many times as long as the drawing its step has to take."""
 
     name: str
@@ -40,12 +40,12 @@ class Case:
     least: float
 
 
-ON_CPU = Case(name="width 128 at 64 pixels", spec=WIDTH_128, batch=64, device="cpu", least=5)
-ON_GPU = Case(name="ViT-S/16 at 224 pixels", spec=VIT_S, batch=512, device="cuda", least=3)
-SMOKES = Case(name="smoke", spec=PICO, batch=4, device="cpu", least=0)
+ON_CPU = FormulaCase(name="width 128 at 64 pixels", spec=WIDTH_128, batch=64, device="cpu", least=5)
+ON_GPU = FormulaCase(name="ViT-S/16 at 224 pixels", spec=VIT_S, batch=512, device="cuda", least=3)
+SMOKES = FormulaCase(name="smoke", spec=PICO, batch=4, device="cpu", least=0)
 
 
-def step_of(workload: Workload, case: Case) -> Callable[[], None]:
+def step_of(workload: Workload, case: FormulaCase) -> Callable[[], None]:
     """A whole step: forward in a drawn order, backward, optimiser; images are there already."""
     model = workload.model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -65,7 +65,7 @@ def step_of(workload: Workload, case: Case) -> Callable[[], None]:
     return step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One row per kind: seconds of the step over seconds of drawing its images."""
     case = ON_GPU if torch.cuda.is_available() else ON_CPU
     case = SMOKES if effort is SMOKE else case

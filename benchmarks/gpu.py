@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _harness import GPU_TARGETS, Bound, Claim, Row, compare, ratio_row, run_claim
+from _harness import GPU_TARGETS, Bound, Claim, ClaimRow, compare, ratio_row, run_claim
 from hf_trainer import TINY, Case
 from hf_trainer import row as row_against_plain
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -62,16 +62,16 @@ FAILURES = (
     AttributeError, LookupError, ArithmeticError, ImportError, OSError, MemoryError,
     subprocess.SubprocessError,
 )  # fmt: skip
-Section = Callable[[BenchConfig, Effort], Iterator[Row]]
+GpuSection = Callable[[BenchConfig, Effort], Iterator[ClaimRow]]
 
 
-def measured(name: str, *values: float, **facts: Any) -> Row:
+def measured(name: str, *values: float, **facts: Any) -> ClaimRow:
     """A row of the table of targets."""
     what, unit, bound = GPU_TARGETS[name]
-    return Row(name=name, what=what, values=values, unit=unit, bound=bound, facts=facts)
+    return ClaimRow(name=name, what=what, values=values, unit=unit, bound=bound, facts=facts)
 
 
-def as_target(name: str, row: Row) -> Row:
+def as_target(name: str, row: ClaimRow) -> ClaimRow:
     """A paired row under the name, and with the bound, of the table of targets."""
     what, _, bound = GPU_TARGETS[name]
     return replace(row, name=name, what=what, bound=bound)
@@ -80,7 +80,7 @@ def as_target(name: str, row: Row) -> Row:
 def compared_blocks(
     name: str, *, a: Side, b: Side, effort: Effort, compiler: BlockCompiler,
     compiled: Sequence[Side],
-) -> Row:  # fmt: skip
+) -> ClaimRow:  # fmt: skip
     """A against B; the facts tell how the blocks of the sides `compiled` ran."""
     with compiler.limits():
         for side in compiled:
@@ -92,7 +92,7 @@ def compared_blocks(
     return replace(row, what=what, facts=asdict(mode))
 
 
-def throughput(name: str, report: BenchReport) -> Row:
+def throughput(name: str, report: BenchReport) -> ClaimRow:
     """The row of a throughput, told with what it was measured on."""
     row = measured(
         name,
@@ -105,7 +105,7 @@ def throughput(name: str, report: BenchReport) -> Row:
     return replace(row, what=f"{report.conditions}:")
 
 
-def training(config: BenchConfig, _: Effort) -> Iterator[Row]:
+def training(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """Throughput, recompiles, syncs and memory of the trainer of `fit`."""
     report = bench_train(config)
     assert report.mode is not None
@@ -118,14 +118,14 @@ def training(config: BenchConfig, _: Effort) -> Iterator[Row]:
     yield measured("training, memory", report.memory[0] / 1e9, of=report.memory[1])
 
 
-def inference(config: BenchConfig, _: Effort) -> Iterator[Row]:
+def inference(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """Throughput of forwards."""
     report = bench_eval(config)
     yield throughput("inference", report)
     yield measured("inference, MFU", 100 * (report.mfu or 0), ceiling=report.ceiling)
 
 
-def order(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def order(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Shuffled against fixed order, everything else equal."""
     workload, compiler = config.workload(), config.compiler()
     compiler.add(workload.model)
@@ -138,7 +138,7 @@ def order(config: BenchConfig, effort: Effort) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def precision(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def precision(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Autocast against forwards that are bf16 altogether, both over fp32 weights."""
     workload, compiler = config.workload(), config.compiler()
     compiler.add(workload.model)
@@ -153,7 +153,7 @@ def precision(config: BenchConfig, effort: Effort) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def compiled(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def compiled(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Compiled blocks against eager ones, in training and inference."""
     for name, make in (
         ("training step, compiled", training_side),
@@ -210,7 +210,7 @@ def forward_side(config: BenchConfig, workload: Workload) -> Side:
     return timed_on(config.device, step)
 
 
-def against_plain(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def against_plain(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Ours against what the authors' code does, both with half precision."""
     full = config.device == "cuda"
     case = Case(
@@ -227,13 +227,13 @@ def against_plain(config: BenchConfig, effort: Effort) -> Iterator[Row]:
     yield as_target("training step, plain", row)
 
 
-def four_orders(config: BenchConfig, _: Effort) -> Iterator[Row]:
+def four_orders(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """A batch in four groups with an order each."""
     report = bench_train(replace(config, orders_per_batch=4))
     yield throughput("training, four orders per batch", report)
 
 
-def reading(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def reading(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """The loader alone."""
     smoke = effort is SMOKE
     report = bench_input(replace(config, steps=1 if smoke else 5), files=8 if smoke else 512)
@@ -241,7 +241,7 @@ def reading(config: BenchConfig, effort: Effort) -> Iterator[Row]:
 
 
 @torch.inference_mode()
-def trie(config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Shared beginnings run once, in the dtype of inference."""
     workload = replace(config, batch=min(256, config.batch)).workload()
     workload = converted(workload, config.precision)
@@ -257,7 +257,7 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Section by section, the most important first."""
     config = TRIAL if effort is SMOKE else FULL
     effort = effort if effort is SMOKE else Effort(pairs=5)
@@ -273,7 +273,7 @@ def rows(effort: Effort) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def attempted(section: Section, config: BenchConfig, effort: Effort) -> Iterator[Row]:
+def attempted(section: GpuSection, config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """The rows of a section; its failure is a row too, except in a smoke."""
     try:
         yield from section(config, effort)
@@ -283,9 +283,9 @@ def attempted(section: Section, config: BenchConfig, effort: Effort) -> Iterator
         yield failed(section, f"{type(error).__name__}: {one_line(error)}")
 
 
-def failed(section: Section, why: str) -> Row:
+def failed(section: GpuSection, why: str) -> ClaimRow:
     """In place of the rows of a section."""
-    return Row(
+    return ClaimRow(
         name=f"{section.__name__.replace('_', ' ')}: failed",
         what=why,
         values=(1,),

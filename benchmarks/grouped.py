@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import Tensor
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
@@ -50,7 +50,7 @@ def shared(workload: Workload, order: ExecutionOrder) -> Tensor:
 
 
 @torch.inference_mode()
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Against a loop over samples, and against one order for all."""
     for name, (spec, batch, least, most) in (SMOKES if effort is SMOKE else CASES).items():
         workload = make_workload(spec, batch=batch)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -67,7 +67,7 @@ class DrawnLayers(nn.ModuleList):
         return (self[index] for index in torch.randperm(len(self)).to(device))
 
 
-class Numbers(Dataset[int]):
+class IndexDataset(Dataset[int]):
     """As many items as asked for; the collator knows the images."""
 
     def __init__(self, count: int) -> None:
@@ -118,7 +118,7 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
         trainer = PlainTrainer(
             model,
             arguments,
-            train_dataset=Numbers(steps * case.batch),
+            train_dataset=IndexDataset(steps * case.batch),
             data_collator=lambda _: batch,
         )
         trainer.remove_callback(PrinterCallback)
@@ -167,7 +167,7 @@ def ours(case: Case) -> tuple[Side, BlockCompiler]:
 
 def row(
     name: str, *, case: Case, attention: str, effort: Effort, bound: Bound | None, upside_down: bool
-) -> Row:
+) -> ClaimRow:
     """Ours against the plain Trainer; `upside_down`: how many times as fast ours is."""
     here, compiler = ours(case)
     with plain(case, attention) as there:
@@ -187,7 +187,7 @@ def row(
         return replace(ratio, facts={"ours": compiler.report()})  # the state after the last step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Against unfused attention, as the authors' release of transformers had it, and today's."""
     case = Case(config=SMALL, batch=16)
     if effort is SMOKE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bench.workloads import (
@@ -17,12 +17,12 @@ from layershuffle.bench.workloads import (
 )
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Bytes are counted, not timed: one measurement says it all."""
     spec, merges = (PICO, 3) if effort is SMOKE else (WIDTH_192, 100)
     group = merge_group(make_workload(spec, batch=1).model, 12)
     added = memory_of_merges(group, merges=merges)
-    yield Row(
+    yield ClaimRow(
         name=f"memory of {merges} merges",
         what="added to 12 models:",
         values=(added.share,),

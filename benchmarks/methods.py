@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from _harness import Claim, Row, compare, run_claim
+from _harness import Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
 from layershuffle.bench.training import time_training, training_state
@@ -88,7 +88,7 @@ def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -
     return cpu_timed(forward)
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """A step and an answer of every method against those of ordinary training."""
     for name, (spec, batch, steps) in (SMOKES if effort is SMOKE else CASES).items():
         ordinary = training_step(spec, batch=batch, method="baseline", steps=steps)

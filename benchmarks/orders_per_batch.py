@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import torch.nn.functional as F
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
@@ -40,7 +40,7 @@ def training_step(workload: Workload, *, groups: int) -> Callable[[], None]:
     return step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """2, 4 and 8 orders per batch, each against one."""
     for name, (spec, batch, most) in (SMOKES if effort is SMOKE else CASES).items():
         workload = make_workload(spec, batch=batch)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bundled import asset
@@ -143,19 +143,19 @@ def up() -> tuple[float, float]:
     return times[0], times[1]
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """The start of the demo, a click, and answers with and without viewers, in turn."""
     starts = [up() for _ in range(1 if effort is SMOKE else STARTS)]
     for what, part in (("until its page is there", 0), ("until its models can be asked", 1)):
         values = tuple(start[part] for start in starts)
-        yield Row(
+        yield ClaimRow(
             name="layershuffle demo", what=what, values=values, unit="s", bound=Bound("at_most", 5)
         )
     turns = 2 if effort is SMOKE else 200
     with gateway() as port:
         # The models of the page are loaded for the very first one.
         first, *clicks = asked(port, "/page/answer", field=("order", ORDER), count=turns + 1)
-        yield Row(
+        yield ClaimRow(
             name="a click",
             what="until both models have answered",
             values=tuple(1000 * seconds for seconds in clicks),
@@ -176,7 +176,7 @@ def rows(effort: Effort) -> Iterator[Row]:
             after = ask()
             ratios.append(with_viewers / ((alone + after) / 2))
             alone = after
-    yield Row(
+    yield ClaimRow(
         name=f"an answer with {VIEWERS} viewers",
         what="time / time without viewers",
         values=tuple(ratios),

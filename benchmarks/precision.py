@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, VIT_B, WIDTH_64, WIDTH_192, make_workload
@@ -19,7 +19,7 @@ CASES = {
 SMOKES = {"smoke": (PICO, 2)}
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Steps of training and forwards, in bf16 against fp32; and what `auto` makes of it."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
         workload = make_workload(spec, batch=batch)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from _harness import Claim, Row, compare, run_claim
+from _harness import Claim, ClaimRow, compare, run_claim
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +30,7 @@ from layershuffle.trie import run_head, run_stem
 CASES = {"width 64": WIDTH_64, "width 192": WIDTH_192, "width 768": VIT_B}
 SMOKES = {"smoke": PICO}
 CPU_ROUND, GPU_ROUND = 2, 3
-Rounds = Sequence[Sequence[nn.Module]]
+BlockRounds = Sequence[Sequence[nn.Module]]
 
 
 def wall_timed(work: Callable[[], object]) -> Side:
@@ -66,14 +66,16 @@ def _run(block: nn.Module, state: Tensor) -> Tensor:
     return out
 
 
-def on_threads(rounds: Rounds, state: Tensor, *, pool: ThreadPoolExecutor) -> Tensor:
+def on_threads(rounds: BlockRounds, state: Tensor, *, pool: ThreadPoolExecutor) -> Tensor:
     """Round after round, a thread for each of its blocks."""
     for blocks in rounds:
         state = summed(state, list(pool.map(partial(_run, state=state), blocks)))
     return state
 
 
-def on_streams(rounds: Rounds, state: Tensor, *, streams: Sequence[torch.cuda.Stream]) -> Tensor:
+def on_streams(
+    rounds: BlockRounds, state: Tensor, *, streams: Sequence[torch.cuda.Stream]
+) -> Tensor:
     """Round after round, a stream for each of its blocks; capturable."""
     main = torch.cuda.current_stream()
     for blocks in rounds:
@@ -88,7 +90,7 @@ def on_streams(rounds: Rounds, state: Tensor, *, streams: Sequence[torch.cuda.St
     return state
 
 
-def stacked(rounds: Rounds) -> Callable[[Tensor], Tensor]:
+def stacked(rounds: BlockRounds) -> Callable[[Tensor], Tensor]:
     """Round after round, its blocks as one batched block with their weights stacked."""
     skeleton = copy.deepcopy(rounds[0][0]).to("meta")
     weights = [stack_module_state(list(blocks)) for blocks in rounds]
@@ -136,7 +138,7 @@ def check(workload: Workload, state: Tensor, *, size: int) -> float:
     return difference
 
 
-def rounds_of(workload: Workload, size: int) -> tuple[list[nn.Module], Rounds, Tensor]:
+def rounds_of(workload: Workload, size: int) -> tuple[list[nn.Module], BlockRounds, Tensor]:
     """The blocks, the same in rounds of `size`, and the state that enters the first."""
     model = workload.model.eval()
     blocks = list(blocks_of(model))
@@ -145,12 +147,12 @@ def rounds_of(workload: Workload, size: int) -> tuple[list[nn.Module], Rounds, T
 
 
 @torch.inference_mode()
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """On the GPU where there is one: a result is that of one machine. Else on the CPU, by width."""
     yield from on_gpu(effort) if torch.cuda.is_available() else on_cpu(effort)
 
 
-def on_cpu(effort: Effort) -> Iterator[Row]:
+def on_cpu(effort: Effort) -> Iterator[ClaimRow]:
     """Two blocks side by side, a thread each, against one after the other on both threads."""
     with ThreadPoolExecutor(CPU_ROUND, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for name, spec in (SMOKES if effort is SMOKE else CASES).items():
@@ -176,7 +178,7 @@ def on_cpu(effort: Effort) -> Iterator[Row]:
             check(workload, stacked(rounds)(state), size=GPU_ROUND)
 
 
-def on_gpu(effort: Effort) -> Iterator[Row]:
+def on_gpu(effort: Effort) -> Iterator[ClaimRow]:
     """A ViT-B/16, one image: 12 steps against 4 rounds, on streams and with stacked weights."""
     workload = make_workload(PICO if effort is SMOKE else VIT_B, batch=1, device="cuda")
     blocks, rounds, state = rounds_of(workload, GPU_ROUND)

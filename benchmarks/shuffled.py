@@ -8,7 +8,7 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
@@ -36,7 +36,7 @@ def step_of(
     return step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One model for both sides: they read and write the same memory."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
         workload = make_workload(spec, batch=batch)

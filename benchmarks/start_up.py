@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, Side
 
@@ -32,14 +32,14 @@ def seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Per command: seconds, and how many times those of a Python that does nothing."""
     nothing = process(["-c", "pass"])
     for command in COMMANDS[:1] if effort is SMOKE else COMMANDS:
         name = f"layershuffle {command} --help".replace("  ", " ")
         help_text = process(["-m", "layershuffle", *command.split(), "--help"])
         against = compare(name, "help / empty Python", a=help_text, b=nothing, effort=effort)
-        yield Row(
+        yield ClaimRow(
             name=name,
             what="processor time",
             values=tuple(a for a, _ in against.pairs),

@@ -12,14 +12,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
+from swarm_hops import Swarms
 from torch import nn
 
 from layershuffle.bench.timing import SMOKE, Effort
@@ -56,8 +57,6 @@ for thread in asking: thread.start()
 for thread in asking: thread.join()
 print(len(wrong), wrong[:1])
 """
-
-Swarms = Callable[[Any], AbstractAsyncContextManager[Service]]
 
 
 def processor_ms(pids: Iterator[int]) -> float:
@@ -106,7 +105,7 @@ async def gateway_of(service: Service) -> Any:
             await serving
 
 
-async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> Row:
+async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> ClaimRow:
     """Requests through the gateway, `CLIENTS` at a time; the model alone in turn with them."""
     count, turns = (4, 1) if effort is SMOKE else (200, 5)
     model = served_host(load(DEFAULT_MODEL)).eval()
@@ -127,7 +126,7 @@ async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> Row:
             totals.append(sum(spent))
     gateway, blocks, ray = (statistics.median(part) for part in zip(*parts, strict=True))
     place = f"{hosts} process{'es' if hosts > 1 else ''}" if pids else "the gateway"
-    return Row(
+    return ClaimRow(
         name=f"a request, blocks in {place}",
         what="processor time of all processes,",
         values=tuple(totals),
@@ -174,7 +173,7 @@ def model_ms(model: nn.Module, *, count: int) -> float:
     return (time.thread_time() - begun) * 1000 / count
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Hosts in the gateway's process first, then over Ray."""
     within = asyncio.run(cost(partial(swarm_on, None), 1, effort=effort))
     yield within

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort
@@ -48,7 +48,7 @@ Swarms = Callable[[SwarmPlan], AbstractAsyncContextManager[Service]]
 # --- what a hop costs -----------------------------------------------------------------------------
 
 
-async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> Row:
+async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> ClaimRow:
     """Visits of one block after another, one at a time: time beyond the block's own compute."""
     plan = SwarmPlan(model=model, wire=wire, hosts={"host-1": HostPlan(blocks=(0, 1))})
     async with swarms(plan) as service:
@@ -56,7 +56,7 @@ async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> Row:
         routes = [await walked(service, start, order=(n % 2,)) for n in range(count + 3)][3:]
     hops = [visit for route in routes for visit in route.hops]
     kib = round(start.nbytes / {"fp32": 1, "fp16": 2, "int8": 4}[wire] / 1024)
-    return Row(
+    return ClaimRow(
         name=f"a hop, {kib} KiB ({wire})",
         what="visit of one block less its compute,",
         values=tuple(visit.ms - visit.compute_ms for visit in hops),
@@ -81,7 +81,7 @@ class Echo:
         return word
 
 
-async def bare(ray: Any, *, count: int) -> Row:
+async def bare(ray: Any, *, count: int) -> ClaimRow:
     """What Ray alone takes for as many bytes there and back: no hop over it can take less."""
     actor = ray.remote(Echo).options(num_cpus=0, max_concurrency=8).remote()
     times, word = [], bytes(ECHOED)
@@ -91,7 +91,7 @@ async def bare(ray: Any, *, count: int) -> Row:
         await actor.say.remote(word)
         times.append((time.perf_counter() - began) * 1000)
     ray.kill(actor)
-    return Row(
+    return ClaimRow(
         name="Ray alone, 148 KiB",
         what="an actor that returns what it got,",
         values=tuple(times[3:]),
@@ -100,7 +100,7 @@ async def bare(ray: Any, *, count: int) -> Row:
     )
 
 
-async def against_one_process(swarms: Swarms, *, count: int) -> Row:
+async def against_one_process(swarms: Swarms, *, count: int) -> ClaimRow:
     """The digits model over six hosts, two blocks a visit, against the same order here."""
     blocks = blocks_of(served_host(load(DEFAULT_MODEL)).eval())
     there, here = [], []
@@ -113,7 +113,7 @@ async def against_one_process(swarms: Swarms, *, count: int) -> Row:
             if number >= 5:
                 here.append((time.perf_counter() - began) * 1000)
                 there.append((route.ms, len(route.hops)))
-    return Row(
+    return ClaimRow(
         name="a hop, 12 blocks on 6 hosts",
         what="route less the same order in one process, per hop,",
         values=tuple((ms - base) / hops for (ms, hops), base in zip(there, here, strict=True)),
@@ -136,7 +136,7 @@ def in_process(blocks: Sequence[nn.Module], state: Tensor, *, order: Sequence[in
 # --- throughput -----------------------------------------------------------------------------------
 
 
-async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> Row:
+async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> ClaimRow:
     """Answers per second of the gateway under a few clients."""
     host = served_host(load(model))
     images = labelled_images(host, DATA, count=min(count, 100))
@@ -148,7 +148,7 @@ async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> R
         await run_drill(ask, count, concurrency=CLIENTS)
         runs = [await speed(ask, count) for _ in range(1 if count < CLIENTS else 3)]
     short = "ViT-B, 6 blocks" if model == HEAVY else "digits, 12 blocks"
-    return Row(
+    return ClaimRow(
         name=f"{short}, {hosts} host{'s' if hosts > 1 else ''}",
         what="answers in full per second,",
         values=tuple(rate for rate, _ in runs),
@@ -170,7 +170,7 @@ async def speed(ask: Callable[[int], Awaitable[Any]], count: int) -> tuple[float
 # --- how soon a failure is felt -------------------------------------------------------------------
 
 
-async def noticed(swarms: Swarms, kind: FaultKind, *, count: int) -> Row:
+async def noticed(swarms: Swarms, kind: FaultKind, *, count: int) -> ClaimRow:
     """From the failure of a host to the end of the first request that does without its blocks."""
     plan = even_plan(DEPTH, 6)
     times = []
@@ -187,7 +187,7 @@ async def noticed(swarms: Swarms, kind: FaultKind, *, count: int) -> Row:
             times.append((time.perf_counter() - began) * 1000)
             await service.faults.inject(Fault(0, name, "rejoin"))
             await asyncio.wait_for(whole(service), timeout=60)
-    return Row(
+    return ClaimRow(
         name={"crash": "a host is killed (SIGKILL)", "freeze": "a host freezes (SIGSTOP)"}[kind],
         what="until the first answer without its blocks,",
         values=tuple(times),
@@ -206,7 +206,7 @@ async def whole(service: Service) -> None:
 # --- all of it ------------------------------------------------------------------------------------
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Every part on one cluster of this machine; a smoke runs it within this process."""
     smoke = effort is SMOKE
     few, some = (1, 1) if smoke else (9, 40)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.data import DataOptions, open_data
@@ -121,7 +121,7 @@ def stems(images: int) -> tuple[Bundle, State]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Exposure:
     """When the liar was out (requests), how often it had lied, and the share of audited visits
     (of all that were made)."""
 
@@ -140,7 +140,7 @@ async def played(
     seed: int,
     honest: int,
     most: int,
-) -> Ended:
+) -> Exposure:
     """Requests until the liar is shut out, by the real router and health check."""
     clock = asyncio.get_running_loop().time
     hosts = LyingHosts(bundle, lie, honest=honest if lie.steady else 0, seed=seed)
@@ -174,10 +174,10 @@ async def played(
     await asyncio.gather(watch, return_exceptions=True)
     await health.close()
     out = router.swarm[LIAR].condition == "shut-out"
-    return Ended(requests, out, hosts.lies, health.audited / hosts.visits)
+    return Exposure(requests, out, hosts.lies, health.audited / hosts.visits)
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Every lie with one, two and three holders of every block."""
     smoke = effort is SMOKE
     bundle, states = stems(4 if smoke else IMAGES)
@@ -192,7 +192,7 @@ def rows(effort: Effort) -> Iterator[Row]:
                 )  # fmt: skip
                 with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
                     ends.append(runner.run(play))
-            yield Row(
+            yield ClaimRow(
                 name=f"{title}, {replicas} of each block",
                 what="requests until it is out",
                 values=tuple(float(end.requests) for end in ends),

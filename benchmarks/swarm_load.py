@@ -51,7 +51,7 @@ BUSY = (sys.executable, "-c", "while True: pass")
 SMOKES = 24, 20  # requests, and those for memory
 
 
-class Load:
+class LoadedSwarm:
     """A service, a client of its gateway, and what was measured."""
 
     def __init__(self, service: Service, client: AsyncSwarmClient, images: Any) -> None:
@@ -153,7 +153,7 @@ async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, An
     results: dict[str, Any] = {}
     with nullcontext() if options.smoke else local_ray(list(plan.hosts)) as session:
         async with swarm_on(session, plan) as service, client_inside(service) as client:
-            load_ = Load(service, client, images)
+            load_ = LoadedSwarm(service, client, images)
             await load_.drill(40)
             results["order-free"] = await load_.killed("order-free", options.requests)
             results["sequential"] = await load_.killed("sequential", options.requests)

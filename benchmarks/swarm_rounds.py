@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 from swarm_hops import DATA, HEAVY, Swarms, whole
 
 from layershuffle.bench.timing import SMOKE, Effort
@@ -86,7 +86,7 @@ def facts(drills: Drills) -> dict[str, dict[str, float]]:
 
 def quicker(
     swarms: Swarms, model: str, *, parallel: int | None, requests: int, repeats: int
-) -> Row:
+) -> ClaimRow:
     """One client, six hosts with a quarter of a core each: time against one visit at a time."""
     plan = even_plan(depth_of(served_host(load(model))), HOSTS, model=model)
     plan = plan.model_copy(update={"parallel": parallel})
@@ -95,7 +95,7 @@ def quicker(
     pairs = zip(*(drills[routing] for routing in FREE), strict=True)
     short = "ViT-B, 6 blocks" if model == HEAVY else "digits, 12 blocks"
     under_way = "as calibrated" if parallel is None else f"{parallel} side by side"
-    return Row(
+    return ClaimRow(
         name=f"{short}, {under_way}",
         what="median of a request, order-free over order-free-serial,",
         values=tuple(new.quantile(0.5) / old.quantile(0.5) for new, old in pairs),
@@ -106,7 +106,7 @@ def quicker(
     )
 
 
-def survivors(swarms: Swarms, *, requests: int) -> Row:
+def survivors(swarms: Swarms, *, requests: int) -> ClaimRow:
     """Nine of twelve blocks dead; each quarter of the blocks is left once."""
     plan = even_plan(12, 4)
     drills: Drills = {routing: [] for routing in FREE}
@@ -117,7 +117,7 @@ def survivors(swarms: Swarms, *, requests: int) -> Row:
         )
         for routing in FREE:
             drills[routing] += of_routings[routing]
-    return Row(
+    return ClaimRow(
         name="9 of 12 blocks dead",
         what="right answers, order-free,",
         values=(figures(drills["order-free"])["right"],),
@@ -128,7 +128,7 @@ def survivors(swarms: Swarms, *, requests: int) -> Row:
     )
 
 
-def beside_a_slow_host(swarms: Swarms, *, clients: int, requests: int, repeats: int) -> Row:
+def beside_a_slow_host(swarms: Swarms, *, clients: int, requests: int, repeats: int) -> ClaimRow:
     """Six hosts, one of them ten times slower, some clients: against one visit at a time."""
     plan = even_plan(12, HOSTS)
     slow = {next(iter(plan.hosts)): TEN}
@@ -136,7 +136,7 @@ def beside_a_slow_host(swarms: Swarms, *, clients: int, requests: int, repeats: 
         drilled(swarms, plan, slow=slow, requests=requests, repeats=repeats, clients=clients)
     )
     pairs = zip(*(drills[routing] for routing in FREE), strict=True)
-    return Row(
+    return ClaimRow(
         name=f"one host ten times slower, {counted(clients, 'client')}",
         what="99 % within, order-free over order-free-serial,",
         values=tuple(new.quantile(0.99) / old.quantile(0.99) for new, old in pairs),
@@ -147,7 +147,7 @@ def beside_a_slow_host(swarms: Swarms, *, clients: int, requests: int, repeats: 
     )
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Every part on one cluster of this machine; a smoke runs it within this process."""
     smoke = effort is SMOKE
     names = [f"host-{number + 1}" for number in range(HOSTS)]

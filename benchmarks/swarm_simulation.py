@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.swarm import state
@@ -43,7 +43,7 @@ def play(plan: SwarmPlan, requests: int, routing: Routing) -> SimulationOutcome:
     )
 
 
-def size_row(hosts: int, requests: int, repeats: int) -> Row:
+def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
     """Visits per second of processor time, and what came of the requests under every routing."""
     plan = scaled(even_plan(DEPTH, 10), hosts)
     speeds, walls = [], []
@@ -53,7 +53,7 @@ def size_row(hosts: int, requests: int, repeats: int) -> Row:
         speeds.append(outcome.visits / (time.process_time() - began))
         walls.append(time.perf_counter() - wall)
     others = {routing: play(plan, requests, routing) for routing in ROUTINGS[1:]}
-    return Row(
+    return ClaimRow(
         name=f"{hosts:,} hosts",
         what="visits per second of processor time",
         values=tuple(speeds),
@@ -108,7 +108,7 @@ def stepping(hosts: int) -> Callable[[], object]:
     return step
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """The cost of a step, then the scaling curve."""
     smoke = effort is SMOKE
     yield compare(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from _harness import Bound, Claim, Row, run_claim
+from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
@@ -104,7 +104,7 @@ def simulated(
     )
 
 
-def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row:
+def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> ClaimRow:
     """How far the shares of the simulation are from those of the real swarm, in points."""
     plan = even_plan(DEPTH, HOSTS, replicas=replicas)
     plan = plan.model_copy(update={"routing": routing, "limits": LIMITS})
@@ -114,7 +114,7 @@ def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row
         end: {"real": round(drill.share(end), 2), "simulated": round(outcome.share(end), 2)}
         for end in ENDS
     }
-    return Row(
+    return ClaimRow(
         name=f"{routing}, {replicas} of each block",
         what="largest difference of a share (answered, degraded, failed, late)",
         values=(max(abs(share["real"] - share["simulated"]) for share in shares.values()),),
@@ -134,7 +134,7 @@ def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row
     )  # fmt: skip
 
 
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Every case once, on processes of this machine; a smoke within this process."""
     smoke = effort is SMOKE
     names = [f"host-{number + 1}" for number in range(HOSTS)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from _harness import Bound, Claim, Row, ratio_row, run_claim
+from _harness import Bound, Claim, ClaimRow, ratio_row, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bench.workloads import (
@@ -32,7 +32,7 @@ EXPECTED = {
 
 
 @torch.inference_mode()
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Block runs are exact; times for all but the last sweep, which would say no more."""
     workload = (
         make_workload(PICO, batch=2) if effort is SMOKE else make_workload(WIDTH_64, batch=64)
@@ -41,7 +41,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     for name, orders in (sweeps(DEPTH) | {"all in-order subsets": subsets}).items():
         naive, fewest, least = EXPECTED[name]
         assert sum(map(len, orders)) == naive
-        yield Row(
+        yield ClaimRow(
             name=f"block runs, {name}",
             what=f"{len(orders):,} orders, {naive:,} block runs one by one; in the trie",
             values=(block_executions(build_trie(orders)),),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from _harness import Bound, Claim, Row, compare, run_claim
+from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
@@ -37,7 +37,7 @@ def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def rows(effort: Effort) -> Iterator[Row]:
+def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Wrapped only, and given an order."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
         workload = make_workload(spec, batch=batch)

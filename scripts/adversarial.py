@@ -26,7 +26,7 @@ from robustness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from trainings import Training, batches_of, in_processes, read_arguments, stepper
+from trainings import TrainingRun, batches_of, in_processes, read_arguments, stepper
 
 import layershuffle as ls
 from layershuffle.models import logits_of
@@ -57,7 +57,7 @@ def fast_attack(
     return (images + change).clamp(0, 1)
 
 
-def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Module:
+def train(run: TrainingRun, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Module:
     """The bundled model, refined only on attacked images; attack and step use the same order."""
     model = ls.load("bundled:digits", seed=run.seed)
     images, labels = split_images("train", pairs)
@@ -77,7 +77,7 @@ def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Mo
     return model.eval()
 
 
-def train_and_save(run: Training, directory: Path) -> str:
+def train_and_save(run: TrainingRun, directory: Path) -> str:
     """Train and save a model. Returns a line with its top-1 on validation pairs, in percent.
 
     Such training may suddenly overfit to the attack of one step (catastrophic overfitting), which
@@ -99,7 +99,7 @@ if __name__ == "__main__":
     )
     directory = arguments.directory / "adversarial"
     left = [
-        Training(arm=arm, seed=seed, start="bundled", steps=1000)
+        TrainingRun(arm=arm, seed=seed, start="bundled", steps=1000)
         for seed in SEEDS
         for arm in ARMS
         if not (directory / f"{arm}-seed{seed}").exists()

@@ -26,7 +26,7 @@ from timm.models.convmixer import ConvMixer
 from timm.models.convnext import ConvNeXtBlock
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
-from trainings import Training, batches_of, key_of, stepper, train_with_bases
+from trainings import TrainingRun, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
 from layershuffle.data.digits import (
@@ -117,7 +117,7 @@ def scale_skips(model: nn.Module, scale: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Training):
+class BreakRun(TrainingRun):
     """A training. `start`: "scratch", "bundled", or the case whose base is refined."""
 
     question: str
@@ -151,8 +151,8 @@ LESS_DATA: dict[str, dict[str, Any]] = {
 EQUAL_EPOCHS: dict[str, dict[str, Any]] = {
     f"{pairs} pairs, equal epochs": {
         "pairs": pairs,
-        "steps": Run.steps * pairs // PAIRS,
-        "warmup": max(1, Run.warmup * pairs // PAIRS),
+        "steps": BreakRun.steps * pairs // PAIRS,
+        "warmup": max(1, BreakRun.warmup * pairs // PAIRS),
     }
     for pairs in (1_000, 5_000)
 }
@@ -180,52 +180,56 @@ POSITION: dict[str, dict[str, Any]] = {
 }
 
 
-def bases(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
+def bases(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[BreakRun]:
     """Models trained in order from random weights, as `bundled:digits` was, to be refined."""
     for case, (kind, depth) in cases.items():
-        base = Run(question="breaks", case=case, arm="base", seed=seed, start="scratch")
+        base = BreakRun(question="breaks", case=case, arm="base", seed=seed, start="scratch")
         yield replace(base, steps=BASE_STEPS, rate=BASE_RATE, kind=kind, depth=depth)
 
 
-def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
+def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[BreakRun]:
     """Both refinements of each base."""
     for base in bases(cases, seed):
         for arm in ARMS:
-            yield replace(base, arm=arm, start=base.case, steps=Run.steps, rate=Run.rate)
+            yield replace(base, arm=arm, start=base.case, steps=BreakRun.steps, rate=BreakRun.rate)
 
 
-def slower_runs(seed: int) -> Iterator[Run]:
+def slower_runs(seed: int) -> Iterator[BreakRun]:
     """MLP-Mixer at the learning rate of its base, to exclude that the rate causes the breakdown."""
     for run in refinements({"MLP-Mixer": FIRST_BASES["MLP-Mixer"]}, seed):
         yield replace(run, case="MLP-Mixer, 1e-3", rate=BASE_RATE)
 
 
-def skip_runs(seed: int, *, skips: Sequence[float] = SKIPS) -> Iterator[Run]:
+def skip_runs(seed: int, *, skips: Sequence[float] = SKIPS) -> Iterator[BreakRun]:
     """The bundled model, refined with weaker skip connections than it was trained with."""
     for skip in skips:
         for arm in ARMS:
-            run = Run(question="breaks", case=f"skip {skip:g}", arm=arm, seed=seed, start="bundled")
+            run = BreakRun(
+                question="breaks", case=f"skip {skip:g}", arm=arm, seed=seed, start="bundled"
+            )
             yield replace(run, skip=skip)
 
 
-def position_runs(seed: int) -> Iterator[Run]:
+def position_runs(seed: int) -> Iterator[BreakRun]:
     """LayerShuffle with different position parts."""
     for case, parts in POSITION.items():
-        run = Run(question="position", case=case, arm="layershuffle", seed=seed, start="bundled")
+        run = BreakRun(
+            question="position", case=case, arm="layershuffle", seed=seed, start="bundled"
+        )
         yield replace(run, **parts)
 
 
 def data_runs(
     sizes: Mapping[str, Mapping[str, Any]], seed: int, *, arms: Sequence[str] = ARMS
-) -> Iterator[Run]:
+) -> Iterator[BreakRun]:
     """Fewer pairs of all digits, or fewer different digits, at equal steps or epochs."""
     for case, size in sizes.items():
         for arm in arms:
-            run = Run(question="data", case=case, arm=arm, seed=seed, start="bundled")
+            run = BreakRun(question="data", case=case, arm=arm, seed=seed, start="bundled")
             yield replace(run, **size)
 
 
-STAGES: tuple[tuple[Run, ...], ...] = (
+STAGES: tuple[tuple[BreakRun, ...], ...] = (
     tuple(bases(FIRST_BASES, 0)),
     (*refinements(FIRST_BASES, 0), *data_runs(ALL_DATA, 0), *skip_runs(0)),
     tuple(bases(MORE_BASES, 0)),
@@ -253,7 +257,7 @@ STAGES: tuple[tuple[Run, ...], ...] = (
 # --- training ---------------------------------------------------------------------------------
 
 
-def train_pairs(run: Run) -> tuple[Tensor, Tensor]:
+def train_pairs(run: BreakRun) -> tuple[Tensor, Tensor]:
     """Canvases and labels. Smaller sets are the beginnings of larger ones."""
     draws = draw_pairs("train", run.pairs)
     if run.digits is not None:
@@ -276,12 +280,12 @@ def fewer_digits(drawn: Tensor, count: int) -> Tensor:
     return substitute[drawn]
 
 
-def weights_of(base: Run, directory: Path) -> Path:
+def weights_of(base: BreakRun, directory: Path) -> Path:
     """The path of the weights of a base."""
     return directory / f"{base.case} {base.seed}.safetensors"
 
 
-def begin(run: Run, directory: Path) -> nn.Module:
+def begin(run: BreakRun, directory: Path) -> nn.Module:
     """The untrained model of the run, with the weights that `start` names."""
     torch.manual_seed(run.seed)
     if run.start == "bundled":
@@ -297,7 +301,7 @@ def begin(run: Run, directory: Path) -> nn.Module:
     return model
 
 
-def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | None]:
+def train(run: BreakRun, directory: Path) -> tuple[nn.Module, ls.PositionedModel | None]:
     """Train in a loop as users write it. Returns the model, and the model with position parts."""
     model = begin(run, directory)
     canvases, labels = train_pairs(run)
@@ -323,7 +327,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
     return model, parts
 
 
-def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
+def add_parts(model: nn.Module, run: BreakRun) -> ls.PositionedModel | None:
     """The model with the position parts of the run, `None` without any."""
     if not (run.encoding or run.prediction):
         return None
@@ -339,7 +343,7 @@ def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BreakScores:
     """Top-1 in percent of a trained model on the test pairs. `any_order`: one value per order.
 
     `independent`: effective number of images, the least over the orders (`layershuffle.stats`).
@@ -356,7 +360,7 @@ class Row:
     guessed: str
 
 
-def measure(run: Run, directory: Path) -> Row:
+def measure(run: BreakRun, directory: Path) -> BreakScores:
     """Train and score; save the weights of bases. Returns the scores."""
     torch.set_num_threads(1)
     model, parts = train(run, directory)
@@ -369,7 +373,7 @@ def measure(run: Run, directory: Path) -> Row:
     scores = ls.evaluate(called, batches, modes=modes, num_orders=ORDERS, groups=test.digits)
     in_order, *any_order = scores
     positions = f"{guessed(parts, images[:250]):.1f}" if parts and run.prediction else ""
-    return Row(
+    return BreakScores(
         question=run.question,
         case=run.case,
         arm=run.arm,
@@ -394,12 +398,12 @@ def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
 
 
 def missing(
-    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
-) -> list[list[Run]]:
+    stages: Sequence[Sequence[BreakRun]], directory: Path, *, finished: set[tuple[str, ...]]
+) -> list[list[BreakRun]]:
     """The runs left in each stage: unfinished ones, and bases whose weights those lack."""
     needed = {(run.start, run.seed) for run in chain(*stages) if key_of(run, KEY) not in finished}
 
-    def is_lost_base(run: Run) -> bool:
+    def is_lost_base(run: BreakRun) -> bool:
         is_needed = run.arm == "base" and (run.case, run.seed) in needed
         return is_needed and not weights_of(run, directory).exists()
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from breaks import TIED
 from open_questions import FORWARDS, PAGE, averaged_verdict, rows_of
+from performance_page import with_marked
 from science_page import interval as words_of
-from science_page import verdict, with_marked
+from science_page import verdict
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, mean, t_interval, wilson_interval
@@ -51,7 +52,7 @@ DATA = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class MeanInterval:
     """A mean in percent with its 95 % interval, over the orders or images of a model."""
 
     mean: float
@@ -60,8 +61,8 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Top-1 of a model in percent, in order and in each drawn order. Fields as in `breaks.Row`."""
+class ModelScores:
+    """Top-1 of a model in percent, in order and in each drawn order; as in `breaks.BreakScores`."""
 
     in_order: float
     any_order: Sequence[float]
@@ -69,15 +70,15 @@ class Scores:
     guessed: float | None
 
 
-Group = Mapping[int, Scores]  # by seed
+Group = Mapping[int, ModelScores]  # by seed
 Models = Mapping[tuple[str, str, str], Group]  # question, case, arm
 
 
 def read_models() -> Models:
     """All committed scores."""
-    models: dict[tuple[str, str, str], dict[int, Scores]] = {}
+    models: dict[tuple[str, str, str], dict[int, ModelScores]] = {}
     for row in rows_of("breaks.csv"):
-        scores = Scores(
+        scores = ModelScores(
             in_order=float(row["in_order"]),
             any_order=[float(value) for value in row["any_order"].split()],
             independent=float(row["independent"]),
@@ -87,17 +88,17 @@ def read_models() -> Models:
     return models
 
 
-def interval(values: Sequence[float], independent: float) -> Interval:
+def interval(values: Sequence[float], independent: float) -> MeanInterval:
     """The interval of the mean of `values`: at each end the wider of orders and images."""
     centre = mean(values)
     low, high = wilson_interval(centre, independent)
     if len(values) > 1:
         over_orders = t_interval(values)
         low, high = min(low, over_orders[0]), max(high, over_orders[1])
-    return Interval(mean=centre, low=low, high=high)
+    return MeanInterval(mean=centre, low=low, high=high)
 
 
-def broken_in_pair(ordinary: Scores, shuffled: Scores) -> str:
+def broken_in_pair(ordinary: ModelScores, shuffled: ModelScores) -> str:
     """Compare any order with half of the ordinary model's top-1 in one pair of models.
 
     The intervals are over orders and images, so they say nothing about other seeds, and decide more
@@ -171,17 +172,17 @@ def means_of(groups: Sequence[Group], seeds: Sequence[int]) -> list[float]:
     ]
 
 
-def in_order(scores: Scores) -> float:
+def in_order(scores: ModelScores) -> float:
     """Top-1 in order, in percent."""
     return scores.in_order
 
 
-def any_order(scores: Scores) -> float:
+def any_order(scores: ModelScores) -> float:
     """Top-1 in any order, in percent: the mean over the drawn orders."""
     return mean(scores.any_order)
 
 
-def difference(sample: Group, reference: Group, of: Callable[[Scores], float]) -> Difference:
+def difference(sample: Group, reference: Group, of: Callable[[ModelScores], float]) -> Difference:
     """Top-1 of `sample` minus `reference` in points, paired by the seeds that both have."""
     seeds = sample.keys() & reference.keys()
     return compare(
@@ -189,7 +190,7 @@ def difference(sample: Group, reference: Group, of: Callable[[Scores], float]) -
     )
 
 
-def moved_in_pair(sample: Scores, reference: Scores) -> str:
+def moved_in_pair(sample: ModelScores, reference: ModelScores) -> str:
     """Compare any order in one pair of models, by the 95 % interval paired by drawn order."""
     gaps = [a - b for a, b in zip(sample.any_order, reference.any_order, strict=True)]
     low, high = t_interval(gaps)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from trainings import (
     WHAT_IS_MISSING,
-    Training,
+    TrainingRun,
     batches_of,
     finished,
     key_of,
@@ -69,21 +69,21 @@ SEQUENTIAL = ls.ExecutionOrder.sequential(DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Training):
+class ChangedRun(TrainingRun):
     """A training that costs as much as `budget` steps of twelve blocks."""
 
     budget: int
 
 
-def training(name: str, *, seed: int, budget: int = 500) -> Run:
+def training(name: str, *, seed: int, budget: int = 500) -> ChangedRun:
     """The training of the change `name`."""
     steps = round(budget / SHARES_RUN.get(name, 1))
-    return Run(
+    return ChangedRun(
         arm=name, seed=seed, start="bundled", budget=budget, steps=steps, warmup=budget // 10
     )
 
 
-def order_of(run: Run, step: int) -> ls.ExecutionOrder:
+def order_of(run: ChangedRun, step: int) -> ls.ExecutionOrder:
     """The order of a step."""
     share, policy = step / run.steps, ls.Shuffled()
     if run.arm == RADIUS and share < 0.1:
@@ -108,7 +108,9 @@ def generator_of(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_000 * seed + step)
 
 
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor, *, run: Run, step: int) -> Tensor:
+def loss_of(
+    model: nn.Module, images: Tensor, labels: Tensor, *, run: ChangedRun, step: int
+) -> Tensor:
     """The loss of a step."""
     order = order_of(run, step)
     if run.arm in (BOTH, DISTILLED):
@@ -184,7 +186,7 @@ def tied(model: nn.Module, *, rank: int) -> nn.Module:
     return model
 
 
-def train(run: Run, *, pairs: int = PAIRS) -> nn.Module:
+def train(run: ChangedRun, *, pairs: int = PAIRS) -> nn.Module:
     """`bundled:digits`, refined by the run."""
     torch.manual_seed(run.seed)
     model = ls.load("bundled:digits", seed=run.seed)
@@ -205,7 +207,7 @@ def train(run: Run, *, pairs: int = PAIRS) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ChangedScores:
     """Top-1 in percent of a trained model on the test pairs: one value per drawn order."""
 
     arm: str
@@ -218,7 +220,7 @@ class Row:
     three_four_times: str
 
 
-def measure(run: Run) -> Row:
+def measure(run: ChangedRun) -> ChangedScores:
     """Train and score. Returns the scores."""
     torch.set_num_threads(1)
     model = train(run).eval()
@@ -228,7 +230,7 @@ def measure(run: Run) -> Row:
     values = [f"{score.top1:.2f}" for score in scores]
     drawn = [" ".join(values[at : at + ORDERS]) for at in range(1, len(values), ORDERS)]
     any_order, six, six_twice, three_four_times = drawn
-    return Row(
+    return ChangedScores(
         arm=run.arm, budget=run.budget, seed=run.seed, in_order=values[0], any_order=any_order,
         six=six, six_twice=six_twice, three_four_times=three_four_times,
     )  # fmt: skip

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from math import hypot
 from pathlib import Path
 
-from breaks_page import Interval, interval
+from breaks_page import MeanInterval, interval
 from matplotlib.figure import Figure
+from performance_page import with_marked
 from science_page import (
     ANY,
     COLUMNS,
     ORDERED,
     PAGE,
     ROOT,
-    Arm,
+    ScienceArm,
     Scores,
     judged,
     read_scores,
-    with_marked,
 )
 
 from layershuffle.files import write_bytes, write_text
@@ -36,26 +36,26 @@ FIGURE = ROOT / "docs" / "science-widths.png"
 IMAGES = 2_000
 """The number of test images in the recipe."""
 ARMS = (
-    Arm(name="baseline", label="ordinary training", different=12),
-    Arm(name="layershuffle", label="LayerShuffle", different=12),
-    Arm(name="layershuffle-mixed", label="four orders, 1/4 in order", different=12),
-    Arm(
+    ScienceArm(name="baseline", label="ordinary training", different=12),
+    ScienceArm(name="layershuffle", label="LayerShuffle", different=12),
+    ScienceArm(name="layershuffle-mixed", label="four orders, 1/4 in order", different=12),
+    ScienceArm(
         name="layershuffle-mixed-exit",
         label="four orders, 1/4 in order, exit loss",
         different=12,
     ),
-    Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
-    Arm(
+    ScienceArm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
+    ScienceArm(
         name="layershuffle-tied-3-mixed",
         label="tied, three blocks, four orders, 1/4 in order",
         different=3,
     ),
-    Arm(
+    ScienceArm(
         name="layershuffle-tied-3-mixed-exit",
         label="tied, three blocks, four orders, 1/4 in order, exit loss",
         different=3,
     ),
-    Arm(name="layershuffle-tied", label="tied, one block", different=1),
+    ScienceArm(name="layershuffle-tied", label="tied, one block", different=1),
 )
 REFERENCES = {
     "layershuffle-mixed-exit": "layershuffle-mixed",
@@ -67,7 +67,7 @@ SHOWN = ("in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class FormulaSize:
     """Size of data and model, the file of their scores, and the suffix `end` of their arms."""
 
     classes: int
@@ -79,12 +79,12 @@ class Size:
         return f"{self.classes:,} classes, width {self.width}"
 
 
-HUNDRED = Size(classes=100, width=128, end="-100")
-MIDDLE = Size(classes=300, width=128, results=RESULTS)
-NARROW = Size(classes=300, width=64, end="-width-64")
-THOUSAND = Size(classes=1000, width=128, end="-1000")
-NARROW_HUNDRED = Size(classes=100, width=64, end="-100-width-64")
-NARROW_THOUSAND = Size(classes=1000, width=64, end="-1000-width-64")
+HUNDRED = FormulaSize(classes=100, width=128, end="-100")
+MIDDLE = FormulaSize(classes=300, width=128, results=RESULTS)
+NARROW = FormulaSize(classes=300, width=64, end="-width-64")
+THOUSAND = FormulaSize(classes=1000, width=128, end="-1000")
+NARROW_HUNDRED = FormulaSize(classes=100, width=64, end="-100-width-64")
+NARROW_THOUSAND = FormulaSize(classes=1000, width=64, end="-1000-width-64")
 SIZES = (HUNDRED, MIDDLE, THOUSAND, NARROW_HUNDRED, NARROW, NARROW_THOUSAND)
 WIDTHS = (NARROW, MIDDLE)
 TWELVE, THREE = "layershuffle-mixed-exit", "layershuffle-tied-3-mixed-exit"
@@ -113,7 +113,7 @@ def values_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> list[fl
     return values
 
 
-def interval_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> Interval:
+def interval_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> MeanInterval:
     """The interval of the only model of an arm, as of `breaks_page.interval`."""
     return interval(values_of(scores, arm, column), IMAGES)
 
@@ -129,7 +129,7 @@ def difference(sample: Sequence[float], reference: Sequence[float]) -> Differenc
     return between(interval(sample, IMAGES), interval(reference, IMAGES))
 
 
-def between(a: Interval, b: Interval) -> Difference:
+def between(a: MeanInterval, b: MeanInterval) -> Difference:
     """a - b of two shares, with its interval from theirs (Newcombe 1998, method 10).
 
     doi 10.1002/(SICI)1097-0258(19980430)17:8<873::AID-SIM779>3.0.CO;2-I

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
-from performance_page import medians_of
-from science_page import ARMS, interval, verdict, with_marked
+from performance_page import medians_of, with_marked
+from science_page import ARMS, interval, verdict
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

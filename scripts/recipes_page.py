@@ -13,8 +13,8 @@ from pathlib import Path
 
 import changed_training
 from open_questions import rows_of
-from performance_page import medians_of
-from science_page import judged, with_marked
+from performance_page import medians_of, with_marked
+from science_page import judged
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean
@@ -31,14 +31,14 @@ RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 
-Column = tuple[str, int, int]  # order, blocks alive, passes
-Cell = tuple[str, int, Column]  # arm, steps, column
-Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+RecipeColumn = tuple[str, int, int]  # order, blocks alive, passes
+RecipeCell = tuple[str, int, RecipeColumn]  # arm, steps, column
+RecipeScores = dict[RecipeCell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
 Changes = dict[str, dict[str, dict[int, float]]]  # of each training and column, by seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class RecipeArm:
     """An arm of the study, and its label on the page."""
 
     name: str
@@ -48,24 +48,28 @@ class Arm:
 BASELINE, PLAIN = "baseline", "layershuffle"
 MIXED, TIED = "layershuffle-mixed", "layershuffle-tied-3-mixed"
 ARMS = (
-    Arm(name=BASELINE, label="ordinary training"),
-    Arm(name=PLAIN, label="LayerShuffle"),
-    Arm(name="layershuffle-orders-2", label="two orders per batch"),
-    Arm(name="layershuffle-orders-4", label="four orders per batch"),
-    Arm(name="layershuffle-mixed-in-turn", label="one order, every 4th step in order"),
-    Arm(name="layershuffle-mixed-eighth", label="four orders, 1/8 in order"),
-    Arm(name=MIXED, label="four orders, 1/4 in order"),
-    Arm(name=f"{MIXED}-lr5.6e-3", label="four orders, 1/4 in order, at 5.6e-3"),
-    Arm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
-    Arm(name="layershuffle-mixed-half-lr5.6e-3", label="four orders, 1/2 in order, at 5.6e-3"),
-    Arm(name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"),
-    Arm(name="layershuffle-tied", label="one tied block"),
-    Arm(name="layershuffle-tied-3", label="three tied blocks"),
-    Arm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
-    Arm(name="layershuffle-exit", label="exit loss, one order"),
-    Arm(name="layershuffle-exit-orders-4", label="exit loss, four orders"),
-    Arm(name="layershuffle-mixed-exit", label="exit loss, four orders, 1/4 in order"),
-    Arm(name=f"{TIED}-exit", label="exit loss, three tied blocks, four orders, 1/4 in order"),
+    RecipeArm(name=BASELINE, label="ordinary training"),
+    RecipeArm(name=PLAIN, label="LayerShuffle"),
+    RecipeArm(name="layershuffle-orders-2", label="two orders per batch"),
+    RecipeArm(name="layershuffle-orders-4", label="four orders per batch"),
+    RecipeArm(name="layershuffle-mixed-in-turn", label="one order, every 4th step in order"),
+    RecipeArm(name="layershuffle-mixed-eighth", label="four orders, 1/8 in order"),
+    RecipeArm(name=MIXED, label="four orders, 1/4 in order"),
+    RecipeArm(name=f"{MIXED}-lr5.6e-3", label="four orders, 1/4 in order, at 5.6e-3"),
+    RecipeArm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
+    RecipeArm(
+        name="layershuffle-mixed-half-lr5.6e-3", label="four orders, 1/2 in order, at 5.6e-3"
+    ),
+    RecipeArm(
+        name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"
+    ),
+    RecipeArm(name="layershuffle-tied", label="one tied block"),
+    RecipeArm(name="layershuffle-tied-3", label="three tied blocks"),
+    RecipeArm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
+    RecipeArm(name="layershuffle-exit", label="exit loss, one order"),
+    RecipeArm(name="layershuffle-exit-orders-4", label="exit loss, four orders"),
+    RecipeArm(name="layershuffle-mixed-exit", label="exit loss, four orders, 1/4 in order"),
+    RecipeArm(name=f"{TIED}-exit", label="exit loss, three tied blocks, four orders, 1/4 in order"),
 )
 WITHOUT_EXIT = (
     ("layershuffle-exit", PLAIN),
@@ -80,7 +84,7 @@ TIED_PAIRS = (
     (f"{TIED}-exit", "layershuffle-exit-orders-4"),
 )
 """Arms of three tied blocks, and their references of twelve different ones."""
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, RecipeColumn] = {
     "in order": ("sequential", 12, 1),
     "any order": ("arbitrary", 12, 1),
     "9 alive": ("arbitrary", 9, 1),
@@ -109,7 +113,7 @@ class Goal:
 
     name: str
     within: float
-    cells: Callable[[str, int], tuple[Cell, Cell]]
+    cells: Callable[[str, int], tuple[RecipeCell, RecipeCell]]
 
 
 GOALS = (
@@ -141,9 +145,9 @@ GOALS = (
 )
 
 
-def read_scores() -> Scores:
+def read_scores() -> RecipeScores:
     """Top-1 in percent of every arm, budget and column."""
-    scores: Scores = defaultdict(dict)
+    scores: RecipeScores = defaultdict(dict)
     for study in STUDIES:
         for run in read_study(KEPT / study).runs:
             settings = run.task.settings
@@ -157,7 +161,7 @@ def read_scores() -> Scores:
     return scores
 
 
-def gap(scores: Scores, sample: Cell, reference: Cell) -> Difference:
+def gap(scores: RecipeScores, sample: RecipeCell, reference: RecipeCell) -> Difference:
     """The difference in top-1 of two cells in points, paired by the seeds that both have."""
     means = [
         {seed: mean(values) for seed, values in scores[cell].items()}
@@ -176,7 +180,7 @@ def reached(difference: Difference, *, within: float) -> str:
     return "missed" if difference.high < -within else "not decided"
 
 
-def accuracy_table(scores: Scores, steps: int) -> str:
+def accuracy_table(scores: RecipeScores, steps: int) -> str:
     """The table of mean top-1 over models and its 95 % interval, for arms trained for `steps`."""
     rows = []
     for arm in ARMS:
@@ -191,7 +195,7 @@ def accuracy_table(scores: Scores, steps: int) -> str:
     return markdown_table(["recipe", "models", *COLUMNS], rows, align="lr" + "r" * len(COLUMNS))
 
 
-def verdict_table(scores: Scores, goal: Goal) -> str:
+def verdict_table(scores: RecipeScores, goal: Goal) -> str:
     """The table of the difference to the goal's reference and the verdict, by recipe and budget."""
     rows = []
     for arm in ARMS:
@@ -209,7 +213,7 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
 
 
 def pairs_table(
-    scores: Scores, pairs: Iterable[tuple[str, str]], *, head: str, columns: Sequence[str]
+    scores: RecipeScores, pairs: Iterable[tuple[str, str]], *, head: str, columns: Sequence[str]
 ) -> str:
     """The table of each arm minus its reference, at every budget that both have, paired by seed."""
     labels = {arm.name: arm.label for arm in ARMS}
@@ -300,7 +304,7 @@ def _rate_text(rate: float) -> str:
     return f"{1000 * rate:g}e-3"
 
 
-def with_tables(page: str, scores: Scores) -> str:
+def with_tables(page: str, scores: RecipeScores) -> str:
     """`page` with new tables between its marks."""
     for steps in BUDGETS:
         page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))

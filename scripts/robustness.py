@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 from open_questions import PAGE, RESULTS, SEEDS, keep, model_of, rows_of
+from performance_page import with_marked
 from PIL import Image
-from science_page import ARMS, interval, verdict, with_marked
+from science_page import ARMS, interval, verdict
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import v2
@@ -102,8 +103,8 @@ def _jpeg(image: Tensor, quality: float) -> Tensor:
     return pixels.pil_to_tensor(Image.open(file)).float() / 255
 
 
-Change = Callable[[Tensor, float, int], Tensor]  # image [1, H, W] in [0, 1], strength, sign
-CORRUPTIONS: dict[str, tuple[Change, tuple[float, ...]]] = {
+ImageChange = Callable[[Tensor, float, int], Tensor]  # image [1, H, W] in [0, 1], strength, sign
+CORRUPTIONS: dict[str, tuple[ImageChange, tuple[float, ...]]] = {
     "noise": (lambda x, s, _: v2.GaussianNoise(sigma=s)(x), (0.05, 0.1, 0.15, 0.2, 0.3)),
     "blur": (lambda x, s, _: pixels.gaussian_blur(x, [5, 5], [s, s]), (0.4, 0.6, 0.8, 1.0, 1.3)),
     "JPEG": (lambda x, s, _: _jpeg(x, s), (50, 30, 20, 10, 5)),
@@ -116,7 +117,7 @@ CORRUPTIONS: dict[str, tuple[Change, tuple[float, ...]]] = {
     ),
 }
 # In pixels, pixels, factors, and degrees. Training already draws some of the first.
-SHIFTS: dict[str, tuple[Change, tuple[float, ...]]] = {
+SHIFTS: dict[str, tuple[ImageChange, tuple[float, ...]]] = {
     "moved": (lambda x, s, sign: _affine(x, sign=sign, move=s), (0.5, 1, 1.5, 2, 2.5)),
     "across the middle": (_across, (0.4, 0.8, 1.2, 1.6, 2)),
     "scaled": (lambda x, s, sign: _affine(x, sign=sign, scale=s), (0.95, 0.9, 0.85, 0.8, 0.75)),
@@ -159,7 +160,7 @@ def loaded(studies: Sequence[Path], arm: str, seed: int) -> nn.Module:
     return model_of(study, arm, seed).eval()
 
 
-def changed(images: Tensor, change: Change, strength: float) -> Tensor:
+def changed(images: Tensor, change: ImageChange, strength: float) -> Tensor:
     """`images` [n, 1, H, W] in [0, 1], changed by draws per image, the same in every call."""
     # torchvision's transforms take no generator.
     with torch.random.fork_rng(devices=[]):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal_loss
-from trainings import Training, batches_of, key_of, stepper, train_with_bases
+from trainings import TrainingRun, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
@@ -170,13 +170,13 @@ def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Training):
+class SceneRun(TrainingRun):
     """A training on scenes; `start`: "bundled", "base", or the arm of a classifier to freeze."""
 
     method: str = "baseline"
 
 
-BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
+BASE = SceneRun(arm="base", seed=0, start="bundled", steps=1_500)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,19 +204,19 @@ RECIPES = {
 FROZEN = ("baseline", "layershuffle")
 
 
-def refinements(seed: int) -> Iterator[Run]:
+def refinements(seed: int) -> Iterator[SceneRun]:
     """The refinement of the base by each method."""
     for method in RECIPES:
-        yield Run(arm=method, seed=seed, start="base", method=method)
+        yield SceneRun(arm=method, seed=seed, start="base", method=method)
 
 
-def heads(seed: int) -> Iterator[Run]:
+def heads(seed: int) -> Iterator[SceneRun]:
     """The trainings of heads on frozen classifiers."""
     for method in FROZEN:
-        yield Run(arm=f"frozen {method}", seed=seed, start=method, method=method)
+        yield SceneRun(arm=f"frozen {method}", seed=seed, start=method, method=method)
 
 
-STAGES: tuple[tuple[Run, ...], ...] = (
+STAGES: tuple[tuple[SceneRun, ...], ...] = (
     (BASE, *heads(0)),
     (*refinements(0), *refinements(1), *heads(1)),
     (*refinements(2), *heads(2)),
@@ -227,7 +227,7 @@ STAGES: tuple[tuple[Run, ...], ...] = (
 # --- training ---------------------------------------------------------------------------------
 
 
-def begin(run: Run, directory: Path) -> nn.Module:
+def begin(run: SceneRun, directory: Path) -> nn.Module:
     """The model from which the run starts."""
     torch.manual_seed(run.seed)
     if run.start == "base":
@@ -249,7 +249,7 @@ def with_frozen_blocks(model: nn.Module) -> nn.Module:
     return model
 
 
-def orders_of(run: Run) -> OrderSchedule:
+def orders_of(run: SceneRun) -> OrderSchedule:
     """The schedule of orders that `layershuffle fit` uses."""
     recipe = RECIPES[run.method]
     return OrderSchedule(
@@ -261,7 +261,7 @@ def orders_of(run: Run) -> OrderSchedule:
     )
 
 
-def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
+def train(model: nn.Module, run: SceneRun, truth: Scenes) -> nn.Module:
     """`model` itself, trained on these scenes by a loop as a user would write it."""
     images = finish(truth.ink)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -289,7 +289,7 @@ def halves(predicted: Predicted) -> tuple[Predicted, Predicted]:
     return Predicted(**whole), Predicted(**early)
 
 
-def weights_of(run: Run, directory: Path) -> Path:
+def weights_of(run: SceneRun, directory: Path) -> Path:
     """The path of the weights of a base."""
     return directory / f"{run.arm} {run.seed}.safetensors"
 
@@ -298,7 +298,7 @@ def weights_of(run: Run, directory: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SceneScores:
     """Scores in percent of a trained model on the test scenes; `any_*`: one value per order."""
 
     arm: str
@@ -310,7 +310,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class OrderScore:
     """Mean intersection over union of the digits' pixels, and mean average precision, in percent.
 
     Both are the mean over the ten digits, over all scenes together; the precision also over the
@@ -329,7 +329,7 @@ def predictions(model: nn.Module, ink: Tensor, order: ls.ExecutionOrder) -> list
         return [predict(model, images) for images in torch.split(finish(ink), 100)]
 
 
-def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
+def scored(parts: Sequence[Predicted], truth: Scenes) -> OrderScore:
     """The scores of a model's outputs for all scenes of `truth`."""
     # All scenes as one "image", because the metric ignores classes missing in an image.
     overlap = MeanIoU(num_classes=CLASSES, include_background=False, input_format="index")
@@ -344,7 +344,7 @@ def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
         ],
     )
     area = float(precision.compute()["map"])
-    return Score(miou=100 * float(overlap.compute()), map=100 * area)
+    return OrderScore(miou=100 * float(overlap.compute()), map=100 * area)
 
 
 def detections(predicted: Predicted) -> list[dict[str, Tensor]]:
@@ -361,7 +361,7 @@ def detections(predicted: Predicted) -> list[dict[str, Tensor]]:
     return found
 
 
-def measure(run: Run, directory: Path) -> Row:
+def measure(run: SceneRun, directory: Path) -> SceneScores:
     """Train and score; save the weights of the base. Returns the scores."""
     torch.set_num_threads(1)
     model = train(begin(run, directory), run, scenes("train", range(TRAINED)))
@@ -371,7 +371,7 @@ def measure(run: Run, directory: Path) -> Row:
     orders = [ls.ExecutionOrder.sequential(DEPTH)]
     orders += [ls.Shuffled().draw(DEPTH, seed=0, step=draw) for draw in range(ORDERS)]
     in_order, *drawn = (scored(predictions(model, truth.ink, order), truth) for order in orders)
-    return Row(
+    return SceneScores(
         arm=run.arm,
         seed=run.seed,
         miou=round(in_order.miou, 2),
@@ -382,8 +382,8 @@ def measure(run: Run, directory: Path) -> Row:
 
 
 def missing(
-    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
-) -> list[list[Run]]:
+    stages: Sequence[Sequence[SceneRun]], directory: Path, *, finished: set[tuple[str, ...]]
+) -> list[list[SceneRun]]:
     """The runs left in each stage: unfinished ones, and the base if those lack its weights."""
     left = [run for run in chain(*stages) if key_of(run, KEY) not in finished]
     lost = any(run.start == "base" for run in left) and not weights_of(BASE, directory).exists()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import recipes_page
 from open_questions import PAGE, rows_of
-from science_page import with_marked
+from performance_page import with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import mean, t_interval
@@ -29,23 +29,23 @@ TASKS = {"miou": "segmentation, mIoU", "map": "detection, mAP"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class TaskScores:
     """A score of a model in percent, in order and in each drawn order."""
 
     in_order: float
     any_order: Sequence[float]
 
 
-Measured = Mapping[tuple[str, str], Mapping[int, Values]]  # arm, task; by seed
+Measured = Mapping[tuple[str, str], Mapping[int, TaskScores]]  # arm, task; by seed
 
 
 def read_values() -> Measured:
     """All committed scores."""
-    measured: dict[tuple[str, str], dict[int, Values]] = {}
+    measured: dict[tuple[str, str], dict[int, TaskScores]] = {}
     for row in rows_of("scenes.csv"):
         for task in TASKS:
             drawn = [float(value) for value in row[f"any_{task}"].split()]
-            values = Values(in_order=float(row[task]), any_order=drawn)
+            values = TaskScores(in_order=float(row[task]), any_order=drawn)
             measured.setdefault((row["arm"], task), {})[int(row["seed"])] = values
     return measured
 
@@ -64,7 +64,7 @@ def losses(measured: Measured, arm: str, task: str) -> dict[int, list[float]]:
     }
 
 
-def classification_losses(scores: recipes_page.Scores, arm: str) -> list[float]:
+def classification_losses(scores: recipes_page.RecipeScores, arm: str) -> list[float]:
     """The relative loss of top-1 on digit pairs after as many steps, one mean per seed."""
     ordinary = scores[BASELINE, STEPS, recipes_page.ORDERED]
     sample = scores[arm, STEPS, recipes_page.ANY]
@@ -104,7 +104,7 @@ def score_table(measured: Measured) -> str:
     return markdown_table(["training", "seeds", *columns], rows, align="lrrrrr")
 
 
-def loss_table(measured: Measured, scores: recipes_page.Scores) -> str:
+def loss_table(measured: Measured, scores: recipes_page.RecipeScores) -> str:
     """The table of the relative loss in any order by task, against ordinary training in order."""
     rows = []
     for arm, label in LABELS.items():

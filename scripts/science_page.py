@@ -12,8 +12,8 @@ from math import isfinite
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from performance_page import with_marked
 
-from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.results import read_rows
@@ -27,13 +27,15 @@ ROUND_STUDIES = ("digits-rounds", "digits-tied-rounds")
 PAGE, FIGURE = ROOT / "docs" / "science.md", ROOT / "docs" / "science.png"
 PLACES, IMAGES = 12, 2000
 
-Cell = tuple[str, str, int, int]  # arm, order, places alive, passes
-Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
-Rounds = dict[tuple[str, int], dict[int, list[float]]]  # arm, places side by side; of each seed
+ScienceCell = tuple[str, str, int, int]  # arm, order, places alive, passes
+Scores = dict[ScienceCell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+RoundScores = dict[
+    tuple[str, int], dict[int, list[float]]
+]  # arm, places side by side; of each seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class ScienceArm:
     """An arm of the study. `different`: how many of its twelve blocks differ."""
 
     name: str
@@ -42,14 +44,14 @@ class Arm:
 
 
 ARMS = (
-    Arm(name="baseline", label="ordinary training", different=12),
-    Arm(name="layershuffle", label="LayerShuffle", different=12),
-    Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
-    Arm(name="layershuffle-tied-6", label="tied, six blocks", different=6),
-    Arm(name="layershuffle-tied-4", label="tied, four blocks", different=4),
-    Arm(name="layershuffle-tied-3", label="tied, three blocks", different=3),
-    Arm(name="layershuffle-tied-2", label="tied, two blocks", different=2),
-    Arm(name="layershuffle-tied", label="tied, one block", different=1),
+    ScienceArm(name="baseline", label="ordinary training", different=12),
+    ScienceArm(name="layershuffle", label="LayerShuffle", different=12),
+    ScienceArm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
+    ScienceArm(name="layershuffle-tied-6", label="tied, six blocks", different=6),
+    ScienceArm(name="layershuffle-tied-4", label="tied, four blocks", different=4),
+    ScienceArm(name="layershuffle-tied-3", label="tied, three blocks", different=3),
+    ScienceArm(name="layershuffle-tied-2", label="tied, two blocks", different=2),
+    ScienceArm(name="layershuffle-tied", label="tied, one block", different=1),
 )
 COLUMNS = {
     "in order": ("sequential", 12, 1),
@@ -203,9 +205,9 @@ def over_sets(values: Mapping[int, Sequence[float]]) -> float:
     return sum(weighted) / sum(SETS.values())
 
 
-def read_rounds() -> Rounds:
+def read_rounds() -> RoundScores:
     """Top-1 of all twelve places in any order, one by one and in rounds."""
-    scores: Rounds = defaultdict(lambda: defaultdict(list))
+    scores: RoundScores = defaultdict(lambda: defaultdict(list))
     for study in ROUND_STUDIES:
         for row in read_rows(KEPT / study / "results.csv"):
             if (row.mode, row.kept, row.passes) == ("arbitrary", PLACES, 1):
@@ -213,7 +215,7 @@ def read_rounds() -> Rounds:
     return scores
 
 
-def rounds_table(scores: Rounds) -> str:
+def rounds_table(scores: RoundScores) -> str:
     """The table of tied places in rounds and their difference to LayerShuffle, paired by seed."""
     rows = []
     for arm, label in ROUND_ARMS.items():
@@ -265,16 +267,6 @@ def draw(scores: Scores) -> Figure:
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     legend_below(figure, entries)
     return figure
-
-
-def with_marked(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the marks `name`. Raises `LayerShuffleError` without them."""
-    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, begins, marked = page.partition(begin)
-    _, ends, after = marked.partition(end)
-    if not begins or not ends:
-        raise LayerShuffleError(f"The page has no {begin} ... {end}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def with_tables(page: str, scores: Scores) -> str:

@@ -29,7 +29,7 @@ WHAT_IS_MISSING = "Train the runs that the results lack."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingRun:
     """A training. Its script defines the names of `start`. `rate`: peak learning rate."""
 
     arm: str
@@ -40,13 +40,13 @@ class Training:
     rate: float = 4e-3
 
 
-def warm_cosine(step: int, run: Training) -> float:
+def warm_cosine(step: int, run: TrainingRun) -> float:
     """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
     share = max(0, step - run.warmup) / (run.steps - run.warmup)
     return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def batches_of(run: Training, count: int, *, size: int) -> Tensor:
+def batches_of(run: TrainingRun, count: int, *, size: int) -> Tensor:
     """Row numbers int64 [steps, size]: random permutations of `count` rows, one after another."""
     generator = torch.Generator().manual_seed(run.seed)
     epochs = math.ceil(run.steps * size / count)
@@ -55,7 +55,7 @@ def batches_of(run: Training, count: int, *, size: int) -> Tensor:
 
 
 def stepper(
-    weights: Sequence[Tensor], run: Training, *, clipped: Sequence[Tensor]
+    weights: Sequence[Tensor], run: TrainingRun, *, clipped: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
     """A function that takes an AdamW step of `weights` for a loss, as `fit` does.
 

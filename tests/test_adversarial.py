@@ -45,7 +45,7 @@ def test_a_fast_attack_is_one_step_from_a_random_start() -> None:
 
 @pytest.mark.parametrize("arm", ["baseline", "layershuffle"])
 def test_attacks_of_no_reach_leave_ordinary_training(arm: str) -> None:
-    run = breaks.Run(
+    run = breaks.BreakRun(
         question="", case="", arm=arm, seed=1, start="bundled", steps=4, warmup=2, pairs=128
     )
     usual, _ = breaks.train(run, Path())
@@ -55,7 +55,9 @@ def test_attacks_of_no_reach_leave_ordinary_training(arm: str) -> None:
 
 
 def test_attacks_of_some_reach_do_not() -> None:
-    run = trainings.Training(arm="baseline-adversarial", seed=1, start="bundled", steps=3, warmup=1)
+    run = trainings.TrainingRun(
+        arm="baseline-adversarial", seed=1, start="bundled", steps=3, warmup=1
+    )
     near, far = (
         adversarial.train(run, radius=radius, pairs=64).state_dict() for radius in (0.0, RADIUS)
     )

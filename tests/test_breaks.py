@@ -22,7 +22,7 @@ PAIRS = 128
 """Two batches, so that a training of the tests is short."""
 
 
-def short(case: str, *, arm: str = "layershuffle", **changes: object) -> breaks.Run:
+def short(case: str, *, arm: str = "layershuffle", **changes: object) -> breaks.BreakRun:
     """A run of the table with two steps on few pairs."""
     run = next(run for run in RUNS if run.case == case and run.arm == arm)
     return replace(run, steps=2, warmup=1, pairs=PAIRS, **changes)
@@ -158,7 +158,7 @@ def test_a_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> None
     base = replace(RUNS[0], steps=2, warmup=1, pairs=PAIRS, depth=2, case="depth 2")
     refined = replace(base, arm="layershuffle", start=base.case)
 
-    def left(*finished: breaks.Run) -> list[list[breaks.Run]]:
+    def left(*finished: breaks.BreakRun) -> list[list[breaks.BreakRun]]:
         keys = {key_of(run, breaks.KEY) for run in finished}
         return breaks.missing([[base], [refined]], tmp_path, finished=keys)
 

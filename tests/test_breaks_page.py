@@ -32,8 +32,8 @@ def test_results_are_those_of_the_planned_runs() -> None:
         assert (question, case) in tables or question == "position" or arm == "base", case
 
 
-def scores(in_order: float, *any_order: float, independent: float = 400) -> breaks_page.Scores:
-    return breaks_page.Scores(
+def scores(in_order: float, *any_order: float, independent: float = 400) -> breaks_page.ModelScores:
+    return breaks_page.ModelScores(
         in_order=in_order, any_order=any_order, independent=independent, guessed=None
     )
 
@@ -66,7 +66,7 @@ def test_every_one_of_few_pairs_of_models_has_to_agree() -> None:
     ordinary = {0: scores(90), 1: scores(90)}
     good, bad = scores(80, 70, 71, 72), scores(80, 20, 21, 22)
 
-    def verdict(*shuffled: breaks_page.Scores) -> str:
+    def verdict(*shuffled: breaks_page.ModelScores) -> str:
         return breaks_page.broken(ordinary, dict(enumerate(shuffled)))
 
     assert verdict(good) == verdict(good, good) == "holds in each pair"
@@ -125,7 +125,9 @@ def test_three_pairs_of_parts_are_compared_over_seeds() -> None:
 
 
 def test_tied_blocks_are_judged_in_order_and_in_any_order() -> None:
-    def models(ordered: tuple[int, ...], free: tuple[int, ...]) -> dict[int, breaks_page.Scores]:
+    def models(
+        ordered: tuple[int, ...], free: tuple[int, ...]
+    ) -> dict[int, breaks_page.ModelScores]:
         return {seed: scores(ordered[seed], free[seed], free[seed]) for seed in range(3)}
 
     table = breaks_page.tied_table(

@@ -144,12 +144,12 @@ def test_products_change_nothing_at_first_and_every_place_has_its_own(
         )
 
 
-def short(name: str) -> changed_training.Run:
+def short(name: str) -> changed_training.ChangedRun:
     return replace(RUNS[name], steps=3, warmup=1)
 
 
 def test_plain_training_is_that_of_the_other_scripts(tmp_path: Path) -> None:
-    run = breaks.Run(
+    run = breaks.BreakRun(
         question="", case="", arm="layershuffle", seed=0, start="bundled", steps=3, warmup=1,
         pairs=128,
     )  # fmt: skip

@@ -199,9 +199,6 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 # --- sizes ----------------------------------------------------------------------------------------
 
-# (module, function): why more than two parameters may be given without their names.
-MANY_POSITIONAL: dict[tuple[str, str], str] = {}
-
 
 def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of a module, nested ones too."""
@@ -250,10 +247,9 @@ def offered(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def test_parameters_after_the_second_are_keyword_only() -> None:
     """Of public functions; private helpers may have four."""
     many = {(m, f.name) for m in TREES for f in offered(m) if positional(f) > POSITIONAL}
-    assert many == MANY_POSITIONAL.keys()
+    assert many == set()
     every = {(m, f.name): positional(f) for m in TREES for f in functions(m)}
-    too_many = {name for name, count in every.items() if count > 2 * POSITIONAL}
-    assert too_many <= MANY_POSITIONAL.keys()
+    assert {name: count for name, count in every.items() if count > 2 * POSITIONAL} == {}
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -311,19 +307,21 @@ def test_comments_say_why(record_property: Callable[[str, object], None]) -> Non
     assert comments("x = 1  # noqa: A001\ny = 2  # the reason") == ["# the reason"]
 
 
-def type_names(module: str) -> set[str]:
-    """Classes and type aliases of a module, without leading underscores."""
-    names = {node.name for node in nodes(module) if isinstance(node, ast.ClassDef)}
-    for node in TREES[module].body:
+def type_names(tree: ast.Module) -> set[str]:
+    """Classes and type aliases of a file, without leading underscores."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
         if isinstance(node, ast.Assign) and "TypeVar(" not in ast.unparse(node.value):
             names |= {ast.unparse(target) for target in node.targets}
     names = {name.lstrip("_") for name in names}
     return {name for name in names if name[:1].isupper() and not name.isupper()}
 
 
-def test_no_two_modules_define_one_name() -> None:
-    homes = Counter(name for module in TREES for name in type_names(module))
-    assert {name for name, modules in homes.items() if modules > 1} == set()
+def test_no_two_files_define_one_name() -> None:
+    paths = [p for name in ("scripts", "benchmarks") for p in (TESTS.parent / name).glob("*.py")]
+    trees = [*TREES.values(), *(ast.parse(path.read_text("utf-8")) for path in paths)]
+    homes = Counter(name for tree in trees for name in type_names(tree))
+    assert {name for name, files in homes.items() if files > 1} == set()
 
 
 # --- errors and output ----------------------------------------------------------------------------

@@ -17,11 +17,11 @@ def page() -> str:
 
 
 @pytest.fixture(scope="module")
-def scores() -> recipes_page.Scores:
+def scores() -> recipes_page.RecipeScores:
     return recipes_page.read_scores()
 
 
-def test_tables_are_made_of_the_results(page: str, scores: recipes_page.Scores) -> None:
+def test_tables_are_made_of_the_results(page: str, scores: recipes_page.RecipeScores) -> None:
     assert page == recipes_page.with_tables(page, scores), "run scripts/recipes_page.py"
     marks = re.findall(r"<!-- begin: (.*) -->", page)
     budgets = [f"accuracy {steps}" for steps in recipes_page.BUDGETS]
@@ -31,7 +31,7 @@ def test_tables_are_made_of_the_results(page: str, scores: recipes_page.Scores) 
 
 
 def test_every_arm_is_trained_at_the_smallest_budget_with_three_seeds(
-    scores: recipes_page.Scores,
+    scores: recipes_page.RecipeScores,
 ) -> None:
     # digits-tied has fewer steps of these arms.
     long = {"layershuffle-tied", "layershuffle-tied-3"}
@@ -84,7 +84,9 @@ def test_a_gap_is_the_mean_of_pairs() -> None:
     assert (difference.points, difference.seeds) == (2.0, 2)  # 2 - 1 and 5 - 2
 
 
-def test_an_arm_that_is_not_trained_at_a_budget_has_no_row(scores: recipes_page.Scores) -> None:
+def test_an_arm_that_is_not_trained_at_a_budget_has_no_row(
+    scores: recipes_page.RecipeScores,
+) -> None:
     exits = [pair for pair in recipes_page.TIED_PAIRS if pair[0].endswith("-exit")]
     without = {cell: seeds for cell, seeds in scores.items() if cell[1] == 500}
     table = recipes_page.pairs_table(without, exits, head="h", columns=["in order", "9 alive"])

@@ -206,7 +206,7 @@ def test_tokens_of_the_dense_model_come_from_blocks_in_order(truth: digit_scenes
     assert all(torch.equal(again.state_dict()[name], w) for name, w in model.state_dict().items())
 
 
-def short(arm: str) -> scenes.Run:
+def short(arm: str) -> scenes.SceneRun:
     run = next(run for run in chain(*scenes.STAGES) if run.arm == arm)
     return replace(run, steps=2, warmup=1)
 
@@ -270,7 +270,7 @@ def test_the_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> No
     base, refined, frozen = map(short, ("base", "baseline", "frozen baseline"))
     base = scenes.BASE
 
-    def left(*finished: scenes.Run) -> list[list[scenes.Run]]:
+    def left(*finished: scenes.SceneRun) -> list[list[scenes.SceneRun]]:
         keys = {key_of(run, scenes.KEY) for run in finished}
         return scenes.missing([[base], [refined, frozen]], tmp_path, finished=keys)
 

@@ -29,11 +29,11 @@ def test_results_are_those_of_the_planned_runs() -> None:
 
 
 def test_the_classifiers_beside_have_as_many_steps() -> None:
-    assert scenes.Run.steps == scenes_page.STEPS
+    assert scenes.SceneRun.steps == scenes_page.STEPS
 
 
-def values(in_order: float, *any_order: float) -> scenes_page.Values:
-    return scenes_page.Values(in_order=in_order, any_order=any_order)
+def values(in_order: float, *any_order: float) -> scenes_page.TaskScores:
+    return scenes_page.TaskScores(in_order=in_order, any_order=any_order)
 
 
 def measured() -> scenes_page.Measured:
@@ -46,7 +46,7 @@ def measured() -> scenes_page.Measured:
     }
 
 
-def scores() -> recipes_page.Scores:
+def scores() -> recipes_page.RecipeScores:
     """Classifiers that are right on 80 % in order, and on 72 and 56 % in any order."""
     ordered, free = recipes_page.ORDERED, recipes_page.ANY
     return {

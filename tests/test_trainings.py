@@ -12,8 +12,8 @@ import torch
 import trainings
 
 
-def training(**changes: int) -> trainings.Training:
-    return trainings.Training(arm="a", seed=0, start="bundled", **changes)
+def training(**changes: int) -> trainings.TrainingRun:
+    return trainings.TrainingRun(arm="a", seed=0, start="bundled", **changes)
 
 
 @pytest.mark.parametrize(("count", "size"), [(128, 64), (64, 32)])
@@ -56,7 +56,7 @@ class Row:
     score: float
 
 
-def measure(run: trainings.Training, *, log: Path) -> Row:
+def measure(run: trainings.TrainingRun, *, log: Path) -> Row:
     """Returns a row, and appends a letter to a file, which counts the calls."""
     with log.open("a", encoding="utf-8") as file:
         file.write(run.arm)
@@ -66,7 +66,7 @@ def measure(run: trainings.Training, *, log: Path) -> Row:
 def test_stages_are_measured_in_turn_and_kept_once(tmp_path: Path) -> None:
     table, log = tmp_path / "folder" / "rows.csv", tmp_path / "log"
     key = ("arm", "seed")
-    runs = [trainings.Training(arm=arm, seed=3, start="bundled") for arm in "abc"]
+    runs = [trainings.TrainingRun(arm=arm, seed=3, start="bundled") for arm in "abc"]
     assert trainings.finished(table, key) == set()
     stages = [runs[:2], runs[2:], runs[:1]]
     work = partial(measure, log=log)

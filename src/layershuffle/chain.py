@@ -173,7 +173,8 @@ class _Trial:
         untouched = state is self._handed and state._version == self._version
         # A host that skips blocks at random (stochastic depth) may skip none in the trial.
         drew = not all(map(torch.equal, self._generators(), self._drawn))
-        same = _all_same(tree_leaves((args, kwargs)), self._others)
+        leaves = tree_leaves((args, kwargs))
+        same = len(leaves) == len(self._others) and all(map(_same, leaves, self._others))
         self._pure &= untouched and same and not drew
 
     def hand_out(self, *, last: bool) -> Any:
@@ -223,10 +224,6 @@ class _StandIn(Entry):
     def _in_parts(self) -> StackError:
         self._trial.reached = True
         return super()._in_parts()
-
-
-def _all_same(leaves: list[Any], others: list[Any]) -> bool:
-    return len(leaves) == len(others) and all(map(_same, leaves, others))
 
 
 def _same(leaf: Any, other: Any) -> bool:

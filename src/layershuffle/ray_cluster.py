@@ -1,4 +1,4 @@
-"""A connection to a Ray cluster that runs already: studies and swarms both take it from here."""
+"""A connection to a Ray cluster that runs: studies and swarms both take it from here."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def check_answers(address: str, *, cluster: str, hint: str) -> None:
         ) from error
 
 
+def init_ray(ray: Any, address: str, *, namespace: str) -> None:
+    """Connect the module `ray` to the cluster at `address`; the logs of its workers stay there.
+
+    Raises whatever Ray does.
+    """
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+
+
 def connect_ray(
     address: str, *, namespace: str, cluster: str, extra: str, hint: str, refused: str = ""
 ) -> Any:
@@ -55,12 +63,7 @@ def connect_ray(
         if fixed:
             # Ray's own way in tries a wrong token for 20 seconds; this asks once.
             ray._raylet.GcsClient(address=address)
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=namespace,
-        )
+        init_ray(ray, address, namespace=namespace)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise UsageError(
             f"The {cluster} at {address!r} does not let this client in ({one_line(error)})"

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from _harness import Bound, Row, newest, read_result, with_claims, with_tables
+from _harness import Bound, ClaimRow, newest, read_result
+from performance_page import with_claims, with_tables
 
 from layershuffle.errors import LayerShuffleError
 
@@ -87,7 +88,7 @@ def test_every_claim_has_a_result_and_every_result_a_claim():
 
 def example(**changes):
     path = next((ROOT / "benchmarks" / "results").glob("*.json"))
-    row = Row(name="a row", what="A / B", values=(1.0, 2.0), bound=Bound("at_most", 1.2))
+    row = ClaimRow(name="a row", what="A / B", values=(1.0, 2.0), bound=Bound("at_most", 1.2))
     return replace(read_result(path), theme="theme", rows=(row,), **changes)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from _harness import Row
+from _harness import ClaimRow
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.compiling import BlockCompiler
@@ -24,7 +24,7 @@ def script(monkeypatch):
 
 def broken(error):
     def a_section(chosen, effort):
-        yield Row(name="before", what="", values=(1.0,))
+        yield ClaimRow(name="before", what="", values=(1.0,))
         raise error
 
     return a_section

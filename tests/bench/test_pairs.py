@@ -9,7 +9,7 @@ import pytest
 from _harness import (
     Bound,
     Claim,
-    Row,
+    ClaimRow,
     compare,
     interval_of_median,
     newest,
@@ -85,7 +85,7 @@ BOUNDS = [
 @pytest.mark.parametrize(("bound", "values", "holds"), BOUNDS)
 def test_bounds(bound, values, holds):
     assert bound.holds(values) is holds
-    assert Row(name="n", what="w", values=tuple(values), bound=bound).holds is holds
+    assert ClaimRow(name="n", what="w", values=tuple(values), bound=bound).holds is holds
 
 
 def test_the_clock_of_a_cpu_does_not_count_waiting():
@@ -97,7 +97,7 @@ def test_the_clock_of_a_cpu_does_not_count_waiting():
 
 
 def claim_of(*values, bound):
-    row = Row(name="a row", what="A / B", values=values, bound=bound, pairs=((2.0, 1.0),))
+    row = ClaimRow(name="a row", what="A / B", values=values, bound=bound, pairs=((2.0, 1.0),))
     return Claim(theme="theme", text="It is so.", rows=lambda effort: [row])
 
 
@@ -137,10 +137,10 @@ def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
 
 def test_rows_before_a_failure_are_saved_beside_the_complete_result(tmp_path):
     def rows(effort):
-        yield Row(name="first", what="w", values=(1.0,))
+        yield ClaimRow(name="first", what="w", values=(1.0,))
         if fails:
             raise LayerShuffleError("the second one failed")
-        yield Row(name="second", what="w", values=(2.0,))
+        yield ClaimRow(name="second", what="w", values=(2.0,))
 
     claim = Claim(theme="theme", text="It is so.", rows=rows)
     script, fails = str(tmp_path / "x.py"), False

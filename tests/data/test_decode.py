@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,13 @@ from PIL import Image
 from layershuffle.data import DataOptions, ImageView, decode, open_data
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor, read_image, read_pixels
 from layershuffle.errors import DataError
+from pictures import file_of
 
 
 def picture(mode: str = "RGB", *, size: tuple[int, int] = (53, 38)) -> Image.Image:
     """Soft colours of an odd size, where the subsampled chroma of a JPEG has to be enlarged."""
     coarse = np.random.default_rng(3).integers(0, 256, (6, 7, 4), dtype=np.uint8)
     return Image.fromarray(coarse, "RGBA").convert(mode).resize(size, Image.Resampling.BICUBIC)
-
-
-def file_of(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_torchvision_decodes_jpegs_of_the_models_channels_like_pillow(
     asked: list[int], mode: str, channels: int, options: dict
 ) -> None:
-    content = file_of(picture(mode), **options)
+    content = file_of(picture(mode), "JPEG", **options)
     pixels = read_pixels(content, channels, place="here")
     assert asked == [len(content)]
     assert pixels.shape == (channels, 38, 53)
@@ -65,9 +59,9 @@ def test_torchvision_decodes_jpegs_of_the_models_channels_like_pillow(
 @pytest.mark.parametrize(
     ("content", "channels"),
     [
-        (file_of(picture("RGB")), 1),  # grey is made of decoded colours, as everywhere
-        (file_of(picture("L")), 3),
-        (file_of(picture("CMYK")), 3),
+        (file_of(picture("RGB"), "JPEG"), 1),  # grey is made of decoded colours, as everywhere
+        (file_of(picture("L"), "JPEG"), 3),
+        (file_of(picture("CMYK"), "JPEG"), 3),
         (file_of(picture("RGB"), "PNG"), 3),
         (file_of(picture("RGBA"), "PNG"), 3),
         (file_of(picture("P"), "PNG"), 3),
@@ -84,7 +78,7 @@ def test_pillow_decodes_all_other_images(asked: list[int], content: bytes, chann
 def test_rotation_in_exif_is_ignored_by_both() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    content = file_of(picture(), exif=exif)
+    content = file_of(picture(), "JPEG", exif=exif)
     assert read_pixels(content, 3, place="here").shape == (3, 38, 53)
     assert read_image(content, 3, place="here").size == (53, 38)
 
@@ -93,7 +87,7 @@ def test_rotation_in_exif_is_ignored_by_both() -> None:
 def test_bad_files_have_pillows_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    path, whole = tmp_path / "bad.jpg", file_of(picture())
+    path, whole = tmp_path / "bad.jpg", file_of(picture(), "JPEG")
     content = {"truncated": whole[:-200], "empty": b"", "no image": b"hello" * 20}
     if damage != "gone":
         path.write_bytes(content.get(damage, whole))
@@ -115,7 +109,7 @@ def test_a_torchvision_without_the_decoder_is_reported(
         for name in "ab":
             (tmp_path / split / name).mkdir(parents=True)
             for k in range(2):
-                (tmp_path / split / name / f"{k}.jpg").write_bytes(file_of(picture()))
+                (tmp_path / split / name / f"{k}.jpg").write_bytes(file_of(picture(), "JPEG"))
     view = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 
     def opened() -> tuple[tuple[str, ...], torch.Tensor]:
@@ -142,7 +136,7 @@ def test_large_jpegs_may_come_smaller_but_not_below_what_is_needed(
     size: tuple[int, int], least: int, comes: tuple[int, int]
 ) -> None:
     image = picture(size=size)
-    small = read_image(file_of(image), 3, place="here", least=least)
+    small = read_image(file_of(image, "JPEG"), 3, place="here", least=least)
     assert small.size == comes
     exact = image.resize(small.size, Image.Resampling.BOX)
     off = np.abs(np.asarray(small, dtype=int) - np.asarray(exact, dtype=int))

@@ -13,6 +13,7 @@ from PIL import Image
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.transforms import AugmentedImages, TransformedImages
 from layershuffle.errors import DataError, UsageError
+from pictures import noise
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 CLASSES = ("ant", "bee", "cat")
@@ -20,8 +21,7 @@ CLASSES = ("ant", "bee", "cat")
 
 def picture(path: Path, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (10, 12, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
+    noise(seed, size=(12, 10)).save(path)
 
 
 @pytest.fixture

@@ -17,32 +17,16 @@ from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.hub import split_config
 from layershuffle.data.streams import IdentityCut, identity
 from layershuffle.errors import DataError, UsageError
+from pictures import file_of, noise
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 CLASSES = ("ant", "bee", "cat")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from, or left in, the user's cache; no progress bars in the output."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
-    datasets.disable_progress_bars()
-
-
-def picture(seed: int) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def encoded(seed: int) -> bytes:
-    buffer = io.BytesIO()
-    picture(seed).save(buffer, "png")
-    return buffer.getvalue()
-
-
 def rows(count: int, first: int, **labels: list) -> dict:
     return {
-        "img": [{"bytes": encoded(first + k), "path": f"{k}.png"} for k in range(count)],
+        "img": [{"bytes": file_of(noise(first + k)), "path": f"{k}.png"} for k in range(count)],
         **labels,
     }
 
@@ -77,7 +61,7 @@ def image_folder(tmp_path: Path) -> Path:
             folder = tmp_path / "images" / split / name
             folder.mkdir(parents=True)
             for k in range(count):
-                (folder / f"{k:02d}.png").write_bytes(encoded(first + 50 * label + k))
+                (folder / f"{k:02d}.png").write_bytes(file_of(noise(first + 50 * label + k)))
     return tmp_path / "images"
 
 
@@ -101,14 +85,14 @@ def test_an_image_folder_gives_a_cut_holdout(image_folder: Path) -> None:
     assert torch.bincount(torch.tensor(held_out)).tolist() == [4, 4, 4]
     image, label = data.splits["test"].dataset[5]
     assert label == 1
-    assert whole(image) == picture(900 + 50 + 1).tobytes()
+    assert whole(image) == noise(900 + 50 + 1).tobytes()
 
 
 def test_validation_beside_test_is_the_holdout(three_splits: Path) -> None:
     data = opened(three_splits)
     assert sizes(data) == {"train": 30, "holdout": 9, "test": 6}
-    assert whole(data.splits["holdout"].dataset[4][0]) == picture(104).tobytes()
-    assert whole(data.splits["test"].dataset[2][0]) == picture(202).tobytes()
+    assert whole(data.splits["holdout"].dataset[4][0]) == noise(104).tobytes()
+    assert whole(data.splits["test"].dataset[2][0]) == noise(202).tobytes()
     assert sizes(opened(three_splits, train=False, max_test=4)) == {"test": 4}
 
 
@@ -183,7 +167,7 @@ def test_splits_with_other_class_lists_are_refused(tmp_path: Path) -> None:
 
 def test_a_corrupt_image_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
     test = rows(3, 50, label=[0, 1, 2])
-    test["img"][1] = {"bytes": encoded(51)[:90], "path": "broken.png"}
+    test["img"][1] = {"bytes": file_of(noise(51))[:90], "path": "broken.png"}
     splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
     place = saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
     with pytest.raises(DataError, match=r"row 1 of .*broken\.png"):

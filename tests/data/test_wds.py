@@ -7,40 +7,25 @@ import json
 import tarfile
 from pathlib import Path
 
-import datasets
-import numpy as np
 import pytest
-from PIL import Image
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.shards import expand_braces, find_shards, split_patterns
 from layershuffle.data.wds import held_out_shards
 from layershuffle.errors import DataError, UsageError
+from pictures import file_of, noise
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from, or left in, the user's cache; no progress bars in the output."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
-    datasets.disable_progress_bars()
-
-
-def picture(seed: int) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
 def shard(path: Path, keys: range, *, label: str = "cls", image: str = "png") -> Path:
-    """One tar: sample k is picture(k) with label k % 3."""
+    """One tar: sample k is noise(k) with label k % 3."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for k in keys:
-            buffer = io.BytesIO()
-            picture(k).save(buffer, image)
             text = {"cls": str(k % 3), "json": json.dumps({"label": k % 3}), "txt": "words"}[label]
-            for name, content in ((image, buffer.getvalue()), (label, text.encode())):
+            for name, content in ((image, file_of(noise(k), image)), (label, text.encode())):
                 member = tarfile.TarInfo(f"{k:06d}.{name}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
@@ -103,10 +88,10 @@ def test_a_whole_shard_is_held_out(root: Path, streaming: bool) -> None:
     assert "1 of 5 training shards, the same for every seed" in note
     number = int(note.split("train-")[1][:3])
     held_out = range(12 * number, 12 * number + 12)
-    assert contents(data, "holdout") == [picture(k).tobytes() for k in held_out]
-    rest = sorted(picture(k).tobytes() for k in range(60) if k not in held_out)
+    assert contents(data, "holdout") == [noise(k).tobytes() for k in held_out]
+    rest = sorted(noise(k).tobytes() for k in range(60) if k not in held_out)
     assert sorted(contents(data, "train")) == rest
-    assert contents(data, "test") == [picture(k).tobytes() for k in range(1000, 1006)]
+    assert contents(data, "test") == [noise(k).tobytes() for k in range(1000, 1006)]
     assert [label for _, label in data.splits["test"].dataset] == [k % 3 for k in range(1000, 1006)]
     sizes = [data.splits[name].size for name in ("train", "holdout", "test")]
     assert sizes == ([None] * 3 if streaming else [48, 12, 6])
@@ -147,7 +132,7 @@ def test_json_labels_other_image_types_and_named_classes(tmp_path: Path) -> None
     data = opened(tmp_path)
     assert data.classes == ("ant", "bee", "cat")
     assert [label for _, label in data.splits["test"].dataset] == [2, 0, 1]
-    assert contents(data, "test") == [picture(k).tobytes() for k in range(50, 53)]
+    assert contents(data, "test") == [noise(k).tobytes() for k in range(50, 53)]
 
 
 def test_validation_beside_test_is_the_holdout(root: Path) -> None:

@@ -11,7 +11,7 @@ from fixture import write_study
 from layershuffle.orders import ExecutionOrder
 from layershuffle.results import read_rows, write_rows
 from layershuffle.study.report import write_report
-from layershuffle.study.rounds import in_passes, in_rounds, rounds_section
+from layershuffle.study.score_tables import in_passes, in_rounds, rounds_section
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, summarise
 

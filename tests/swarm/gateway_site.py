@@ -1,7 +1,6 @@
 """A gateway without sockets or Ray: a pico model whose blocks run in this process, host by host."""
 
 import asyncio
-import io
 import ssl
 import struct
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import numpy as np
 import torch
 from PIL import Image
 
@@ -28,6 +26,7 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import ListeningSocket, Server
 from layershuffle.swarm.state import HostView, Swarm
+from pictures import noise
 from waiting import HANGS
 
 T = TypeVar("T")
@@ -187,12 +186,4 @@ def png_claiming(
 
 def picture(seed: int = 0, *, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
     """Coloured noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
-    """The image as a file of that format."""
-    buffer = io.BytesIO()
-    image.save(buffer, format=kind)
-    return buffer.getvalue()
+    return noise(seed, size=size)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gateway_site import VIT, file_of, picture, site
+from gateway_site import VIT, picture, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
@@ -25,7 +25,7 @@ from layershuffle.stack import running
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     Calibration,
-    Row,
+    CellAccuracy,
     calibrate,
     calibration_path,
     cells_of,
@@ -42,6 +42,7 @@ from layershuffle.swarm.expectations import (
 )
 from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
 from layershuffle.trie import block_executions, build_trie
+from pictures import file_of
 
 DATA = "digit-pairs?test=40"
 
@@ -53,7 +54,7 @@ def digits_model():
 
 def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
     rows = tuple(
-        Row(
+        CellAccuracy(
             kept=k,
             top1=20.0 * k,
             low=20.0 * k - 5,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_site import HOSTS, certify, file_of, listening, picture, site
+from gateway_site import HOSTS, certify, listening, picture, site
 from pico_hosts import PATIENT
 
 from clock import SkippingLoop
@@ -82,7 +82,7 @@ def blocking(**options):
 def test_every_kind_of_image(tmp_path):
     image = picture(3)
     path = tmp_path / "a.png"
-    path.write_bytes(file_of(image))
+    image.save(path)
     with blocking(keys=[KEY]) as (client, _):
         asked = {"order": [2, 0], "top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
         answers = [
@@ -320,7 +320,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
             )
 
     image = tmp_path / "image.png"
-    image.write_bytes(file_of(picture()))
+    picture().save(image)
     with started(serving) as (url, text):
         assert url.startswith("https://127.0.0.1:")
         assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text

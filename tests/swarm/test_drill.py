@@ -14,7 +14,7 @@ from common import FAMILIES
 from layershuffle.cli.swarm.drill import DrillCommand
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
-from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.chaos import Fault, one_of_each_fault
 from layershuffle.swarm.drill import (
     Drill,
@@ -100,7 +100,7 @@ def calibration(*tops):
     ]
     return Calibration(
         schema=3, weights="0", data="d", split="test", seed=0, orders=2, images=100,
-        classes=("a", "b"), rows=tuple(Row(**row) for row in rows),
+        classes=("a", "b"), rows=tuple(CellAccuracy(**row) for row in rows),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from test_policy import LIMITS
 from clock import loop_time, run_virtual
 from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.server.following import REST, Following
+from layershuffle.swarm.server.live import REST, Following
 from layershuffle.swarm.state import HostView, Swarm
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from gateway_site import classify, file_of, listening, picture, run
+from gateway_site import classify, listening, picture, run
 from test_page import HEADERS
 
 from layershuffle.swarm.router import Router
@@ -17,6 +17,7 @@ from layershuffle.swarm.server.gateway_page import PageOptions
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.live import CLIENT_VIEWERS, EVERY, VIEWERS, Live
 from layershuffle.swarm.server.metrics import Metrics
+from pictures import file_of
 from waiting import until
 
 KEY = "a-key-of-some-length"

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from gateway_site import VIT, file_of, picture, png_claiming, site
+from gateway_site import VIT, picture, png_claiming, site
 
 from common import CLASSES
 from layershuffle.models import image_view
@@ -18,6 +18,7 @@ from layershuffle.stack import running
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder
+from pictures import file_of
 
 REQUESTS, EVERY = 2000, 100
 KEY = "the-key-of-this-test"

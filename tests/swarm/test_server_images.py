@@ -5,11 +5,12 @@ import re
 import zlib
 
 import pytest
-from gateway_site import file_of, picture, png_chunk, png_claiming, run
+from gateway_site import picture, png_chunk, png_claiming, run
 from PIL import PngImagePlugin
 
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import MAX_CHUNKS, count_markers, without_metadata
+from pictures import file_of
 
 SMALL = GatewayLimits(max_images=3, max_pixels=10_000)
 

@@ -1,12 +1,13 @@
 """The metrics and the health of the gateway."""
 
-from gateway_site import file_of, picture, run
+from gateway_site import picture, run
 
 from common import DEPTH
 from layershuffle.swarm.messages import HostFailed, Route
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.state import HostView, Swarm, retry_after
+from pictures import file_of
 
 FILE = file_of(picture())
 

@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
-from gateway_site import file_of, picture, run
+from gateway_site import picture, run
 
 from layershuffle.swarm.server.limits import GatewayLimits
+from pictures import file_of
 
 SMALL = GatewayLimits(max_body_bytes=50_000, max_images=3, max_pixels=10_000)
 FILE = file_of(picture())

@@ -8,7 +8,6 @@ from gateway_site import (
     HOSTS,
     LIMITS,
     classify,
-    file_of,
     picture,
     run,
     run_in_virtual_time,
@@ -16,11 +15,12 @@ from gateway_site import (
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
-from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder
 from layershuffle.swarm.state import HostView
+from pictures import file_of
 from waiting import HANGS, until
 
 FILE = file_of(picture())
@@ -31,7 +31,7 @@ FAR_MS = 30_000
 def calibrated(**options):
     """A gateway with a made-up calibration of the pico model."""
     rows = tuple(
-        Row(
+        CellAccuracy(
             kept=kept,
             top1=20.0 * kept,
             low=1.0,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     Floats,
     PositionMeans,
@@ -248,7 +248,7 @@ def finding(facts: Facts) -> str:
             sentence += f"; the {noun} {moves}: {change}"
         elif intervals[name] is not None:
             sentence += f"; the {noun} does not change measurably: {change}"
-    return said_with(sentence, intervals)
+    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

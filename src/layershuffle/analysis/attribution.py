@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.intervals import interval, said_with, with_bounds
+from layershuffle.analysis.intervals import finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
@@ -224,7 +224,7 @@ def finding(facts: Facts) -> str:
         f"{with_bounds(facts['blocks'], intervals['blocks'], form='+z.2f')} come from the blocks"
     )
     sentence += home_clause("adds", facts["excess"], bounds=intervals["excess"], form="+z.2f")
-    return said_with(sentence, intervals)
+    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

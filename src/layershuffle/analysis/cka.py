@@ -20,7 +20,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from layershuffle.analysis.features import FeatureWatch
-from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject, balanced_orders
@@ -175,7 +175,7 @@ def finding(facts: Facts) -> str:
         sentence += f"; at neighbouring positions it is {differs} than at one position: {change}"
     elif intervals["neighbours_less_same"] is not None:
         sentence += f"; neighbouring positions cannot be told from one position: {change}"
-    return said_with(sentence, intervals)
+    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -38,6 +38,6 @@ def with_bounds(value: float, bounds: Interval, *, form: str = ".2f", unit: str 
     return f"{text} ({bounds['low']:{form}} to {bounds['high']:{form}})"
 
 
-def said_with(sentence: str, intervals: Mapping[str, Interval]) -> str:
+def finding_text(sentence: str, intervals: Mapping[str, Interval]) -> str:
     """`sentence` with a full stop, and with the remark `TOO_FEW` if an interval is missing."""
     return f"{sentence}; {TOO_FEW}." if None in intervals.values() else f"{sentence}."

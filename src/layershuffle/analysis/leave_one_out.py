@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layershuffle.analysis.intervals import interval, said_with, with_bounds
+from layershuffle.analysis.intervals import finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
@@ -154,7 +154,7 @@ def finding(facts: Facts) -> str:
     sentence += home_clause(
         "is worth", facts["excess"], bounds=intervals["excess"], form="+z.3f", unit=" nats"
     )
-    return said_with(sentence, intervals)
+    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

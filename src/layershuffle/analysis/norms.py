@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     Floats,
     PositionMeans,
@@ -206,7 +206,7 @@ def _of_branch(name: str, branch: Facts) -> str:
         sentence += f", at a block's home position {at_home} times as much as elsewhere"
     elif intervals["home_factor"] is not None:
         sentence += f", no different at a block's home position ({at_home} times as much)"
-    return said_with(sentence, intervals)
+    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

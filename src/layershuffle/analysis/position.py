@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch, Token, Turn
-from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
@@ -180,7 +180,7 @@ def finding(facts: Facts) -> str:
         elif intervals[source] is not None and not apart(intervals[source], facts["chance"]):
             part += ", which may be chance"
         parts.append(part)
-    return said_with(
+    return finding_text(
         f"The position is named right by: {', '.join(parts)}; chance {facts['chance']:.1f} %",
         intervals,
     )

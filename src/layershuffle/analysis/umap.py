@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
-from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 from layershuffle.errors import UsageError
@@ -254,7 +254,7 @@ def finding(facts: Facts) -> str:
         _against(joint[name], joint["intervals"][name], joint["chance"])
         for name in ("same_position", "same_block")
     )
-    return said_with(
+    return finding_text(
         f"Block {facts['block']}: {'; '.join(parts)}. With all blocks together {position} of a "
         f"point's neighbours share its position and {block} its block",
         joint["intervals"],

@@ -91,16 +91,13 @@ class StageText:
         if self._clock() < self._next:
             return None
         self._next = self._clock() + self._every
-        parts = [f"{_number(done)} {what}" if total is None else f"{_of(done, total)} {what}"]
+        of_total = "" if total is None else f" of {_number(total)}"
+        parts = [f"{_number(done)}{of_total} {what}"]
         if speed := self._pace.speed(done):
             parts.append(pace_text(speed, what))
             if total is not None:
                 parts.append(f"{self._pace.left(done, total)} left")
         return ", ".join(parts)
-
-
-def _of(done: float, total: float) -> str:
-    return f"{_number(done)} of {_number(total)}"
 
 
 def _number(count: float) -> str:

@@ -89,7 +89,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
         )
     try:
         # load_dataset refuses directories of save_to_disk, and load_from_disk reads only those.
-        if _saved_by_datasets(root):
+        if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
             loaded = datasets.load_from_disk(str(root))
             named = loaded if isinstance(loaded, Mapping) else {"train": loaded}
             if streaming:
@@ -197,10 +197,6 @@ def _no_split(split: str, splits: Mapping[str, Any], place: str) -> DataError:
         place=place,
         hint="use data that has one, or keep such parts in folders and pass folder:DIR",
     )
-
-
-def _saved_by_datasets(root: Path) -> bool:
-    return (root / "dataset_dict.json").is_file() or (root / "state.json").is_file()
 
 
 def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> DataError:

@@ -15,8 +15,8 @@ from layershuffle.study.verdicts import (
     CLAIMS,
     PAR,
     SLIGHT,
-    Claim,
     Judgement,
+    PaperClaim,
     Verdict,
     between,
     claim,
@@ -401,7 +401,7 @@ def _ensemble_is_better(s: Summary) -> Judgement:
     return grade(points > SLIGHT, points > 0), text
 
 
-def judge(summary: Summary) -> list[tuple[Claim, Verdict, str]]:
+def judge(summary: Summary) -> list[tuple[PaperClaim, Verdict, str]]:
     """All claims with their verdicts and the numbers behind them."""
     judgements = ((entry, entry.judge(summary)) for entry in CLAIMS)
     return [(entry, *(judgement or ("not measured", "-"))) for entry, judgement in judgements]

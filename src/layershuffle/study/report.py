@@ -37,11 +37,11 @@ from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
-from layershuffle.study.rounds import rounds_section
-from layershuffle.study.score_tables import choices_table, scores_table
+from layershuffle.study.score_tables import choices_table, rounds_section, scores_table
 from layershuffle.study.store import read_study
-from layershuffle.study.summary import Summary, label, printable, summarise
+from layershuffle.study.summary import ScoreCell, Summary, label, printable, summarise
 from layershuffle.study.tables import (
+    NONE,
     NOT_DONE,
     Picture,
     Section,
@@ -188,6 +188,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
             keep_trailing_newline=True,
         )
         environment.filters |= {"md": escape_markdown, "interval": interval_text}
+        environment.filters["main_grid"] = _main_grid
         environment.filters["grid"] = lambda table: markdown_table(
             [*map(escape_markdown, table.head)],
             [[*map(escape_markdown, row)] for row in table.rows],
@@ -210,6 +211,25 @@ def escape_markdown(text: str) -> str:
     safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # "$" and "~" too, which GitHub interprets as mathematics and deleted text.
     return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
+
+
+def _main_grid(table: dict[str, Any]) -> str:
+    """The main table in Markdown: a row per arm, the paper's numbers in italics below it."""
+
+    def text(cell: ScoreCell | None) -> str:
+        if cell is None:
+            return NONE
+        sd = cell.top1.sd_orders
+        spread = "" if sd is None else f" &plusmn;{sd:.1f}"
+        return f"**{cell.top1.mean:.1f}**{spread} ({interval_text(cell.top1)})"
+
+    rows = []
+    for arm, cells in table["rows"]:
+        rows.append([escape_markdown(arm), *(text(cell) for cell, _ in cells)])
+        numbers = ["" if n is None else f"*{n}*".replace("+-", "&plusmn;") for _, n in cells]
+        if any(numbers):
+            rows.append(["*the paper*", *numbers])
+    return markdown_table(["", *table["names"]], rows, align="l" + "r" * len(table["names"]))
 
 
 def _data_uri(file: str, content: bytes) -> str:

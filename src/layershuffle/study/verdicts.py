@@ -36,7 +36,7 @@ Judge = Callable[[Summary], Judgement]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class PaperClaim:
     """A claim of the paper and its place, our criterion, and the function that judges it."""
 
     says: str
@@ -46,14 +46,14 @@ class Claim:
 
 
 # Filled by `claim` in `study/claims.py`, in the order of that file, which the report keeps.
-CLAIMS: list[Claim] = []
+CLAIMS: list[PaperClaim] = []
 
 
 def claim(*, says: str, where: str, criterion: str) -> Callable[[Judge], None]:
     """Add a claim that the decorated function judges."""
 
     def add(judge: Judge) -> None:
-        CLAIMS.append(Claim(says=says, where=where, criterion=criterion, judge=judge))
+        CLAIMS.append(PaperClaim(says=says, where=where, criterion=criterion, judge=judge))
 
     return add
 

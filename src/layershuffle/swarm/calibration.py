@@ -61,7 +61,7 @@ class _CalibrationModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Row(_CalibrationModel):
+class CellAccuracy(_CalibrationModel):
     """Top-1 in percent of a cell (`rounds.Cell`); `sd_orders`: its spread over orders.
 
     `low`, `high`: 95 % interval of `top1`. `orders_low`, `orders_high`: the 5 % and 95 % quantiles
@@ -102,12 +102,12 @@ class Calibration(_CalibrationModel):
     orders: Count
     images: Count
     classes: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CellAccuracy, ...]
     late: tuple[Percent, ...] = ()
     tied: tuple[int, ...] | None = None
 
     @property
-    def queue(self) -> tuple[Row, ...]:
+    def queue(self) -> tuple[CellAccuracy, ...]:
         """The rows in which blocks run one after the other, each once, by the number of blocks."""
         return tuple(row for row in self.rows if row.passes == row.parallel == 1)
 
@@ -236,12 +236,12 @@ def _measure(
     return dict(zip(cells, each[: len(cells)], strict=True)), late
 
 
-def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[Row, ...]:
+def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[CellAccuracy, ...]:
     """A row per cell, from the scores of its orders."""
     return tuple(_row(cell, group) for cell, group in scores.items())
 
 
-def _row(cell: Cell, scores: Sequence[Score]) -> Row:
+def _row(cell: Cell, scores: Sequence[Score]) -> CellAccuracy:
     """The row of a cell: the mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
@@ -260,7 +260,7 @@ def _row(cell: Cell, scores: Sequence[Score]) -> Row:
     low = centre - math.hypot(centre - low_orders, centre - low_images)
     high = centre + math.hypot(high_orders - centre, high_images - centre)
     ordered, last = sorted(top1), len(top1) - 1
-    return Row(
+    return CellAccuracy(
         kept=cell.kept,
         passes=cell.passes,
         parallel=cell.parallel,

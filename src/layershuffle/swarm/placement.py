@@ -182,7 +182,8 @@ def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str
     """
     homes: dict[str, str] = {}
     pairs = [(name, node.id) for node in nodes for name in node.names or ("host@",)]
-    for name, node in sorted(pairs, key=lambda pair: (not _has(hosts, *pair), pair[1], pair[0])):
+    running = {(name, host.node) for name, host in hosts.items()}
+    for name, node in sorted(pairs, key=lambda pair: (pair not in running, pair[1], pair[0])):
         short = node[:_ID_LENGTH]
         if name == "host@" or name in homes:
             homes[f"{name.removesuffix('@')}@{short}"] = node
@@ -209,10 +210,6 @@ async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-
-
-def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:
-    return name in hosts and hosts[name].node == node
 
 
 def spare_blocks(

@@ -219,11 +219,8 @@ def host_resources(names: Sequence[str]) -> dict[str, float]:
 
 def host_names(resources: Mapping[str, float]) -> tuple[str, ...]:
     """The block hosts that a member with these resources runs, sorted."""
-    return tuple(sorted(key.removeprefix(NAME_MARK) for key in resources if _is_name(key)))
-
-
-def _is_name(key: str) -> bool:
-    return key.startswith(NAME_MARK) and len(key) > len(NAME_MARK)
+    marked = {key.removeprefix(NAME_MARK) for key in resources if key.startswith(NAME_MARK)}
+    return tuple(sorted(marked - {""}))
 
 
 def _ray_start(directory: Path, ip: str, *, first: int) -> list[str]:

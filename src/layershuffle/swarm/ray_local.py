@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.ray_cluster import init_ray
 from layershuffle.swarm.ray_config import (
     CALL_CONFIG,
     LOOPBACK,
@@ -76,12 +77,7 @@ class LocalCluster:
         start."""
         with _started(self.directory):
             self._node = _start_node(self.directory / "ray", self._names)
-            ray.init(
-                address=self._node.gcs_address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-            )
+            init_ray(ray, self._node.gcs_address, namespace=NAMESPACE)
         # If Ray was imported earlier, it ignores `loopback` and listens on other addresses too.
         address = ray.nodes()[0]["NodeManagerAddress"]
         if address != LOOPBACK:
@@ -270,7 +266,8 @@ def end_processes(directory: Path) -> int:
             _log.error("Processes of Ray cannot be killed: %s", sorted(pids))
             break
         for pid in pids - ended:
-            _kill(pid)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         ended |= pids
         time.sleep(_POLL)
     return len(ended)
@@ -298,10 +295,3 @@ def _belongs(process: Path, directory: Path) -> bool:
         return False
     files = [os.readlink(link) for link in (process / "fd").iterdir()]
     return any(file.startswith(f"{directory}/") for file in files)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has ended meanwhile

@@ -142,7 +142,8 @@ def local_ray(names: Sequence[str]) -> Iterator[RaySession]:
 
 @contextmanager
 def _session(ray: Any, cluster: Cluster) -> Iterator[RaySession]:
-    _log_dead_hosts(ray)
+    # Ray prints a message about a dead process by this function, which it looks up as it connects.
+    ray._private.worker.print_to_stdstream = _log_lines
     session = RaySession(ray, cluster)
     try:
         session.open()
@@ -249,14 +250,6 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _log_dead_hosts(ray: Any) -> None:
-    """Send Ray's message about a dead process to the log instead of standard output.
-
-    Call it before Ray connects, which is when Ray looks the function up.
-    """
-    ray._private.worker.print_to_stdstream = _log_lines
 
 
 def _log_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:

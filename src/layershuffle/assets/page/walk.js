@@ -48,7 +48,7 @@ function draw(element, visit, { ms }) {
   element.setAttribute("aria-label", `block ${visit.blocks.join(" and ")}, ${element.dataset.state}${time}`);
 }
 
-// `walk`: {number, depth, ms, over, answered, blocks, skipped, visits}, as `following.py` has it.
+// `walk`: {number, depth, ms, over, answered, blocks, skipped, visits}, as `live.py` has it.
 export function showWalk(walk) {
   if (walk.number !== number) {
     for (const element of bars) element.remove();

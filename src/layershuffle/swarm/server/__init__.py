@@ -6,8 +6,8 @@ out, `requests` reads its form and decodes its images, and `schemas` is the JSON
 `admin` is the operator's own socket.
 
 `page` holds the files and routes of the page, which `gateway_page` serves for a swarm and `demo`
-for the models of `workbench` in this process. `live` sends the state of the swarm to the page,
-`following` the visits of one request. `docs_page` makes the page of the API.
+for the models of `workbench` in this process. `live` sends the state of the swarm and the visits of
+one request to the page.
 
 Clients read answers with `schemas`, which imports no web framework.
 """

@@ -5,7 +5,7 @@ GET  /v1/swarm      hosts, blocks, latencies, counters
 GET  /healthz       200 while any block can be run
 GET  /metrics       for Prometheus
 GET  /              the page, unless it is switched off
-GET  /docs          this API as a page without scripts; /openapi.json for programs
+GET  /openapi.json  the description of this API
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import HTMLResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -34,7 +33,6 @@ from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.docs_page import HEADERS, docs_page
 from layershuffle.swarm.server.errors import (
     HTTPError,
     answer_to,
@@ -187,10 +185,6 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     )
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
 
 
 class _Gateway:

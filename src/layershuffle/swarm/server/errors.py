@@ -72,7 +72,7 @@ def answer_to(error: Exception, *, wait: float | None = None) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_GONE)
     if isinstance(error, HTTPException):  # a wrong path or method
-        body = error_body(str(error.detail), "see /docs for the paths and methods")
+        body = error_body(str(error.detail), "see /openapi.json for the paths and methods")
         return JSONResponse(body, error.status_code, error.headers)
     status, headers = status_of(error), {}
     if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):

@@ -28,12 +28,7 @@ IMAGE_FIELD = "image"
 """The field of a request's form that holds the image files; every other field is an option."""
 _MILLI = 1000.0
 
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
-
-
-Reason = Annotated[str, AfterValidator(_encodable)]
+Reason = Annotated[str, AfterValidator(lambda text: text.encode("utf-8", "replace").decode())]
 """Text from hosts, made encodable: a file name in an error may hold characters that JSON cannot."""
 
 
