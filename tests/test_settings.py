@@ -87,7 +87,7 @@ def test_recipe_that_is_absent_or_huge(tmp_path):
 def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-swarm.yaml"]
     fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
-    fits += [f"formula-{size}-base.yaml" for size in (64, 100, 1000)]
+    fits += [f"formula-{size}-base.yaml" for size in (64, 100, 1000, "100-64", "1000-64")]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-recipes", "digits-rounds")
     names += (
         "digits-recipes-tune",

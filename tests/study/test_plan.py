@@ -1,6 +1,7 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and their dependencies."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -377,10 +378,11 @@ def test_every_size_of_formulas_begins_with_a_base_of_its_own():
         name = fit.get("model", study["model"]).removeprefix("dir:runs/")
         base = read_recipe(asset("recipes", f"{name}.yaml"))
         assert base["data"] == fit.get("data", study["data"])
-        size = next(word for word in arm["name"].split("-")[::-1] if word.isdigit())
-        field = "embed_dim" if "width" in arm["name"] else "num_classes"
-        assert name == f"formula-{size}-base"
-        assert f"&{field}={size}&" in base["model"]
+        ends = re.search(r"(-\d+)?(?:-width(-\d+))?$", arm["name"])
+        classes, width = (end or "" for end in ends.groups())
+        assert name == f"formula{classes}{width}-base"
+        assert f"&num_classes={(classes or '-300')[1:]}&" in base["model"]
+        assert f"&embed_dim={(width or '-128')[1:]}&" in base["model"]
 
 
 @pytest.mark.parametrize(
