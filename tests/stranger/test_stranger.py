@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from stranger_shell import Shell, Stranger, make_environment
 import layershuffle as ls
 from built import built_package
 from once import once
+from waiting import STARTS, wait_for, wait_for_address
 
 PICTURE = "bundled:digit-pair.png"
 MODEL = (
@@ -36,7 +35,6 @@ arms: [{method: layershuffle}]
 fit: {steps: 2, batch_size: 4, holdout: 0.3}
 evaluate: {modes: "sequential,arbitrary", num_orders: 2}
 """
-START_SECONDS = 300
 # The longest allowed deadline, because visits are slow on a busy machine, and hosts go away.
 PATIENT = ("--deadline-ms", "30000")
 
@@ -225,7 +223,7 @@ def test_a_swarm(stranger: Stranger) -> None:
             address = ("--address", wait_for_address(folder / "up.log", up))
             # Hosts of a busy machine are suspect for a moment now and then, so each of these comes
             # to be true, and need not be so at once.
-            wait_until(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
+            wait_for(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
             # The order is drawn, and a twentieth of all orders is wrong about a picture like this.
             ask = ("classify", PICTURE, *address, *PATIENT)
             answer = wait_for(lambda: types(*ask).out, holds=in_full)
@@ -242,7 +240,7 @@ def test_a_swarm(stranger: Stranger) -> None:
             assert "Next: layershuffle swarm readmit host-2 --state s" in drained
             types("swarm", "readmit", "host-2", "--state", "s")
             # It starts in the background, and a host without a process cannot be killed.
-            wait_until(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
+            wait_for(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
             few = ("--requests", "40", "--state", "s")
             # Exit code 0: no request was lost or late.
             drill = types("swarm", "drill", *address, *few, *PATIENT, "--kill", "0.5").out
@@ -250,7 +248,7 @@ def test_a_swarm(stranger: Stranger) -> None:
             assert "accuracy of the answers" in drill
         finally:
             up.send_signal(signal.SIGINT)
-            up.wait(START_SECONDS)
+            up.wait(STARTS)
     assert up.returncode == 0
     assert "The swarm has ended" in (folder / "up.log").read_text()
 
@@ -258,27 +256,3 @@ def test_a_swarm(stranger: Stranger) -> None:
 def in_full(answer: str) -> bool:
     """Whether `classify` printed an answer to which all blocks of the model contributed."""
     return "\n12 of 12 blocks in " in answer
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Repeat until true, for no longer than a start may take."""
-    wait_for(holds, holds=bool)
-
-
-def wait_for(ask: Callable[[], Any], *, holds: Callable[[Any], bool]) -> Any:
-    """The first answer that `holds`, repeated for no longer than a start may take."""
-    end = time.monotonic() + START_SECONDS
-    while not holds(answer := ask()):
-        assert time.monotonic() < end, answer
-        time.sleep(0.2)
-    return answer
-
-
-def wait_for_address(log: Path, up) -> str:
-    """The address that `swarm up` prints."""
-    end = time.monotonic() + START_SECONDS
-    while not (answers := re.search(r"answers at (\S+)", log.read_text())):
-        assert up.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.2)
-    return answers[1]

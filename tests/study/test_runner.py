@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from layershuffle.study.runner import failure, run_study
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import execute
 from once import once
+from waiting import wait_for
 
 ONE_ARM = {**RECIPE, "arms": [{"method": "layershuffle"}]}
 
@@ -260,10 +260,3 @@ def test_plans_are_data(tmp_path):
 def children_of(pid):
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(word) for word in text.split()]
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

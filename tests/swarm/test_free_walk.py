@@ -199,10 +199,11 @@ def test_a_host_that_falls_silent_is_blamed_though_the_deadline_is_near(act, str
     assert condition == ("suspect" if struck else "healthy")
 
 
-def test_requests_side_by_side_do_not_mix():
+@pytest.mark.parametrize("rounds", [QUEUE, THREE])
+def test_requests_side_by_side_do_not_mix(rounds):
     async def go():
         router = Router(
-            Curved(slow_visits(SIX, 0.01)), depth=12, limits=LIMITS, rounds=THREE, clock=loop_time
+            Curved(slow_visits(SIX, 0.01)), depth=12, limits=LIMITS, rounds=rounds, clock=loop_time
         )
         router.swarm = Swarm(
             HostView(name, frozenset(blocks), compute=0.004, link=0.001)
@@ -210,12 +211,14 @@ def test_requests_side_by_side_do_not_mix():
         )
         starts = [START * (k + 1) for k in range(5)]
         walks = [router.walk(start, deadline=router.clock() + 2) for start in starts]
-        return starts, await asyncio.gather(*walks)
+        return starts, await asyncio.gather(*walks), router
 
-    starts, results = run_virtual(go())
+    starts, results, router = run_virtual(go())
     for start, (after, route) in zip(starts, results, strict=True):
         assert (after == replayed(route, start)).all()
         assert route.ending == "complete"
+    assert len({route.order for _, route in results}) > 1
+    assert all(view.waiting == 0 for view in router.swarm.values())
 
 
 def test_cancelling_a_request_drops_all_of_its_visits():

@@ -342,20 +342,3 @@ def test_an_order_asked_for_is_kept():
     assert route.skipped == {1: "the requested order leaves it out"}
     assert not route.degraded
     assert transport.calls == [("a", (2, 0)), ("b", (3,))]
-
-
-def test_requests_side_by_side_do_not_mix():
-    async def go():
-        router = Router(
-            Scripted({"a": [0.02] * 50, "b": [0.01] * 50}), depth=2, limits=LIMITS, clock=loop_time
-        )
-        router.swarm = Swarm([HostView("a", frozenset({0})), HostView("b", frozenset({1}))])
-        starts = [np.full((1, 2, 3), k, np.float32) for k in range(20)]
-        walks = [router.walk(start, deadline=router.clock() + 2) for start in starts]
-        return starts, await asyncio.gather(*walks), router
-
-    starts, results, router = run_virtual(go())
-    for start, (state, route) in zip(starts, results, strict=True):
-        assert (state == after(route.order, start)).all()
-    assert {route.order for _, (_, route) in zip(starts, results, strict=True)} == {(0, 1), (1, 0)}
-    assert all(host.waiting == 0 for host in router.swarm.values())

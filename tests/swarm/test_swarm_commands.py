@@ -35,7 +35,7 @@ from layershuffle.swarm.server.admin import (
 )
 from layershuffle.swarm.server.schemas import Classification, Guess, ImageAnswer, Times
 from layershuffle.swarm.service import Cargo, running_service
-from waiting import HANGS
+from waiting import HANGS, wait_for
 
 HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 
@@ -265,10 +265,7 @@ def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
 
 
 def condition_until(service, host, wanted):
-    end = time.monotonic() + HANGS
-    while service.router.swarm[host].condition != wanted:
-        assert time.monotonic() < end, service.router.swarm[host]
-        time.sleep(0.02)
+    wait_for(lambda: service.router.swarm[host].condition, holds=lambda now: now == wanted)
 
 
 def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):

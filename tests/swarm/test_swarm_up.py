@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +21,11 @@ from layershuffle.cli.swarm.local_faults import listener_of
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.client import SwarmClient
 from layershuffle.swarm.server.admin import SOCKET
+from waiting import HANGS, wait_for, wait_for_address
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
 )
-START_SECONDS, END_SECONDS = 300, 60
 # As for Ray's own tests: what this machine's user has set must not matter.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -71,17 +70,13 @@ def swarm(tmp_path_factory):
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     try:
-        end = time.monotonic() + START_SECONDS
-        while not (match := re.search(r"answers at (\S+)", (place / "log").read_text())):
-            assert process.poll() is None, (place / "log").read_text()
-            assert time.monotonic() < end, (place / "log").read_text()
-            time.sleep(0.2)
-        yield process, match[1], str(place / "s")
+        address = wait_for_address(place / "log", process)
+        yield process, address, str(place / "s")
     finally:
         log.close()
         for pid in session_processes(process.pid):
             os.kill(pid, signal.SIGKILL)
-        process.wait(END_SECONDS)
+        process.wait(HANGS)
 
 
 def test_up_serves_and_prints_the_next_command(swarm):
@@ -147,9 +142,9 @@ def test_the_swarm_outlives_rays_own_processes(swarm):
         def killed(kind, *, renewals):
             (victim,) = named(process.pid, f"/{kind} ")
             os.kill(victim, signal.SIGKILL)
-            waited(lambda: f"Ray's {kind} (exit code -9) ended" in log.read_text())
-            waited(lambda: log.read_text().count("Ray runs again") == renewals)
-            waited(lambda: client.health().usable_hosts == 3 and not client.health().why)
+            wait_for(lambda: f"Ray's {kind} (exit code -9) ended" in log.read_text())
+            wait_for(lambda: log.read_text().count("Ray runs again") == renewals)
+            wait_for(lambda: client.health().usable_hosts == 3 and not client.health().why)
             assert len(client.classify(image, deadline_ms=30_000).blocks) == 12
             return named(process.pid, "BlockHost")
 
@@ -165,9 +160,9 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     gateway, log = listener_of(Path(state) / SOCKET), Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
-    waited(lambda: log.read_text().count("answers at") == 2)
+    wait_for(lambda: log.read_text().count("answers at") == 2)
     with SwarmClient(address) as client:
-        waited(lambda: client.health().usable_hosts == 3)
+        wait_for(lambda: client.health().usable_hosts == 3)
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000)
     assert len(answer.blocks) == 12
     assert listener_of(Path(state) / SOCKET) != gateway
@@ -188,21 +183,11 @@ def command_of(pid):
         return ""
 
 
-def waited(true):
-    end = time.monotonic() + START_SECONDS
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
     os.kill(listener_of(Path(state) / SOCKET), signal.SIGINT)
-    assert process.wait(END_SECONDS) == 0
-    end = time.monotonic() + END_SECONDS
-    while left := session_processes(process.pid):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    assert process.wait(HANGS) == 0
+    wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
     assert list(Path(state).iterdir()) == []
     text = (Path(state).parent / "log").read_text()
     assert "Traceback" not in text

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +20,12 @@ from layershuffle.models import load
 from layershuffle.swarm.load_client import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, plan_text
 from once import once
+from waiting import STARTS, wait_for
 
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable() or "available"),
 ]
-PART_SECONDS = 300.0
 HEAD, GATEWAY = "10.90.0.1:6400", "http://10.90.0.1:8000"
 BLOCKS = {"pi-1": tuple(range(0, 12, 2)), "pi-2": tuple(range(1, 12, 2))}
 # What /healthz says, whatever its status.
@@ -158,16 +157,15 @@ class Machines:
         return (self.place / f"{name}.log").read_text()
 
     def until(self, ask, true):
-        end = time.monotonic() + PART_SECONDS
-        while not true(answer := ask()):
-            logs = "\n".join(f"{name}: {self.log(name)[-3000:]}" for name in self.network.processes)
-            assert time.monotonic() < end, f"{answer}\n{logs}"
-            time.sleep(0.3)
-        return answer
+        def trace(answer):
+            logs = [f"{name}: {self.log(name)[-3000:]}" for name in self.network.processes]
+            return "\n".join([str(answer), *logs])
+
+        return wait_for(ask, holds=true, trace=trace)
 
     def run(self, *words, **environment):
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=PART_SECONDS, check=False,
+            words, capture_output=True, text=True, timeout=STARTS, check=False,
             env={**os.environ, **self.environment, **environment},
         )  # fmt: skip
 
