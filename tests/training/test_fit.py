@@ -256,6 +256,7 @@ def test_other_settings_in_one_directory(undisturbed):
 def test_settings_of_a_run_that_never_began_may_change(tmp_path):
     with pytest.raises(LayerShuffleError, match="There is no timm model"):
         fit(settings(model="timm:vit_tiny_patch16_22"), tmp_path)
+    assert (tmp_path / "settings.yaml").exists()  # the directory was there before
     result = fit(settings(steps=1), tmp_path)
     assert result.settings["model"] == MODEL
     (tmp_path / "settings.yaml").write_text("lr: [")
@@ -327,6 +328,7 @@ def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
     model = f"dir:{out / 'model'}"
     with pytest.raises(UsageError, match="position encoding: True, prediction: False"):
         fit(settings(model=model), tmp_path / "one")
+    assert not (tmp_path / "one").exists()
     fit(settings(model=model, method="layershuffle-position", steps=1), tmp_path / "two")
     assert weights(tmp_path / "two").keys() == weights(out).keys()
 

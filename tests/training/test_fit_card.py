@@ -27,6 +27,7 @@ def test_few_images_that_select_the_checkpoint_are_reported(tmp_path, held_out, 
         f"arbitrary order, on the {result.selected['images']:,} images (holdout)"
     ) in card
     assert "# vit_tiny_patch16_224, layershuffle\n" in card
+    assert "\n\nPaths in `base` and `data` are those of the machine that trained the " in card
     assert "100, in the order of the logits: 00, 01, " in card
     # The numbers are those that the saved model has on the same images.
     data = open_data(run.data, image_view(ls.load(str(tmp_path / "run"))), options=DataOptions())

@@ -14,12 +14,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from layershuffle.text import markdown_table, shortened
 
 _STOCK = {
-    "timm": 'import timm\nmodel = timm.create_model("local-dir:{place}", pretrained=True)',
-    "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained("{place}")',
-    "torchvision": "import json, torchvision, safetensors.torch\n"
-    'model = torchvision.models.VisionTransformer(**json.load(open("{place}/config.json"))'
-    '["kwargs"])\n'
-    'model.load_state_dict(safetensors.torch.load_file("{place}/model.safetensors"))',
+    "timm": 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True)',
+    "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained(".")',
+    "torchvision": "import json, pathlib, torchvision, safetensors.torch\n"
+    'config = json.loads(pathlib.Path("config.json").read_text())\n'
+    'model = torchvision.models.VisionTransformer(**config["kwargs"])\n'
+    'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))',
 }
 _CLASSES_LISTED = 20
 _NUMBERS = (("top1", "top-1 in percent"), ("top5", "top-5 in percent"), ("cross_entropy", "nats"))
@@ -54,10 +54,10 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
     merge = _merge_table(provenance.get("merge"))
     if merge:
         sections.append(f"## Merge\n\n{merge}")
-    stock = _STOCK[metadata["library"]].format(place=place, name=metadata["name"])
+    stock = _STOCK[metadata["library"]].format(name=metadata["name"])
     sections.append(
-        "## Loading\n\n```python\n"
-        f'import layershuffle as ls\nmodel = ls.load("dir:{place}")\n```\n\n'
+        "## Loading\n\nIn the directory of this card:\n\n```python\n"
+        'import layershuffle as ls\nmodel = ls.load("dir:.")\n```\n\n'
         f"Without layershuffle:\n\n```python\n{stock}\n```"
     )
     return "\n\n".join(sections) + "\n"
@@ -129,6 +129,11 @@ def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     # Mappings, as a merge, have their own section or are only in layershuffle.json.
     facts = [f"- {key}: {value}" for key, value in provenance.items() if isinstance(value, str)]
     lines += ["", *facts, ""] if facts else []
+    if "base_sha256" in provenance:
+        lines.append(
+            "Paths in `base` and `data` are those of the machine that trained the model; "
+            "`base_sha256` is the digest of the blocks that it started from."
+        )
     parts = [name for name, form in metadata["position"].items() if form]
     if parts:
         lines.append(

@@ -17,7 +17,7 @@ from torch import nn
 
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
-from layershuffle.files import locked, refuse_foreign, write_text
+from layershuffle.files import locked, names_in, refuse_foreign, write_text
 from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
 from layershuffle.policies import OrderMode, policy_to_json
@@ -82,21 +82,30 @@ def fit(
     """
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
-    with joined(device_of(settings.device)) as ranks, locked(out) if ranks.first else nullcontext():
-        if ranks.first:
-            prepare_directory(out, settings)
-        ranks.check_same(digest(settings), what="The settings")
-        finished = ranks.from_first(lambda: read_result(out))
-        if finished is not None:
-            for listener in listeners if ranks.first else ():
-                listener({"kind": "complete", "steps": finished.steps})
-            return finished
-        # The number of threads decides how sums are rounded, so it is a setting of the run.
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
-        job = prepare(settings, out, ranks=ranks, recorded=recorded)
-        return _run(job, listeners, on_phase)
+    fresh = is_first_process() and not out.exists()
+    try:
+        with (
+            joined(device_of(settings.device)) as ranks,
+            locked(out) if ranks.first else nullcontext(),
+        ):
+            if ranks.first:
+                prepare_directory(out, settings)
+            ranks.check_same(digest(settings), what="The settings")
+            finished = ranks.from_first(lambda: read_result(out))
+            if finished is not None:
+                for listener in listeners if ranks.first else ():
+                    listener({"kind": "complete", "steps": finished.steps})
+                return finished
+            # The number of threads decides how sums are rounded, so it is a setting of the run.
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
+            job = prepare(settings, out, ranks=ranks, recorded=recorded)
+            return _run(job, listeners, on_phase)
+    finally:
+        # A refused run leaves nothing behind.
+        if fresh and out.is_dir() and names_in(out) <= {SETTINGS_FILE}:
+            shutil.rmtree(out)
 
 
 def read_result(out: Path) -> FitResult | None:
