@@ -108,7 +108,6 @@ def judgements(page):
     "name",
     [
         "digits-paper",
-        "digits-recipes",
         "digits-rounds",
         "digits-swarm-tune",
         "digits-tied",

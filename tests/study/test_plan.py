@@ -378,8 +378,7 @@ def test_every_size_of_formulas_begins_with_a_base_of_its_own():
         name = fit.get("model", study["model"]).removeprefix("dir:runs/")
         base = read_recipe(asset("recipes", f"{name}.yaml"))
         assert base["data"] == fit.get("data", study["data"])
-        ends = re.search(r"(-\d+)?(?:-width(-\d+))?$", arm["name"])
-        classes, width = (end or "" for end in ends.groups())
+        classes, width = re.search(r"(-\d+)?(?:-width(-\d+))?$", arm["name"]).groups("")
         assert name == f"formula{classes}{width}-base"
         assert f"&num_classes={(classes or '-300')[1:]}&" in base["model"]
         assert f"&embed_dim={(width or '-128')[1:]}&" in base["model"]
