@@ -104,6 +104,11 @@ def test_eval_per_batch_says_so(capsys):
         (["eval", "M", "--data", "D", "--order", "0", "--num-orders", "3"], 2, "and --num-orders"),
         (["eval", "M", "--data", "D", "--order", "0", "--seed", "1"], 2, "and --seed exclude"),
         (["eval", "M", "--data", "D", "--order", "0", "--draw", "batch"], 2, "and --draw exclude"),
+        (
+            ["eval", MODEL.replace("classes=100", "classes=0"), "--data", DATA],
+            1,
+            "the model has no classifier, the data has 100 classes",
+        ),
         (["eval", "nowhere", "--data", DATA], 2, "nowhere"),
         (["eval", "FITTED", "--data", "folder:/nowhere"], 1, "/nowhere"),
         (["eval", "FITTED", "--data", "digits-pairs"], 2, "digit-pairs"),

@@ -119,6 +119,7 @@ def test_a_model_whose_names_are_numbers_in_order_has_no_names() -> None:
     ("names", "outputs", "words"),
     [
         (None, 1000, "the model has 1000 outputs, the data has 3 classes"),
+        (None, 0, "the model has no classifier, the data has 3 classes"),
         (("disk", "grid", "line"), 3, "1 in the model only (line), 1 in the data only (stripe)"),
         (("a", "b", "c"), 3, "3 in the model only (a, b, c), 3 in the data only (disk, grid"),
         (("disk", "grid", "grid"), 3, "1 in the data only (stripe)"),

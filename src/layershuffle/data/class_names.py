@@ -43,8 +43,8 @@ def match_classes(
         raise DataError(
             difference,
             place=f"{place} and {data.spec}",
-            hint="use data with the model's classes, or fine-tune first: "
-            f"layershuffle fit --model ... --data {data.spec} makes a new head",
+            hint=f"layershuffle fit --model ... --data {data.spec} makes a new head; or use data "
+            "with the model's classes",
         )
     return in_order_of(data, names)
 
@@ -52,7 +52,8 @@ def match_classes(
 def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: int) -> str | None:
     """The difference between these classes and those of a head with `outputs` outputs, if any."""
     if len(classes) != outputs:
-        return f"the model has {outputs} outputs, the data has {len(classes)} classes"
+        head = f"{outputs} outputs" if outputs else "no classifier"
+        return f"the model has {head}, the data has {len(classes)} classes"
     if names is None or _indices(classes, names) is not None:
         return None
     if not (have_names(classes) and have_names(names)):

@@ -68,7 +68,7 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
         [
             f"{plan.model}, {plan.routing}, {plan.wire} on the wire:",
             listing(hosts),
-            f"{missing}It answers at {url} (API: {url}/docs). In another shell:",
+            f"{missing}It answers at {url} (API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
             f"  layershuffle swarm drill{address} --requests 300" + state_flag(state),
