@@ -63,6 +63,13 @@ class Bundle:
         """SHA-256 of each block's tensors, as `HostInfo.blocks` has them."""
         return {block: digest_of(content) for block, content in self.tensors.items()}
 
+    def checked_donor(self, donor: Bundle, *, block: int) -> Bundle:
+        """`donor`, if its `block` may stand in for this bundle's. Raises `UsageError` if not."""
+        check_sibling(self, donor)
+        if block not in donor.tensors:
+            raise UsageError(f"The donor's bundle has no block {block}")
+        return donor
+
     def compute(self, block: int, state: State) -> State:
         """The state after `block`, computed as on a host; float32, in the shape of `state`."""
         run = bound_block(self.program, self.tensors[block])

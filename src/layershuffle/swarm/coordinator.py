@@ -39,6 +39,7 @@ _MILLI = 1000.0
 _POLL = 0.02  # seconds between looks at whether a draining host is empty
 _log = logging.getLogger(__name__)
 _STATUS = "layershuffle swarm status shows the hosts"
+_NOT_YET = "it has not come yet"
 
 
 class Coordinator:
@@ -66,7 +67,7 @@ class Coordinator:
         self.hosts: dict[str, HostRecord] = {}
         self.watching = False
         self._donors = {
-            (name, block): checked_donor(bundles[model], self.base, block=block)
+            (name, block): self.base.checked_donor(bundles[model], block=block)
             for name, host in plan.hosts.items()
             for block, model in host.donors.items()
         }
@@ -81,7 +82,7 @@ class Coordinator:
         for name, host in plan.hosts.items():
             # Listed from the start, so users see which hosts are still missing.
             absent = self._fresh(name, frozenset(host.blocks))
-            self._show(replace(absent, condition="gone", why="it has not come yet"))
+            self._show(replace(absent, condition="gone", why=_NOT_YET))
 
     @property
     def traces(self) -> set[str]:
@@ -192,7 +193,7 @@ class Coordinator:
         """
         if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}", hint=_STATUS)
-        checked_donor(donor, self.base, block=block)
+        self.base.checked_donor(donor, block=block)
         expected = await asyncio.to_thread(references, donor, [block])
         host = self.record_of(name)
         if host.phase == "starting":
@@ -234,6 +235,7 @@ class Coordinator:
         for host in [*self.hosts.values()]:
             # The router learns of a death first, from a visit that fails.
             if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
+                _log.warning("Host %s has died", host.name)
                 self.hosts[host.name] = ended(host, now=now, limits=self.router.limits)
         for action in reconcile(
             self.plan, nodes, hosts=self.hosts, now=now, depth=self.router.depth
@@ -301,11 +303,12 @@ class Coordinator:
                 _log.warning("Host %s did not start: %s", name, why)
                 await self._end_process(name)
                 return self._failed(name, why)
-            now = self.router.clock()
+            now, before = self.router.clock(), self.router.swarm.get(name)
             self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
             self._show(self._fresh(name, start.blocks))
-            if anew:
-                _log.info("Host %s is up again", name)
+            if before and before.condition == "gone" and before.why != _NOT_YET:
+                # A warning like that of its death, because an info is not shown.
+                _log.warning("Host %s is up again", name)
             await self._trim(start)
 
     def _failed(self, name: str, why: str) -> None:
@@ -438,13 +441,3 @@ class Coordinator:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         _log.error("The start of a host failed unexpectedly", exc_info=error)
-
-
-def checked_donor(donor: Bundle, base: Bundle, *, block: int) -> Bundle:
-    """`donor`, if its `block` may stand in for that of `base`. Raises `UsageError` if not."""
-    from layershuffle.swarm.bundle import check_sibling  # imports the model libraries
-
-    check_sibling(base, donor)
-    if block not in donor.tensors:
-        raise UsageError(f"The donor's bundle has no block {block}")
-    return donor
