@@ -10,11 +10,13 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from channel_site import served
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
 
 from layershuffle.errors import UsageError
@@ -229,6 +231,26 @@ def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says, capl
     with pytest.raises(HostFailed, match=r"The answer of host a cannot be read\.$"):
         asyncio.run(go())
     assert says in caplog.text
+
+
+def test_only_visits_that_ray_carried_are_logged(caplog):
+    """The channel of a dead host is closed, too, but nothing goes there over Ray."""
+
+    async def answers(order):
+        return b"".join(answer_frame(0, Answer(STATE, 1.0, 0.0)))
+
+    async def go():
+        transport, dies = RayTransport(FakeRay()), lambda order: raises(ERRORS.ActorDiedError())
+        async with served() as (server, _, transport.links["a"]):
+            server.close()
+            await until(lambda: transport.links["a"].why)
+            for remote, logged in ((dies, 0), (answers, 1), (answers, 1)):
+                transport.actors["a"] = SimpleNamespace(visit=SimpleNamespace(remote=remote))
+                with suppress(HostGone):
+                    await transport.visit(Visit("a", (0,), 1.0), STATE)
+                assert caplog.text.count("Visits to host a go over Ray") == logged
+
+    asyncio.run(go())
 
 
 class Making(RayHosts):

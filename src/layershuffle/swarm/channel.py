@@ -322,7 +322,7 @@ class ChannelLink:
         self._credentials, self._limits = credentials, limits
         self._connection: _Connection | None = None
         self._tried = asyncio.Event()
-        self._silent = False
+        self._logged = False
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -340,6 +340,14 @@ class ChannelLink:
             raise ChannelLost(f"The channel to host {self.host}: {self.why}")
         return await self._connection.visit(blocks, packet, budget_ms=budget_ms)
 
+    def bypassed(self) -> None:
+        """Log that a visit went over Ray, once until the channel is open again."""
+        if self.why and not self._logged:
+            self._logged = True
+            _log.warning(
+                "Visits to host %s go over Ray, not its data channel: %s", self.host, self.why
+            )
+
     def end(self) -> None:
         """End the connection soon, and do not reopen it."""
         self._task.cancel()
@@ -355,11 +363,11 @@ class ChannelLink:
         while True:
             connection = _Connection(self.host, token=self._credentials.token)
             try:
-                why = await self._until_lost(connection)
+                self.why = await self._until_lost(connection)
             finally:
                 self._connection = None
                 connection.stream.abort("the gateway has closed it")
-            self._note(why)
+            self._tried.set()
             # A connection that breaks before the first answer counts as a failed attempt.
             pause = first if connection.answered else min(2 * pause, longest)
             await asyncio.sleep(pause / _MILLI)
@@ -374,9 +382,9 @@ class ChannelLink:
             return f"{self.address} did not answer within {limit:g} ms"
         except (OSError, ChannelLost) as error:
             return f"{self.address} cannot be used ({one_line(error)})"
-        if self._silent:
-            _log.info("The data channel to host %s is open again", self.host)
-        self._connection, self.why, self._silent = connection, "", False
+        if self._logged:
+            _log.warning("The data channel to host %s is open again", self.host)
+        self._connection, self.why, self._logged = connection, "", False
         self._tried.set()
         return f"the connection to {self.address} was lost ({await connection.ended})"
 
@@ -391,13 +399,3 @@ class ChannelLink:
             server_hostname=None if tls is None else address,
         )
         await connection.proved
-
-    def _note(self, why: str) -> None:
-        """Log that the channel is closed, once until it is open again."""
-        self.why = why
-        if not self._silent:
-            _log.warning(
-                "The data channel to host %s is closed, and visits go over Ray: %s", self.host, why
-            )
-        self._silent = True
-        self._tried.set()

@@ -111,10 +111,13 @@ class RayTransport:
             try:
                 return await link.visit(visit.blocks, packet, budget_ms=budget_ms)
             except ChannelLost:
-                # The link has logged it. Blocks are stateless, so the visit may be repeated; and
-                # if the host is dead, Ray reports it.
+                # Blocks are stateless, so the visit may be repeated; and if the host is dead, Ray
+                # reports it.
                 budget_ms -= (time.monotonic() - begun) * _MILLI
-        return await self._call(visit, packet, budget_ms=budget_ms)
+        answer = await self._call(visit, packet, budget_ms=budget_ms)
+        if link is not None:
+            link.bypassed()
+        return answer
 
     async def _call(self, visit: Visit, packet: Packet, *, budget_ms: float) -> Answer:
         actor, host = self.actors.get(visit.host), visit.host
