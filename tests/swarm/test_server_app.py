@@ -23,7 +23,7 @@ from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.schemas import SwarmAnswer
 from layershuffle.swarm.service import Cargo, running_service
-from layershuffle.swarm.state import Swarm
+from layershuffle.swarm.state import HostView, Swarm
 from pictures import file_of
 
 KEY = "a-key-of-some-length"
@@ -127,13 +127,16 @@ def test_a_dead_host_degrades_the_answer():
 
 def test_every_host_says_how_visits_get_there():
     carriers = {"a": Carrier("channel"), "b": Carrier("ray", "10.0.0.2:6506 cannot be used")}
+    carriers["d"] = Carrier("ray", "its process has died, and nobody has ended it yet")
 
     async def go(place):
+        dead = HostView("d", frozenset({3}), condition="gone", why="its process is dead")
+        place.router.swarm = place.router.swarm.with_host(dead)
         return SwarmAnswer.model_validate((await place.client.get("/v1/swarm")).json())
 
     swarm = run(go, carriers=lambda: carriers)
     assert [(host.carrier, host.carrier_why) for host in swarm.hosts] == [
-        ("channel", ""), ("ray", "10.0.0.2:6506 cannot be used"), (None, ""),
+        ("channel", ""), ("ray", "10.0.0.2:6506 cannot be used"), (None, ""), (None, ""),
     ]  # fmt: skip
     table = status_table(swarm)
     assert "b over Ray: 10.0.0.2:6506 cannot be used" in table.splitlines()

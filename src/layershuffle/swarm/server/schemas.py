@@ -241,8 +241,8 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
             blocks=sorted(host.blocks),
             compute_ms=None if host.compute is None else host.compute * _MILLI,
             link_ms=None if host.link is None else host.link * _MILLI,
-            carrier=carriers[host.name].kind if host.name in carriers else None,
-            carrier_why=carriers[host.name].why if host.name in carriers else "",
+            carrier=carrier.kind if carrier else None,
+            carrier_why=carrier.why if carrier else "",
             waiting=host.waiting,
             strikes=host.strikes,
             retry_ms=(
@@ -250,6 +250,8 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
             ),
         )
         for host in swarm.values()
+        # Of a dead process the engine still has a handle, but no visit goes there.
+        for carrier in [None if host.condition == "gone" else carriers.get(host.name)]
     ]
 
 
