@@ -10,7 +10,7 @@ from test_policy import DEPTH, HOSTS, LIMITS, host
 
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm import state
-from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free
+from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free, visits_at_once
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.policy import Finish, RequestProgress, UnderWay, Wait, compared
@@ -72,6 +72,23 @@ def test_where_the_way_takes_longest_a_visit_carries_all_blocks_of_its_host(comp
     far = {"compute": compute, "link": 0.004}
     hosts = host("a", 0, 1, **far), host("b", 2, 3, **far)
     assert next_of(*hosts, rounds=Rounds(otherwise=Way(2))).blocks == blocks
+
+
+def test_how_many_visits_a_request_begins():
+    def begun(*hosts, walks=1, rounds=THREE):
+        asked = RequestProgress(4, 1.0)
+        asks = {"now": 0.0, "limits": LIMITS, "rounds": rounds, "walks": walks}
+        return visits_at_once(asked, Swarm(hosts), **asks)
+
+    far = (host("a", 0, 1, compute=0.001), host("b", 2, 3, compute=0.001))
+    far = tuple(replace(view, link=0.004) for view in far)
+    assert begun(A, B, C) == 3
+    assert begun(A, B, C, rounds=Rounds(otherwise=Way(2))) == 2
+    assert begun(A, B, C, rounds=Rounds()) == 1
+    assert begun(A, B, C, walks=2) == 1
+    assert begun(A, replace(B, waiting=1), replace(C, waiting=1)) == 1, "the others are not idle"
+    assert begun(*far) == 1, "the way takes longest"
+    assert begun(replace(A, condition="gone")) == 0
 
 
 def test_hosts_that_say_they_take_no_time_are_asked_like_others():

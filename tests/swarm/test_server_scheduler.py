@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from gateway_site import (
@@ -17,6 +18,7 @@ from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder
 from layershuffle.swarm.state import HostView
@@ -125,6 +127,26 @@ def test_what_is_expected_now_names_blocks_of_other_models():
     swarm = run(go, **options)
     assert swarm["expected"] is None
     assert swarm["expected_why"].endswith("took part (a: 2)")
+
+
+def test_what_is_expected_now_is_that_of_a_queue_where_requests_run_as_one():
+    """A visit with all blocks of a host is as fast as two side by side if its way takes longest."""
+    rows = calibrated()["calibration"].rows
+    pairs = tuple(row.model_copy(update={"parallel": 2, "top1": row.top1 - 9}) for row in rows[1:])
+
+    async def go(place):
+        place.router.rounds = Rounds(otherwise=Way(2))
+        for compute in (0.005, 0.001):
+            for name in place.router.swarm:
+                measured = {"compute": compute, "link": 0.004}
+                place.router.update(name, lambda host, m=measured: replace(host, **m))
+            expected.append((await place.client.get("/v1/swarm")).json()["expected"])
+
+    expected = []
+    options = calibrated()
+    options["calibration"] = options["calibration"].model_copy(update={"rows": (*rows, *pairs)})
+    run(go, {"a": {0, 1}, "b": {2, 3}}, **options)
+    assert [(now["parallel"], now["top1"]) for now in expected] == [(2, 71.0), (1, 80.0)]
 
 
 def test_too_many_at_once():

@@ -31,7 +31,7 @@ from layershuffle.swarm.policy import (
     nowhere,
 )
 from layershuffle.swarm.rounds import Rounds
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.state import HostView, Swarm, sent
 
 _PAYS = 0.8
 """Largest share of the time that visits side by side may take. They are more visits, each of which
@@ -108,6 +108,32 @@ def decide_free(
         return Finish("deadline")
     missing = [block for block in blocks if block not in ran]
     return nowhere(moment, missing, free=True)
+
+
+def visits_at_once(
+    progress: RequestProgress,
+    swarm: Swarm,
+    *,
+    now: float,
+    limits: Limits,
+    rounds: Rounds,
+    walks: int = 1,
+) -> int:
+    """The number of visits that this request, which has none in flight, would begin at `now`.
+
+    It is 1 where the request would run one visit after the other, and 0 without a usable host.
+    The arguments are those of `decide_free`.
+    """
+    count = 0
+    while isinstance(
+        visit := decide_free(progress, swarm, now=now, limits=limits, rounds=rounds, walks=walks),
+        Visit,
+    ):
+        swarm = swarm.with_host(sent(swarm[visit.host], len(visit.blocks)))
+        begun = UnderWay(visit.host, visit.blocks, len(progress.done), waited=visit.waited)
+        progress = replace(progress, under_way=(*progress.under_way, begun))
+        count += visit.waited
+    return count
 
 
 def _again(

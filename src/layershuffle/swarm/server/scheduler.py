@@ -29,9 +29,11 @@ from layershuffle.swarm.expectations import (
     expected_of_named,
     useful_blocks,
 )
+from layershuffle.swarm.free import visits_at_once
 from layershuffle.swarm.messages import Route
+from layershuffle.swarm.policy import RequestProgress
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
-from layershuffle.swarm.rounds import Cell, Way, cell_of, cell_of_named
+from layershuffle.swarm.rounds import Cell, cell_of, cell_of_named
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
@@ -266,10 +268,20 @@ class RequestScheduler:
         reachable = {block for host in usable for block in host.blocks}
         places = {(host.name, block) for host in usable for block in host.blocks}
         enough = router.most_blocks or router.depth
-        most, way = min(len(reachable), enough), Way()
+        most, passes, parallel = min(len(reachable), enough), 1, 1
         if router.routing == "order-free":
-            way = router.rounds.way(len(reachable), enough=enough)
-        cell = Cell(most, way.passes, min(way.parallel, most)) if most else None
+            now, limits, rounds = self._clock(), router.limits, router.rounds
+            passes = rounds.way(len(reachable), enough=enough).passes
+            # Busy or fast hosts run one visit at a time, whatever the calibration allows.
+            parallel = visits_at_once(
+                RequestProgress(router.depth, now + limits.deadline_ms / _MILLI, most=enough),
+                router.swarm,
+                now=now,
+                limits=limits,
+                rounds=rounds,
+                walks=router.walks + 1,
+            )
+        cell = Cell(most, passes, parallel) if most else None
         return self._expected_with(cell, foreign & places)
 
     def _expected(
