@@ -353,6 +353,24 @@ def test_a_drill_uses_the_routing_of_the_plan(monkeypatch, capsys, routing):
     assert f"{routing}, 40 requests" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("routings", "code"),
+    [
+        (("order-free-serial",), 1),
+        (("order-free-serial", "order-free", "sequential"), 1),
+        (("sequential", "replicated-sequential"), 0),
+    ],
+)
+def test_a_request_lost_in_free_order_is_a_failure(monkeypatch, routings, code):
+    failures = iter([True])  # the first request of the first routing
+
+    async def ask(number):
+        return Reply("failed", False, 0, 1.0) if next(failures, False) else await answered(number)
+
+    drill = drilled(monkeypatch, FakeOperator(), ask, requests=40, routings=routings)
+    assert asyncio.run(drill) == code
+
+
 def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):
     async def ask(number):
         if number == 15:  # one host crashed

@@ -162,8 +162,8 @@ class DrillCommand(ServerOptions):
                                 "found count."
                             )
                         # A fixed order cannot but lose requests: only free order counts.
-                        if routing == "order-free":
-                            lost = drill.share("failed", "late")
+                        if routing.startswith("order-free"):
+                            lost = max(lost, drill.share("failed", "late"))
                     finally:
                         await engine.mend()
             finally:
