@@ -1,7 +1,9 @@
-"""Blocks of other models in a running swarm: swaps and donors, in virtual time."""
+"""What an operator changes in a running swarm, in virtual time: swaps, donors, and a spare."""
 
 import asyncio
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from fake_hosts import (
     QUICK,
@@ -14,7 +16,9 @@ from fake_hosts import (
 )
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.placement import Node
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.server.admin import operator_app
 from waiting import until
 
 
@@ -110,3 +114,19 @@ def test_donors_of_the_plan():
     strange = {"base": bundle_of(1), "sib": bundle_of(2, base="other")}
     with pytest.raises(UsageError, match="cannot stand in"):
         coordinated(check, plan=plan, bundles=strange)
+
+
+def test_a_spare_that_starts_is_readmitted():
+    """The router does not know it before it is up."""
+
+    async def check(coordinator, hosts):
+        hosts.load_seconds = 5.0
+        hosts.machines.append(Node("n3", ("c",), ""))
+        await until(lambda: ("load", "c", (0, 1)) in hosts.log)
+        service = SimpleNamespace(coordinator=coordinator, router=coordinator.router)
+        wire = httpx.ASGITransport(operator_app(service))
+        async with httpx.AsyncClient(transport=wire, base_url="http://operator") as client:
+            assert (await client.post("/readmit", json={"host": "c"})).status_code == 200
+        await until(lambda: hosts.log.count(("start", "c", "n3")) == 2)
+
+    coordinated(check)

@@ -81,8 +81,8 @@ def operator_app(service: Service) -> FastAPI:
     @app.post("/readmit")
     async def readmit(command: HostBody) -> dict[str, Any]:
         """Restart a host that was shut out, was drained, or died."""
-        coordinator.record_of(command.host)  # refuses unknown hosts
-        if router.swarm[command.host].condition == "healthy":
+        # The router knows a spare only once it is up.
+        if command.host in router.swarm and router.swarm[command.host].usable:
             raise UsageError(
                 f"Host {command.host} is healthy, so it was not restarted",
                 hint=f"layershuffle swarm drain {command.host} takes it out of service",
