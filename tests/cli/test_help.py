@@ -348,7 +348,7 @@ FLAGS = {
     "swarm swap": "BLOCK HOST donor state",
     "swarm drill": "PLAN address api-key api-key-file authority concurrency data deadline-ms json "
     "kill kinds requests routings scenarios seed state",
-    "swarm plan": "HOSTS floor model objective out reach replicas time-limit wire",
+    "swarm plan": "HOSTS floor model objective out overwrite reach replicas time-limit wire",
     "swarm simulate": "PLAN churn clients hosts json kill min-blocks profile rate requests "
     "routings seed",
     "swarm calibrate": "MODEL data device images json orders seed threads",

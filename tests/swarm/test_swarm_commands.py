@@ -25,7 +25,7 @@ from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.local import LocalHosts
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.plan import HostPlan, SwarmPlan, read_swarm_plan
 from layershuffle.swarm.server.admin import (
     SOCKET,
     Operator,
@@ -141,6 +141,13 @@ def test_plan_and_simulate(capsys, tmp_path):
     assert code == 0
     assert "free order   in order" in out
     assert f"Next: layershuffle swarm simulate {plan} --profile {hosts}\n" in out
+    again = ["swarm", "plan", str(hosts), "--out", str(plan)]
+    code, out, err = run(capsys, *again)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: This path exists already. Where: {plan}. Next: name another")
+    plan.write_text("an older plan")
+    assert run(capsys, *again, "--overwrite")[0] == 0
+    assert read_swarm_plan(plan).hosts.keys() == {"pi-1", "pi-2", "pi-3", "pi-4"}
     words = ["swarm", "simulate", str(plan), "--requests", "50", "--kill", "0.5"]
     code, first, _ = run(capsys, *words, "--profile", str(hosts))
     assert code == 0

@@ -50,10 +50,13 @@ class PlanCommand(Command):
     """Seconds for the exact solver."""
     out: Path | None = None
     """Write the plan to this file, for `swarm deploy`."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an older file at --out."""
 
     def run(self) -> int:
         """Plan, print, and write."""
         from layershuffle.files import write_text
+        from layershuffle.models.output import check_output
         from layershuffle.swarm.plan import plan_text
         from layershuffle.swarm.planning.hosts import read_hosts
         from layershuffle.swarm.planning.planner import plan
@@ -62,6 +65,9 @@ class PlanCommand(Command):
         from layershuffle.swarm.speed import store_path
 
         hosts = read_hosts(self.hosts)
+        if self.out is not None:
+            # Before the model is loaded and timed.
+            check_output(self.out, reads=(), overwrite=self.overwrite)
         facts = model_facts(self.model, wire=self.wire)
         best, prediction = plan(
             hosts,
