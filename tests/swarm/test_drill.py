@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from common import FAMILIES
+from layershuffle.cli.swarm.demo import _cells as cells_of
 from layershuffle.cli.swarm.drill import DrillCommand
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
@@ -236,6 +237,18 @@ def test_answers_through_blocks_of_another_model_are_not_judged():
     assert (judgement.answers, accuracy) == (0, None)
     assert lines[-1] == f"accuracy of 40 answers not judged: {why}"
     assert "calibration" not in "".join(lines)
+
+
+def test_the_demo_marks_an_accuracy_outside_its_interval():
+    def cells(right, **facts):
+        replies = [Reply("answered", number < right, 1, 1.0, **facts) for number in range(100)]
+        return cells_of(Drill(dict(enumerate(replies))), calibration(90.0))[-2:]
+
+    verdict = judged([Reply("answered", True, 1, 1.0)] * 100, calibration(90.0))
+    interval = f"90.0 ({verdict.low:.1f}-{verdict.high:.1f})"
+    assert cells(90) == ("90.0 %", interval)
+    assert cells(70) == ("70.0 %", f"{interval}, outside")
+    assert cells(90, unjudged="blocks of another model took part") == ("", "")
 
 
 def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):

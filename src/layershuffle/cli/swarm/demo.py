@@ -119,10 +119,10 @@ def _cells(drill: Drill, calibration: Calibration | None) -> tuple[str, ...]:
         return (share, "", "", "", "")
     blocks = sum(reply.blocks for reply in answered) / len(answered)
     cells = (share, f"{blocks:.1f}", f"{drill.quantile(0.5):.0f}")
-    # Without a calibration there is nothing to compare the answers with.
-    if calibration is None:
+    verdict = None if calibration is None else judged(replies, calibration)
+    # There may be nothing to compare the answers with.
+    if verdict is None or not verdict.answers:
         return (*cells, "", "")
-    verdict = judged(replies, calibration)
     bounds = f"{verdict.expected:.1f} ({verdict.low:.1f}-{verdict.high:.1f})"
     if not verdict.inside:
         bounds += ", outside"
