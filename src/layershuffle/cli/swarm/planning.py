@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -163,7 +164,7 @@ class SimulateCommand(Command):
             plan = scaled(plan, self.hosts)
         if self.churn and self.kill is not None:
             raise UsageError("--churn and --kill exclude each other", hint="choose one")
-        if self.churn and (len(self.churn) != 2 or min(self.churn) <= 0):
+        if self.churn and (len(self.churn) != 2 or not all(0 < t < math.inf for t in self.churn)):
             raise UsageError(
                 "--churn takes two times above 0: the mean seconds for which a host is up, and "
                 "for which it is down",
