@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from breaks import TIED
 from open_questions import FORWARDS, PAGE, averaged_verdict, rows_of
@@ -126,10 +127,12 @@ def broken(ordinary: Group, shuffled: Group) -> str:
     """
     seeds = sorted(ordinary.keys() & shuffled.keys())
     of_pairs = [broken_in_pair(ordinary[seed], shuffled[seed]) for seed in seeds]
-    if len(seeds) < PAIRS or set(of_pairs) == {NOTHING_LEARNT}:
+    over_seeds = above_half(ordinary, shuffled)
+    is_open = len(seeds) < PAIRS or not isfinite(over_seeds.low)
+    if is_open or set(of_pairs) == {NOTHING_LEARNT}:
         return agreed(of_pairs)
     words = {"better": "holds", "worse": "breaks down"}
-    judged = verdict(above_half(ordinary, shuffled))
+    judged = verdict(over_seeds)
     return words.get(judged, judged)
 
 
@@ -192,9 +195,8 @@ def difference(sample: Group, reference: Group, of: Callable[[ModelScores], floa
 
 def moved_in_pair(sample: ModelScores, reference: ModelScores) -> str:
     """Compare any order in one pair of models, by the 95 % interval paired by drawn order."""
-    gaps = [a - b for a, b in zip(sample.any_order, reference.any_order, strict=True)]
-    low, high = t_interval(gaps)
-    return verdict(Difference(points=mean(gaps), low=low, high=high, seeds=0))
+    pairs = (dict(enumerate(scores.any_order)) for scores in (sample, reference))
+    return verdict(compare(*pairs))
 
 
 def moved(sample: Group, reference: Group) -> tuple[str, str]:

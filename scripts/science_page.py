@@ -137,12 +137,12 @@ def interval(difference: Difference) -> str:
     """ "+1.2 (+0.3 to +2.1)", and never "-0.0"."""
     points = round(difference.points, 1) + 0.0
     if not isfinite(difference.low):
-        return f"{points:+.1f} (one model)"
+        return f"{points:+.1f} (no interval)"
     return f"{points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
 
 
 def judged(difference: Difference, *, criterion: Callable[[Difference], str] = verdict) -> str:
-    """The difference and its verdict by `criterion`, without a verdict for a single model."""
+    """The difference and its verdict by `criterion`, which needs an interval."""
     text = interval(difference)
     return f"{text} **{criterion(difference)}**" if isfinite(difference.low) else text
 

@@ -131,6 +131,24 @@ def test_equal_scores_get_an_interval_over_images(scores: dict[int, list[float]]
     assert estimate(scores, images=4, percent=False).kind == "none"
 
 
+def test_equal_models_get_an_interval_over_orders():
+    interval = estimate({0: [93.0, 94.0], 1: [94.0, 93.0]}, images=100)
+    assert interval.kind == "orders"
+    assert (interval.low, interval.high) == t_interval([93.0, 94.0, 94.0, 93.0])
+
+
+@pytest.mark.parametrize("count", [2, 6, 20])
+def test_equal_scores_are_equal_however_they_round(count: int):
+    """The mean of several 99.9 is none of them, and 91.35 - 84.7 is not 87 - 80.35."""
+    assert deviation([99.9] * count) == 0.0
+    assert estimate({0: [99.9] * count}, images=2000).kind == "images"
+    gaps = ((91.35, 84.7), (87.0, 80.35), (84.05, 77.4))
+    sample, reference = (dict(enumerate(side)) for side in zip(*gaps, strict=True))
+    gap = compare(sample, reference)
+    assert (gap.points, gap.low, gap.seeds) == (pytest.approx(6.65), -math.inf, 3)
+    assert deviation([99.9, 99.9 + 1e-6]) == pytest.approx(1e-6 / math.sqrt(2), rel=1e-4)
+
+
 def test_one_cross_entropy_has_no_interval():
     interval = estimate({0: [2.5]}, images=400, percent=False)
     assert (interval.mean, interval.low, interval.high, interval.kind) == (2.5, None, None, "none")
@@ -186,7 +204,7 @@ def test_models_without_common_seeds_are_compared_by_welch(theirs: Values):
 def test_one_model_says_nothing_about_others():
     gap = compare({0: 3.0}, {0: 1.0})
     assert (gap.points, gap.low, gap.high) == (2.0, -math.inf, math.inf)
-    assert str(gap) == "+2.00 points (one model or equal scores, no interval)"
+    assert str(gap) == "+2.00 points (one model or equal differences, no interval)"
     for equal in ({0: 1.0, 1: 1.0}, [1.0, 1.0]):  # in pairs, and Welch's
         assert compare({0: 3.0, 1: 3.0}, equal).low == -math.inf
     with pytest.raises(ValueError, match="at least one value"):

@@ -28,6 +28,7 @@ Values = Sequence[float] | Mapping[int, float]
 """Values of no particular order, or one value per seed."""
 
 _CONFIDENCE = 0.95
+_ROUNDING = 1e-9  # relative; values that are no further apart are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ class Difference:
     """mean(sample) - mean(reference), in the unit of the values, with its 95 % interval.
 
     `seeds`: how many common seeds it is paired over; 0 where it is Welch's. `low` and `high` are
-    infinite where a sample has a single value or no value varies.
+    infinite where a sample has a single value, or nothing varies (for pairs: all differences are
+    equal).
     """
 
     points: float
@@ -71,7 +73,7 @@ class Difference:
     seeds: int
 
     def __str__(self) -> str:
-        interval = "one model or equal scores, no interval"
+        interval = "one model or equal differences, no interval"
         if math.isfinite(self.low):
             interval = f"{self.low:+.2f} to {self.high:+.2f}, {self.seeds or 'no'} common seeds"
         return f"{self.points:+.2f} points ({interval})"
@@ -122,10 +124,15 @@ def mean(values: Values) -> float:
 
 
 def deviation(values: Values) -> float | None:
-    """The sample standard deviation (n - 1); `None` for fewer than two values."""
+    """The sample standard deviation (n - 1); `None` for fewer than two values.
+
+    It is 0 where the values are equal but for rounding.
+    """
     if len(values) < 2:
         return None
     values = _numbers(values)
+    if math.isclose(min(values), max(values), rel_tol=_ROUNDING, abs_tol=_ROUNDING):
+        return 0.0
     centre = mean(values)
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
 
@@ -318,12 +325,14 @@ class ImageGroups:
 def _interval(
     means: Sequence[float], values: Sequence[float], images: float, percent: bool
 ) -> tuple[float | None, float | None, IntervalKind]:
-    kind: IntervalKind
-    if len(values) > 1:
-        # One model says nothing about other seeds, so its interval covers orders, and says so.
-        kind = "models" if len(means) > 1 else "orders"
-        low, high = t_interval(means if kind == "models" else values)
-        if low < high:
+    # One model, or equal ones, say nothing about other seeds: the interval covers orders then.
+    kinds: tuple[tuple[IntervalKind, Sequence[float]], ...] = (
+        ("models", means),
+        ("orders", values),
+    )
+    for kind, numbers in kinds:
+        if deviation(numbers):
+            low, high = t_interval(numbers)
             return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
     if percent:
         return *wilson_interval(mean(means), images), "images"

@@ -160,7 +160,7 @@ def test_headline_is_drawn_from_the_numbers(report: Report, page: Page):
 
 def test_the_headline_names_a_winner_only_with_an_interval(tmp_path: Path):
     first = write_report(write_study(tmp_path / "one"))
-    assert headline(first.summary).endswith("(no interval: too few models, or equal scores)")
+    assert headline(first.summary).endswith("(no interval: too few models, or equal differences)")
     assert "no arm can be called best" in key_facts(first.summary)[0]
     three = write_report(write_study(tmp_path / "three", seeds=(0, 1, 2))).summary
     means = [three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")]

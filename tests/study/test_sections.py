@@ -174,6 +174,13 @@ def test_claims_are_judged_by_numbers(out):
     )
 
 
+def test_a_claim_is_not_held_by_a_difference_without_an_interval(out):
+    write_merging(out, "layershuffle", merging_rows([90.0] * 3, [20.0] * 3))
+    verdict, evidence = verdict_on("lose nothing", verdicts(out))
+    assert verdict == "does not hold"
+    assert "-70.00 points (one model or equal differences, no interval)" in evidence
+
+
 def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp_path):
     out = write_study(
         tmp_path,
@@ -291,7 +298,7 @@ def test_a_claim_between_bounds(tmp_path, gap, verdict):
     finish(out, "truncated-9-seed0", {("sequential", 9, "", nine): 70.0 + gap})
     assert verdict_on("refined at 9 blocks", verdicts(out)) == (
         verdict,
-        f"{gap:+.2f} points (one model or equal scores, no interval)",
+        f"{gap:+.2f} points (one model or equal differences, no interval)",
     )
 
 
@@ -311,7 +318,7 @@ def test_models_that_are_never_right_are_judged(tmp_path):
             finish(out, f"{arm}-seed{seed}", scores)
     write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
     judged = verdicts(out)
-    slightly = ("does not hold", "+0.00 points (one model or equal scores, no interval)")
+    slightly = ("does not hold", "+0.00 points (one model or equal differences, no interval)")
     verdict, evidence = verdict_on("helps only slightly", judged)
     assert (verdict, evidence) == (slightly[0], f"layershuffle-position {slightly[1]}")
     assert verdict_on("unusable", judged) == (
@@ -381,11 +388,12 @@ def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
     assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400)
     (note,) = [note for note in table_notes(summary) if "Wilson" in note]
     # The baseline of this study has no groups: it is older, or its data name none.
-    words = "(one order, or equal scores), which count as 343 independent ones, or were taken as"
+    single = "(one model in one order, or equal scores)"
+    words = f"{single}, which count as 343 independent ones, or were taken as"
     assert words in note
     plain = write_study(tmp_path / "plain", arms={"baseline": "baseline"})
     (note,) = [note for note in table_notes(summarise(read_study(plain))) if "Wilson" in note]
-    assert "Wilson over 5,000 images (one order, or equal scores), taken as independent" in note
+    assert f"Wilson over 5,000 images {single}, taken as independent" in note
 
 
 @pytest.mark.parametrize(

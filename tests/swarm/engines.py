@@ -388,8 +388,11 @@ async def a_draining_host_ends_what_it_has(rig: Rig) -> None:
         under_way = asyncio.ensure_future(rig.visit("a", 0, 2))
         await rig.waiting("a", 1)
         assert await rig.coordinator.drain("a")
-    answer = await under_way
-    assert (unpack(answer.packet) == run_blocks(rig.model, rig.start, (0, 2))).all()
+        late = asyncio.ensure_future(rig.visit("a", 0))  # on its way when the drain began
+    for visit, blocks in ((under_way, (0, 2)), (late, (0,))):
+        answer = await visit
+        assert (unpack(answer.packet) == run_blocks(rig.model, rig.start, blocks)).all()
+    assert await rig.coordinator.health.check("a") == ""
     _, route = await rig.walk()
     assert route.skipped == dict.fromkeys((0, 2), "host a is draining: it is leaving")
 

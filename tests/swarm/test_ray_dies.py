@@ -19,7 +19,7 @@ from clock import loop_time, run_virtual
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.host import HostInfo
 from layershuffle.swarm.limits import Limits, restart_pause
-from layershuffle.swarm.placement import HostRecord, ended
+from layershuffle.swarm.placement import HostRecord, Node, ended
 from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_local import LocalCluster, RayFailure, sweep
 from layershuffle.swarm.ray_session import JoinedCluster, RaySession
@@ -223,6 +223,20 @@ def test_hosts_start_again_after_ray_has_ended():
         await until(lambda: condition(coordinator, "a") == "healthy")
         assert hosts.processes["a"] is not first["a"]
         assert coordinator.hosts["b"].phase == "held"
+
+    coordinated(check)
+
+
+def test_a_host_that_fails_to_start_at_first_is_not_up_again(caplog):
+    async def check(coordinator, hosts):
+        hosts.raises["load"] = LayerShuffleError("no torch there")
+        hosts.machines.append(Node("n3", ("c",), ""))
+        await until(lambda: "Host c did not start: no torch there" in caplog.text)
+        del hosts.raises["load"]
+        await until(lambda: "c" in coordinator.router.swarm)
+        assert "up again" not in caplog.text
+        hosts.kill("c")
+        await until(lambda: "Host c is up again" in caplog.text)
 
     coordinated(check)
 

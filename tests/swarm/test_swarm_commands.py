@@ -170,8 +170,8 @@ def test_plan_and_simulate(capsys, tmp_path):
         assert (code, "--churn takes two times above 0" in err) == (2, True)
     code, out, _ = run(capsys, *words, "1", "2")
     seconds = [float(cell) for cell in out.split("simulated seconds")[1].splitlines()[0].split()]
-    ran = f"ran for {min(seconds):.0f} to {max(seconds):.0f} s"
-    assert (code, ran in out) == (0, max(seconds) > 1.1 * min(seconds))
+    assert max(seconds) > 1.5 * min(seconds)
+    assert (code, f"ran for {min(seconds):.0f} to {max(seconds):.0f} s" in out) == (0, True)
     code, out, _ = run(capsys, *words, "1", "2", "--rate", "5")
     assert (code, "ran for" in out) == (0, False)
 

@@ -343,8 +343,9 @@ def _merges_lose_little(s: Summary) -> Judgement:
         f"{arm} single {mean(single):.2f}, merged {mean(merged):.2f}: {gaps[arm]}"
         for arm, (merged, single) in pairs.items()
     )
-    # The upper end of the interval: if it reaches 0, "no loss" is not refuted.
-    return grade(best.high >= 0, best.points >= -PAR), f"{'; '.join(texts)}{_OVER_MERGES}"
+    # The upper end of the interval: if it reaches 0, "no loss" is not refuted. Without an interval
+    # it is not shown either.
+    return grade(0 <= best.high < inf, best.points >= -PAR), f"{'; '.join(texts)}{_OVER_MERGES}"
 
 
 @claim(

@@ -31,7 +31,7 @@ def headline(summary: Summary) -> str:
         return f"{sentence}: {label(better.arm)} is better by {_points(gap)}"
     if math.isfinite(gap.low):
         return f"{sentence}, which may be chance: they differ by {_points(gap)}"
-    return f"{sentence} (no interval: too few models, or equal scores)"
+    return f"{sentence} (no interval: too few models, or equal differences)"
 
 
 def key_facts(summary: Summary) -> list[str]:

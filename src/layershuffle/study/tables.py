@@ -124,7 +124,7 @@ def table_notes(summary: Summary) -> list[str]:
     for kind, text in (
         ("models", "t over the means of {} models"),
         ("orders", "t over {} draws of one model"),
-        ("images", "Wilson over {} images (one order, or equal scores)"),
+        ("images", "Wilson over {} images (one model in one order, or equal scores)"),
     ):
         counts = sorted({getattr(cell.top1, kind) for cell in cells if cell.top1.kind == kind})
         if counts:

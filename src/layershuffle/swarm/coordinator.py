@@ -39,7 +39,6 @@ _MILLI = 1000.0
 _POLL = 0.02  # seconds between looks at whether a draining host is empty
 _log = logging.getLogger(__name__)
 _STATUS = "layershuffle swarm status shows the hosts"
-_NOT_YET = "it has not come yet"
 
 
 class Coordinator:
@@ -74,6 +73,7 @@ class Coordinator:
         self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._arrived: set[str] = set()  # hosts that have been up
         # Weak, so that a lock lasts as long as a task holds it or waits for it. `Lock.locked` does
         # not count waiting tasks, so deleting locks by hand could remove one under them.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -82,7 +82,7 @@ class Coordinator:
         for name, host in plan.hosts.items():
             # Listed from the start, so users see which hosts are still missing.
             absent = self._fresh(name, frozenset(host.blocks))
-            self._show(replace(absent, condition="gone", why=_NOT_YET))
+            self._show(replace(absent, condition="gone", why="it has not come yet"))
 
     @property
     def traces(self) -> set[str]:
@@ -274,6 +274,7 @@ class Coordinator:
             # Hosts of the plan stay listed as gone, but spares come and go for years.
             if name not in self.plan.hosts:
                 self.router.swarm = self.router.swarm.without(name)
+                self._arrived.discard(name)
             ending = asyncio.create_task(self._ended(name))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -306,9 +307,10 @@ class Coordinator:
             now, before = self.router.clock(), self.router.swarm.get(name)
             self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
             self._show(self._fresh(name, start.blocks))
-            if before and before.condition == "gone" and before.why != _NOT_YET:
+            if name in self._arrived and before and before.condition == "gone":
                 # A warning like that of its death, because an info is not shown.
                 _log.warning("Host %s is up again", name)
+            self._arrived.add(name)
             await self._trim(start)
 
     def _failed(self, name: str, why: str) -> None:

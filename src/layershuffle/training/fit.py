@@ -6,8 +6,8 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,30 +82,34 @@ def fit(
     """
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
-    fresh = is_first_process() and not out.exists()
-    try:
-        with (
-            joined(device_of(settings.device)) as ranks,
-            locked(out) if ranks.first else nullcontext(),
-        ):
-            if ranks.first:
-                prepare_directory(out, settings)
-            ranks.check_same(digest(settings), what="The settings")
-            finished = ranks.from_first(lambda: read_result(out))
-            if finished is not None:
-                for listener in listeners if ranks.first else ():
-                    listener({"kind": "complete", "steps": finished.steps})
-                return finished
-            # The number of threads decides how sums are rounded, so it is a setting of the run.
-            if settings.threads is not None:
-                torch.set_num_threads(settings.threads)
-            recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
-            job = prepare(settings, out, ranks=ranks, recorded=recorded)
-            return _run(job, listeners, on_phase)
-    finally:
-        # A refused run leaves nothing behind.
-        if fresh and out.is_dir() and names_in(out) <= {SETTINGS_FILE}:
-            shutil.rmtree(out)
+    with joined(device_of(settings.device)) as ranks, _own(out) if ranks.first else nullcontext():
+        if ranks.first:
+            prepare_directory(out, settings)
+        ranks.check_same(digest(settings), what="The settings")
+        finished = ranks.from_first(lambda: read_result(out))
+        if finished is not None:
+            for listener in listeners if ranks.first else ():
+                listener({"kind": "complete", "steps": finished.steps})
+            return finished
+        # The number of threads decides how sums are rounded, so it is a setting of the run.
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
+        job = prepare(settings, out, ranks=ranks, recorded=recorded)
+        return _run(job, listeners, on_phase)
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """Lock `out`; a run that is refused removes it, if it did not exist before."""
+    is_new = not out.exists()
+    with locked(out):
+        is_new = is_new and not names_in(out)  # no other process has begun in it meanwhile
+        try:
+            yield
+        finally:
+            if is_new and names_in(out) <= {SETTINGS_FILE}:
+                shutil.rmtree(out)
 
 
 def read_result(out: Path) -> FitResult | None:

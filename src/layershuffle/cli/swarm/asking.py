@@ -119,9 +119,9 @@ class ClassifyCommand(ServerOptions):
                         raise
                     code = max(code, error.exit_code)
                     print(f"error: {image} was not classified: {error}", file=sys.stderr)
-                    if self.json:  # a line per image also here, in the form of the gateway
-                        text = json.dumps({"error": {"cause": error.cause, "hint": error.hint}})
-                        print(text, flush=True)
+                    if self.json:  # so that there is a line per image
+                        refusal = {"cause": error.cause, "hint": error.hint}
+                        print(json.dumps({"image": str(image), "error": refusal}), flush=True)
                     continue
                 text = json.dumps(answer.model_dump())
                 print(text if self.json else describe_answer(answer, image), flush=True)

@@ -55,7 +55,7 @@ class DrillCommand(ServerOptions):
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments, for good."""
     routings: Annotated[
-        tuple[RoutingFlag, ...], tyro.conf.arg(help_behavior_hint="(default: that of the swarm)")
+        tuple[RoutingFlag, ...], tyro.conf.arg(help_behavior_hint="(default: that of the plan)")
     ] = ()
     """Routings to compare, under the same requests and failures."""
     data: str | None = None

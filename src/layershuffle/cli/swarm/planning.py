@@ -104,7 +104,7 @@ class SimulateCommand(Command):
     """Run a plan in virtual time with the policy of the real router.
 
     The flags set how hosts die and come back and how requests arrive; every routing gets the same
-    failures and requests.
+    requests, and the same failures at the same simulated times.
     """
 
     plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]

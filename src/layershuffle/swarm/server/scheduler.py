@@ -281,7 +281,7 @@ class RequestScheduler:
                 rounds=rounds,
                 walks=router.walks + 1,
             )
-        cell = Cell(most, passes, parallel) if most else None
+        cell = Cell(most, passes, max(1, parallel)) if most else None
         return self._expected_with(cell, foreign & places)
 
     def _expected(
