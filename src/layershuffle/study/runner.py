@@ -80,8 +80,8 @@ def run_study(
     """Run the unfinished tasks. Returns the names of those that failed or were held back.
 
     `only` names tables and figures, as in "table1,fig5" (`selection`). Raises `UsageError` if `out`
-    holds another study, `Interrupted` after SIGTERM or Ctrl-C with every running run's checkpoint
-    saved.
+    holds another study, `StudyError` or `DataError` for a broken result there, `Interrupted` after
+    SIGTERM or Ctrl-C with every running run's checkpoint saved.
     """
     tasks = tasks_for(study, only)
     # Before the lock, which creates a file in the directory.
