@@ -95,7 +95,7 @@ def interval(values: Sequence[float], independent: float) -> MeanInterval:
     low, high = wilson_interval(centre, independent)
     if len(values) > 1:
         over_orders = t_interval(values)
-        low, high = min(low, over_orders[0]), max(high, over_orders[1])
+        low, high = max(0.0, min(low, over_orders[0])), min(100.0, max(high, over_orders[1]))
     return MeanInterval(mean=centre, low=low, high=high)
 
 

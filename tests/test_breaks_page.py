@@ -39,9 +39,11 @@ def scores(in_order: float, *any_order: float, independent: float = 400) -> brea
 
 
 def test_an_interval_is_that_of_orders_or_images_whichever_is_wider() -> None:
-    # t(0.975, 1) = 12.706; the deviation of 40 and 60 over the root of two is 10.
-    orders = breaks_page.interval([40.0, 60.0], 1_000_000)
-    assert math.isclose(orders.low, 50 - 127.062, abs_tol=0.01)
+    # t(0.975, 1) = 12.706; the deviation of 49 and 51 over the root of two is 1.
+    orders = breaks_page.interval([49.0, 51.0], 1_000_000)
+    assert math.isclose(orders.low, 50 - 12.706, abs_tol=0.001)
+    wide = breaks_page.interval([40.0, 60.0], 1_000_000)
+    assert (wide.low, wide.high) == (0.0, 100.0)
     images = breaks_page.interval([50.0, 50.0], 400)
     # Wilson: z^2 = 3.8415 moves both ends towards each other.
     assert math.isclose(images.high - images.low, 100 * 1.96 / math.sqrt(403.84), abs_tol=0.01)
@@ -105,19 +107,20 @@ def test_three_pairs_of_models_are_judged_over_their_seeds(any_orders, points, w
 
 
 def test_few_pairs_of_parts_are_compared_over_orders() -> None:
-    plain, better = scores(0, 10, 20, 30), scores(0, 12, 22, 32)
+    plain, better = scores(0, 10, 20, 30), scores(0, 12, 22.1, 31.9)
     assert breaks_page.moved({0: better}, {0: plain}) == ("+2.0", "better in each pair")
     assert breaks_page.moved({0: plain}, {0: better}) == ("-2.0", "worse in each pair")
     mixed = breaks_page.moved({0: better, 1: plain}, {0: plain, 1: better})
     assert mixed == ("+0.0", "not told apart")
-    # Of the gaps 0, 2 and 0 the interval has zero in it.
+    # Of the gaps 0, 2 and 0 the interval has zero in it, and equal gaps have none.
     assert breaks_page.moved_in_pair(scores(0, 10, 22, 30), plain) == "not told apart"
+    assert breaks_page.moved_in_pair(scores(0, 12, 22, 32), plain) == "not told apart"
 
 
 def test_three_pairs_of_parts_are_compared_over_seeds() -> None:
     plain = dict.fromkeys(range(3), scores(0, 10, 20, 30))
     # Over orders every pair is told apart; over seeds the gaps 1, 2 and 3 are not.
-    better = {seed: scores(0, 11 + seed, 21 + seed, 31 + seed) for seed in range(3)}
+    better = {seed: scores(0, 11 + seed, 21.1 + seed, 30.9 + seed) for seed in range(3)}
     assert all(breaks_page.moved_in_pair(better[s], plain[s]) == "better" for s in range(3))
     assert breaks_page.moved(better, plain) == ("+2.0 (-0.5 to +4.5)", "not told apart")
     steady = {seed: scores(0, 12, 22, 32 + seed / 100) for seed in range(3)}
@@ -190,7 +193,7 @@ def test_a_row_of_parts_is_compared_with_none() -> None:
     models = {
         ("position", breaks_page.NO_PARTS, "layershuffle"): {0: scores(40, 10, 20, 30)},
         ("position", "noise", "layershuffle"): {
-            0: scores(30, 8, 18, 28),
+            0: scores(30, 8, 18.1, 27.9),
             1: scores(90, 90, 90, 90),
         },
     }
