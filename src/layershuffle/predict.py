@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform
-from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, logits_of, num_classes_of
 from layershuffle.modes import parse_modes
@@ -59,12 +58,12 @@ def predict_files(
     order: ExecutionOrder,
     top: int,
     progress: Progress = unheard,
-) -> list[Prediction]:
+) -> list[Prediction | DataError]:
     """The `top` most probable classes of every image file; the blocks run in `order`.
 
     Images are prepared as in the model's training. A model without class names answers with their
-    numbers. `progress` hears of images. Raises `UsageError` without an image or a class to name,
-    `DataError` naming the file that cannot be read.
+    numbers. `progress` hears of images. For a file that cannot be read, the list holds the error
+    that says why. Raises `UsageError` without an image or a class to name.
     """
     if not images or top < 1:
         raise UsageError(
@@ -79,32 +78,40 @@ def predict_files(
         )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device
-    predictions = []
+    transform, finish = PlainTransform(view), PixelFinish(view)
+    predictions: list[Prediction | DataError] = []
     with in_eval(model), torch.inference_mode(), running(model, order):
         for start in range(0, len(images), _AT_ONCE):
             progress("images", start, len(images))
             paths = images[start : start + _AT_ONCE]
-            logits = logits_of(model(_prepared(paths, view).to(device)))
-            # In float64: in float32 the probabilities of many classes do not add up to 1.
-            best = logits.double().softmax(dim=-1).topk(min(top, classes))
-            for path, chances, indices in zip(
-                paths, best.values.tolist(), best.indices.tolist(), strict=True
-            ):
-                ranked = zip(indices, chances, strict=True)
-                top_classes = tuple(RankedClass(names[i], i, chance) for i, chance in ranked)
-                predictions.append(Prediction(str(path), top_classes))
+            pixels = [_read(path, transform) for path in paths]
+            readable = [image for image in pixels if isinstance(image, Tensor)]
+            answers: Iterator[tuple[RankedClass, ...]] = iter(())
+            if readable:
+                logits = logits_of(model(finish(torch.stack(readable)).to(device)))
+                answers = iter(_ranked(logits, names, top))
+            for path, image in zip(paths, pixels, strict=True):
+                predictions.append(
+                    image if isinstance(image, DataError) else Prediction(str(path), next(answers))
+                )
     return predictions
 
 
-def _prepared(paths: Sequence[Path], view: ImageView) -> Tensor:
-    """The images as the model takes them, float32 `[n, channels, height, width]`."""
-    transform, pixels = PlainTransform(view), []
-    for path in paths:
-        try:
-            pixels.append(transform(read_image(path, view.channels, place=path)))
-        except DataError as error:
-            # The error's own hint is about training data, where images may be left out.
-            raise DataError(
-                error.cause, place=path, hint="name image files (PNG, JPEG and others)"
-            ) from error
-    return PixelFinish(view)(torch.stack(pixels))
+def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[RankedClass, ...]]:
+    """The `top` most probable classes of every row of logits `[n, classes]`, best first."""
+    # In float64: in float32 the probabilities of many classes do not add up to 1.
+    best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[-1]))
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        tuple(RankedClass(names[i], i, chance) for i, chance in zip(*row, strict=True))
+        for row in rows
+    ]
+
+
+def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:
+    """The pixels of the image at the size of the model, or why there are none."""
+    try:
+        return transform(read_image(path, transform.view.channels, place=path))
+    except DataError as error:
+        # The error's own hint is about training data, where images may be left out.
+        return DataError(error.cause, place=path, hint="name image files (PNG, JPEG and others)")

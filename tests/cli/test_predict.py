@@ -90,6 +90,22 @@ def test_lines_name_the_classes_and_the_order(
     assert last == "model, 2 of 4 blocks in the order 3,1"
 
 
+def test_an_unreadable_file_does_not_stop_the_others(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["predict", "model", "0.png", "model/config.json", "1.png", "--top", "1"]
+    assert main(["predict", "model", "0.png", "1.png", "--top", "1"]) == 0
+    alone = capsys.readouterr().out
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert printed.out == alone
+    assert "Where: model/config.json. Next: name image files" in printed.err
+    assert main([*words, "--json"]) == 1
+    images = json.loads(capsys.readouterr().out)["images"]
+    assert [answer["image"] for answer in images] == ["0.png", "model/config.json", "1.png"]
+    assert ["error" in answer for answer in images] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import tyro
 
 from layershuffle.bundled import image_file
 from layershuffle.cli.command import ComputingCommand, required
-from layershuffle.errors import UsageError
+from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of
 from layershuffle.text import ranked
 
@@ -20,7 +21,8 @@ from layershuffle.text import ranked
 class PredictCommand(ComputingCommand):
     """Name the classes of images. The model runs here, all images in one execution order.
 
-    Prints a line per image, then the order.
+    Prints a line per image, then the order. A file that cannot be read is reported, and the others
+    are answered; the exit code is then 1.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -60,19 +62,23 @@ class PredictCommand(ComputingCommand):
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
             predicted = predict_files(model, images, order=order, top=self.top, progress=progress)
-        # Under the given names, because the path of a packaged picture is long.
-        pairs = zip(self.images, predicted, strict=True)
-        predictions = [replace(prediction, image=str(image)) for image, prediction in pairs]
+        report, lines = [], []
+        refused = False
+        for image, answer in zip(self.images, predicted, strict=True):
+            if isinstance(answer, DataError):
+                refused = True
+                print(f"error: {answer}", file=sys.stderr)
+                error = {"cause": answer.cause, "hint": answer.hint}
+                report.append({"image": str(image), "error": error})
+                continue
+            # Under the given name, because the path of a packaged picture is long.
+            report.append(asdict(replace(answer, image=str(image))))
+            classes = ranked((guess.label, guess.probability) for guess in answer.top)
+            lines.append(f"{image}: {classes}")
         if self.json:
-            report = {
-                "model": self.model,
-                "order": str(order),
-                "images": [asdict(prediction) for prediction in predictions],
-            }
-            print(json.dumps(report, indent=2))
-            return 0
-        for prediction in predictions:
-            classes = ranked((guess.label, guess.probability) for guess in prediction.top)
-            print(f"{prediction.image}: {classes}")
-        print(f"{self.model}, {len(order)} of {depth} blocks in the order {order}")
-        return 0
+            whole = {"model": self.model, "order": str(order), "images": report}
+            print(json.dumps(whole, indent=2))
+        else:
+            lines.append(f"{self.model}, {len(order)} of {depth} blocks in the order {order}")
+            print("\n".join(lines))
+        return DataError.exit_code if refused else 0
