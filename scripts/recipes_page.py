@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
 # digits-paper has ordinary training and LayerShuffle with the same settings and seeds.
 STUDIES = ("digits-paper", "digits-recipes")
-# Trained at several rates with a different seed; the first has plain LayerShuffle.
+# Trained at several rates with a different seed; the first has the methods of the paper.
 RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
@@ -71,6 +71,11 @@ ARMS = (
     RecipeArm(name="layershuffle-mixed-exit", label="exit loss, four orders, 1/4 in order"),
     RecipeArm(name=f"{TIED}-exit", label="exit loss, three tied blocks, four orders, 1/4 in order"),
 )
+OTHER_RATES = {
+    "layershuffle-position": "LayerShuffle-position",
+    "layershuffle-predict-sum": "LayerShuffle-predict, sum over blocks",
+}
+"""Labels of what has rates and no other row on this page."""
 WITHOUT_EXIT = (
     ("layershuffle-exit", PLAIN),
     ("layershuffle-exit-orders-4", "layershuffle-orders-4"),
@@ -288,11 +293,10 @@ def read_rates() -> dict[tuple[str, int], dict[float, float]]:
 def rate_table() -> str:
     """The table of the loss of recipes at every tried rate, and of the best rate."""
     losses = read_rates()
-    labels = {arm.name: arm.label for arm in ARMS}
-    shown = {key: by_rate for key, by_rate in losses.items() if key[0] in labels}
-    rates = sorted({rate for by_rate in shown.values() for rate in by_rate})
+    labels = {arm.name: arm.label for arm in ARMS} | OTHER_RATES
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     rows = []
-    for (arm, steps), by_rate in shown.items():
+    for (arm, steps), by_rate in losses.items():
         best = min(by_rate, key=by_rate.__getitem__)
         cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates]
         rows.append([labels[arm], f"{steps:,}", *cells, _rate_text(best)])

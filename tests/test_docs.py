@@ -111,7 +111,6 @@ def judgements(page):
         "digits-rounds",
         "digits-swarm-tune",
         "digits-tied",
-        "digits-tune",
     ],
 )
 def test_committed_reports_say_what_the_committed_results_say(repository, tmp_path, name):
