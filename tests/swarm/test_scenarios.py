@@ -116,8 +116,9 @@ def test_what_never_heals_is_not_passed():
 
 def test_the_table():
     results = [played("unread", Mending()), played("raylet", Mending(looks=0), within=0.1)]
-    first, second = scenario_report(results).splitlines()[-2:]
-    assert first.split()[:6] == ["unread", "20", "5.0", "5.0", "5.0", "52.6"]
+    sent, *_, first, second = scenario_report(results).splitlines()
+    assert sent == "20 requests in each scenario"
+    assert first.split()[:5] == ["unread", "5.0", "5.0", "5.0", "52.6"]
     assert "50.0 (" in first
     assert second.endswith("not seen")
     first, second = map(scenario_json, results)
@@ -127,13 +128,20 @@ def test_the_table():
     assert (second["passed"], second["whole_s"]) == (False, None)
 
 
+def test_the_table_of_all_scenarios_is_no_wider_than_a_page():
+    """No name is broken into two lines, as the longest was."""
+    results = [played(scenario, Mending()) for scenario in SCENARIOS]
+    lines = scenario_report(results).splitlines()
+    assert [line.split()[0] for line in lines[-11:]] == list(SCENARIOS)
+
+
 def test_the_table_says_which_answers_were_not_judged():
     async def foreign(number):
         return replace(await asked(number), unjudged="blocks of another model took part (a: 1)")
 
     result = played("unread", Mending(), ask=foreign)
     row, note = scenario_report([result]).splitlines()[-2:]
-    assert row.split()[5:7] == ["-", "-"]
+    assert row.split()[4:6] == ["-", "-"]
     # One of the 20 requests failed.
     why = "blocks of another model took part (a: 1)"
     assert note == f"unread: accuracy of 19 answers not judged: {why}"

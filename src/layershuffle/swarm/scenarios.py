@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.drill import Drill, DrillJudgement, Reply, ends_json, judged, run_drill
-from layershuffle.text import table
+from layershuffle.text import counted, table
 
 Scenario = Literal[
     "gcs", "raylet", "dashboard-agent", "environment-agent", "gateway", "all-hosts", "all-but-one",
@@ -153,24 +153,25 @@ async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, with
 
 
 def scenario_report(results: Sequence[ScenarioResult]) -> str:
-    """A table with a row per scenario; shares in percent of the requests."""
+    """The number of requests, and a row per scenario; shares in percent of the requests."""
     rows = [
         (
             result.scenario,
-            str(len(result.drill.replies)),
             *(f"{result.drill.share(end):.1f}" for end in ("failed", "late", "degraded")),
             *_accuracy(result.judgement),
             "not seen" if result.whole is None else f"{result.whole:.1f} s",
         )
         for result in results
     ]
-    head = ("scenario", "requests", "% failed", "% late", "% in part", "% right", "expected")
+    head = ("scenario", "% failed", "% late", "% in part", "% right", "expected", "whole after")
     notes = [
         f"{result.scenario}: {result.judgement.note}"
         for result in results
         if result.judgement and result.judgement.note
     ]
-    return "\n".join([table((*head, "whole after"), rows), *notes])
+    # A column of equal numbers would make the table wider than 100 columns.
+    sent = f"{counted(len(results[0].drill.replies), 'request')} in each scenario"
+    return "\n".join([sent, table(head, rows), *notes])
 
 
 def scenario_json(result: ScenarioResult) -> dict[str, object]:
