@@ -347,3 +347,22 @@ def test_a_canary_of_weights_that_were_swapped_meanwhile_says_nothing():
         assert await health.check("a") == ""
 
     trusted(check, LIMITS)
+
+
+def test_a_silent_host_can_be_drained():
+    """What it has in progress counts until the router gives it up, after `hop_floor_ms`."""
+
+    async def check(coordinator, hosts):
+        hosts.freeze("a")
+        walk = asyncio.create_task(walked(coordinator))
+        await until(lambda: coordinator.router.swarm["a"].waiting)
+        begun = loop_time()
+        assert await coordinator.drain("a") is True
+        assert round(loop_time() - begun, 3) <= 0.06
+        assert condition(coordinator, "a") == "draining"
+        _, route = await walk
+        assert route.skipped == dict.fromkeys((0, 1), "host a is draining: no answer in time")
+        await coordinator.leave("a")
+        assert "a" not in hosts.processes
+
+    coordinated(check)
