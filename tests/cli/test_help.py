@@ -14,6 +14,7 @@ import pytest
 from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, CommandGroup, main, swarm
+from layershuffle.cli.eval import EvalCommand
 from layershuffle.methods import METHODS
 from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
@@ -67,6 +68,23 @@ def test_every_argument_has_a_type_a_default_and_a_sentence(command):
         is_switch = re.fullmatch(rf"{FLAG}(, --no-\S+)?", written)
         has_type = re.fullmatch(rf"({FLAG} .+)|[A-Z.]+", written)
         assert is_switch or has_type, written
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_optional_values_are_shown_by_their_type_alone(command):
+    assert not [written for written, _ in arguments_of(command) if "None" in written]
+
+
+def test_an_optional_value_is_none_a_number_or_a_plain_error(capsys):
+    command = EvalCommand.parse(["m", "--data", "d", "--threads", "None"], prog="eval")
+    assert command.threads is None
+    assert EvalCommand.parse(["m", "--data", "d", "--threads", "3"], prog="eval").threads == 3
+    with pytest.raises(SystemExit) as exit_:
+        EvalCommand.parse(["m", "--data", "d", "--threads", "x"], prog="eval")
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert "invalid literal for int() with base 10: 'x'" in error
+    assert "NoneType" not in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -65,6 +67,29 @@ def _for_readers(info: StructTypeInfo) -> StructConstructorSpec | None:
         return not missing and "(required" not in _hint(field), home
 
     return replace(spec, fields=tuple(map(_shown, sorted(spec.fields, key=place))))
+
+
+@TYRO_RULES.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """An optional value is the plain one, or the word None: so the help says INT and not
+    {None}|INT, and an error names the type alone."""
+    kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
+    if len(kinds) != 1 or type(None) not in get_args(info.type):
+        return None
+    plain = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+    if not isinstance(plain, PrimitiveConstructorSpec):
+        return None
+    return replace(
+        plain,
+        instance_from_str=lambda words: (
+            None if words == ["None"] else plain.instance_from_str(words)
+        ),
+        is_instance=lambda value: value is None or plain.is_instance(value),
+        str_from_instance=lambda value: (
+            ["None"] if value is None else plain.str_from_instance(value)
+        ),
+        choices=plain.choices and ("None", *plain.choices),
+    )
 
 
 def _hint(field: StructFieldSpec) -> str:
