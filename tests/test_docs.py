@@ -264,9 +264,11 @@ def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):
     times = [f"{slow[key]:.0f} ms" for key in ("p99_slow_ms", "p99_ms")]
     assert f"99 % of the requests ended within {times[0]}, against {times[1]}" in page
     assert slow["degraded"] == 0
+    assert "and no answer lacks its blocks" in page
     memory = facts["memory"]
     assert f"{memory['requests']:,} requests with no host failed" in page
     assert (memory["failed"], memory["late"], memory["degraded"]) == (0, 0, 0)
+    assert "none failed, none was late, and none was answered in part" in page
     grown = [memory[key][1] - memory[key][0] for key in ("gateway_mb", "hosts_mb")]
     assert f"gateway grew by {grown[0]:.1f} MB of {memory['gateway_mb'][0]:,.0f}" in page
     assert f"six hosts by {grown[1]:.1f} MB of {memory['hosts_mb'][0]:,.0f}" in page
@@ -276,7 +278,7 @@ def test_the_scaling_curve_of_the_swarm_page_is_the_measured_one(repository):
     (path,) = (repository / "benchmarks" / "results").glob("swarm-simulation_*.json")
     first, *rows = json.loads(path.read_text())["rows"]
     page = (repository / "docs" / "swarm.md").read_text()
-    assert f"take {statistics.median(first['values']):.1f} times as long" in page
+    assert f"take {statistics.median(first['values']):.1f} times as long with 10,000" in page
     for row in rows:
         facts = row["facts"]
         shares = [facts["answered"], facts["degraded"], facts["sequential"]["failed"]]

@@ -231,7 +231,7 @@ class EvalSettings(Settings):
     """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. auto takes
     it on a CPU where a few steps of this model show that it is faster there."""
     compile: bool = False
-    """Compile the blocks; on a CPU it takes minutes and gains nothing."""
+    """Compile the blocks; on a CPU it takes minutes and gains little."""
     batch_size: Positive = 250
     """Images per forward."""
     max_images: Positive | None = None

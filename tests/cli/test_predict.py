@@ -104,6 +104,11 @@ def test_an_unreadable_file_does_not_stop_the_others(
     images = json.loads(capsys.readouterr().out)["images"]
     assert [answer["image"] for answer in images] == ["0.png", "model/config.json", "1.png"]
     assert ["error" in answer for answer in images] == [False, True, False]
+    assert list(images[1]["error"]) == ["cause", "hint"]
+    assert images[1]["error"]["hint"].startswith("name image files")
+    # More than a batch of files, none of which can be read, before one that can.
+    assert main(["predict", "model", *["model/config.json"] * 70, "1.png", "--top", "1"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == alone.splitlines()[1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import tyro
 from tyro.constructors import (
@@ -72,12 +73,14 @@ def _for_readers(info: StructTypeInfo) -> StructConstructorSpec | None:
 @TYRO_RULES.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """An optional value is the plain one, or the word None: so the help says INT and not
-    {None}|INT, and an error names the type alone."""
+    {None}|INT, and an error is that of the plain type."""
     kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
-    if len(kinds) != 1 or type(None) not in get_args(info.type):
+    is_union = get_origin(info.type) in (Union, UnionType)
+    if not is_union or len(kinds) != 1 or type(None) not in get_args(info.type):
         return None
     plain = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
-    if not isinstance(plain, PrimitiveConstructorSpec):
+    # tyro compares a fixed number of words before it asks what they mean.
+    if not isinstance(plain, PrimitiveConstructorSpec) or plain.nargs not in (1, "*"):
         return None
     return replace(
         plain,
@@ -88,7 +91,7 @@ def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         str_from_instance=lambda value: (
             ["None"] if value is None else plain.str_from_instance(value)
         ),
-        choices=plain.choices and ("None", *plain.choices),
+        choices=plain.choices and (*plain.choices, "None"),
     )
 
 

@@ -63,11 +63,11 @@ class PredictCommand(ComputingCommand):
             model.to(device_of(self.device))
             predicted = predict_files(model, images, order=order, top=self.top, progress=progress)
         report, lines = [], []
-        refused = False
+        code = 0
         for image, answer in zip(self.images, predicted, strict=True):
             if isinstance(answer, DataError):
-                refused = True
-                print(f"error: {answer}", file=sys.stderr)
+                code = answer.exit_code
+                print(f"error: {image} was not answered: {answer}", file=sys.stderr)
                 error = {"cause": answer.cause, "hint": answer.hint}
                 report.append({"image": str(image), "error": error})
                 continue
@@ -76,9 +76,9 @@ class PredictCommand(ComputingCommand):
             classes = ranked((guess.label, guess.probability) for guess in answer.top)
             lines.append(f"{image}: {classes}")
         if self.json:
-            whole = {"model": self.model, "order": str(order), "images": report}
-            print(json.dumps(whole, indent=2))
+            document = {"model": self.model, "order": str(order), "images": report}
+            print(json.dumps(document, indent=2))
         else:
             lines.append(f"{self.model}, {len(order)} of {depth} blocks in the order {order}")
             print("\n".join(lines))
-        return DataError.exit_code if refused else 0
+        return code

@@ -28,7 +28,7 @@ class _Scored(Settings):
     """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
     Merges and soups are averaged in fp32 in any case."""
     compile: bool = False
-    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains nothing)."""
+    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains little)."""
     batch_size: Positive = 250
     """Images per forward."""
     max_images: Positive | None = None

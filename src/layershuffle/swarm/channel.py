@@ -1,6 +1,6 @@
 """The data channel: states are sent to a host over a separate connection, beside Ray.
 
-A call of an actor takes 2 ms for a state of 148 KiB, a socket a tenth of that (decision 025). So
+A call of an actor took 2 ms for a state of 148 KiB, a socket a tenth of that (decision 025). So
 each host opens one server, whose address is in its `HostInfo`, and a gateway keeps one connection
 to each host, which carries concurrent visits. Ray still starts and watches the hosts, and carries
 the visits to a host whose channel cannot be reached.

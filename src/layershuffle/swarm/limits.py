@@ -41,8 +41,8 @@ class Limits(Settings):
     # 010).
     slow_factor: Factor = 5.0
     """A host this many times slower per block than the swarm's median is used as a last resort."""
-    # The digits model computes 0.3 ms per block: five times that is still less than the cost of a
-    # hop, so with the factor alone such a host would needlessly be a last resort.
+    # The digits model computes 0.1 to 0.3 ms per block: five times that is still less than the cost
+    # of a hop, so with the factor alone such a host would needlessly be a last resort.
     slow_margin_ms: Milliseconds = 5.0
     """A host is not slow as long as it loses less than this per block against the median."""
 

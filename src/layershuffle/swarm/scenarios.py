@@ -153,7 +153,10 @@ async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, with
 
 
 def scenario_report(results: Sequence[ScenarioResult]) -> str:
-    """The number of requests, and a row per scenario; shares in percent of the requests."""
+    """The number of requests, and a row per scenario; shares in percent of the requests.
+
+    `results`: one or more, each of equally many requests.
+    """
     rows = [
         (
             result.scenario,
@@ -170,8 +173,8 @@ def scenario_report(results: Sequence[ScenarioResult]) -> str:
         if result.judgement and result.judgement.note
     ]
     # A column of equal numbers would make the table wider than 100 columns.
-    sent = f"{counted(len(results[0].drill.replies), 'request')} in each scenario"
-    return "\n".join([sent, table(head, rows), *notes])
+    heading = f"{counted(len(results[0].drill.replies), 'request')} in each scenario"
+    return "\n".join([heading, table(head, rows), *notes])
 
 
 def scenario_json(result: ScenarioResult) -> dict[str, object]:

@@ -191,7 +191,7 @@ def prepare(
     if settings.compile is False:
         eager = "compile is off"
     elif settings.compile is None and device == "cpu":
-        eager = "off by default on a CPU, where it takes minutes and gains nothing"
+        eager = "off by default on a CPU, where it takes minutes and gains little"
     model, images = _with_position(host, method, settings), settings.batch_size // forwards
     chosen = ChosenPrecision(precision="fp32")
     if settings.precision == "auto":

@@ -20,8 +20,6 @@ from layershuffle.text import counted, counted_as, table
 if TYPE_CHECKING:
     from layershuffle.swarm.chaos import Fault
 
-_STAYS_UP = (math.inf, 0.0)
-"""Seconds up and down of hosts that never fail."""
 _SAME_TIME = 1.1
 """Largest ratio of simulated seconds at which routings count as having met the same failures."""
 
@@ -119,9 +117,9 @@ class SimulateCommand(Command):
     requests: int = 1000
     """Number of requests."""
     churn: Annotated[
-        tuple[float, ...],
+        tuple[float, ...] | None,
         tyro.conf.arg(metavar="UP DOWN", help_behavior_hint="(default: hosts stay up)"),
-    ] = _STAYS_UP
+    ] = None
     """Mean seconds for which a host is up, and for which it is down."""
     rate: float | None = None
     """Requests per second, at random times; replaces --clients."""
@@ -164,21 +162,22 @@ class SimulateCommand(Command):
             profile = profile_of(hosts_of(read_hosts(self.profile), facts))
         if self.hosts is not None:
             plan = scaled(plan, self.hosts)
-        churns = self.churn != _STAYS_UP
-        if churns and self.kill is not None:
-            raise UsageError("--churn and --kill exclude each other", hint="choose one")
-        if churns and (len(self.churn) != 2 or not all(0 < t < math.inf for t in self.churn)):
-            raise UsageError(
-                "--churn takes two times above 0: the mean seconds for which a host is up, and "
-                "for which it is down",
-                hint="--churn 60 20",
-            )
+        churn = None
+        if self.churn is not None:
+            if self.kill is not None:
+                raise UsageError("--churn and --kill exclude each other", hint="choose one")
+            if len(self.churn) != 2 or not all(0 < seconds < math.inf for seconds in self.churn):
+                raise UsageError(
+                    "--churn takes two times above 0: the mean seconds for which a host is up, and "
+                    "for which it is down",
+                    hint="--churn 60 20",
+                )
+            churn = Churn(up_s=self.churn[0], down_s=self.churn[1])
         # The same failures for every routing, so that they can be compared.
         names: list[str] = list(plan.hosts)
         faults: tuple[Fault, ...] = ()
         if self.kill is not None:
             faults = crashes(names, share=self.kill, requests=self.requests, seed=self.seed)
-        churn = Churn(up_s=self.churn[0], down_s=self.churn[1]) if churns else None
         outcomes = {
             str(routing): simulate(
                 plan,
