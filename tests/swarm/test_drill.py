@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from clock import loop_time, run_virtual
 from common import FAMILIES
 from layershuffle.cli.swarm.demo import _cells as cells_of
 from layershuffle.cli.swarm.drill import DrillCommand
@@ -17,6 +18,7 @@ from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.chaos import Fault, one_of_each_fault
+from layershuffle.swarm.client import SwarmError
 from layershuffle.swarm.drill import (
     Drill,
     Foreseen,
@@ -237,6 +239,22 @@ def test_answers_through_blocks_of_another_model_are_not_judged():
     assert (judgement.answers, accuracy) == (0, None)
     assert lines[-1] == f"accuracy of 40 answers not judged: {why}"
     assert "calibration" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("patient", "asked", "seconds"), [(False, 7.0, 0), (True, 7.0, 3 * 7), (True, None, 3 * 1)]
+)
+def test_a_patient_client_waits_as_long_as_the_gateway_asks(patient, asked, seconds):
+    class Client:
+        async def classify(self, image, **options):
+            raise SwarmError("no host is up", place="here", retry_after=asked)
+
+    async def drilled():
+        ask = load_client(Client(), [Labelled(b"", 0)], deadline_ms=1e9, patient=patient)
+        drill = await run_drill(ask, 3, concurrency=1)
+        return drill.share("failed"), round(loop_time(), 3)
+
+    assert run_virtual(drilled()) == (100, seconds)
 
 
 def test_the_demo_marks_an_accuracy_outside_its_interval():

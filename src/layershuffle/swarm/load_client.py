@@ -80,9 +80,17 @@ def _png(image: Tensor) -> bytes:
 
 
 def load_client(
-    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float
+    client: AsyncSwarmClient,
+    images: Sequence[Labelled],
+    *,
+    deadline_ms: float,
+    patient: bool = False,
 ) -> Callable[[int], Awaitable[Reply]]:
-    """A function for `run_drill` that sends image number i modulo the number of images."""
+    """A function for `run_drill` that sends image number i modulo the number of images.
+
+    A `patient` client waits after a failure as long as the server asks (Retry-After), and a second
+    if nothing answers, before its next request, as simulated clients do.
+    """
 
     async def ask(number: int) -> Reply:
         labelled = images[number % len(images)]
@@ -95,7 +103,10 @@ def load_client(
                 if error.status == _TOO_MANY:
                     await asyncio.sleep(error.retry_after or 1.0)
                     continue
-                return Reply("failed", False, 0, (time.perf_counter() - begun) * 1000)
+                reply = Reply("failed", False, 0, (time.perf_counter() - begun) * 1000)
+                if patient:
+                    await asyncio.sleep(error.retry_after or 1.0)
+                return reply
             ms = (time.perf_counter() - begun) * 1000
             right = answer.images[0].top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"

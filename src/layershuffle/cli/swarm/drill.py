@@ -206,7 +206,7 @@ class DrillCommand(ServerOptions):
         results: list[ScenarioResult] = []
         socket_path = state_directory(self.state) / SOCKET
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
-            ask = load_client(client, images, deadline_ms=self.deadline_ms)
+            ask = load_client(client, images, deadline_ms=self.deadline_ms, patient=True)
             engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             swarm = RunningSwarm(operator, client, socket_path=socket_path, address=self.address)
             for scenario in self.scenarios:
