@@ -65,13 +65,14 @@ class PredictCommand(ComputingCommand):
         report, lines = [], []
         code = 0
         for image, answer in zip(self.images, predicted, strict=True):
+            # Under the given name, because the path of a packaged picture is long.
             if isinstance(answer, DataError):
                 code = answer.exit_code
-                print(f"error: {image} was not answered: {answer}", file=sys.stderr)
+                refusal = DataError(answer.cause, place=image, hint=answer.hint)
+                print(f"error: {refusal}", file=sys.stderr)
                 error = {"cause": answer.cause, "hint": answer.hint}
                 report.append({"image": str(image), "error": error})
                 continue
-            # Under the given name, because the path of a packaged picture is long.
             report.append(asdict(replace(answer, image=str(image))))
             classes = ranked((guess.label, guess.probability) for guess in answer.top)
             lines.append(f"{image}: {classes}")
