@@ -100,13 +100,13 @@ def load_client(
             try:
                 answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)
             except SwarmError as error:
-                if error.status == _TOO_MANY:
+                ms = (time.perf_counter() - begun) * 1000
+                is_busy = error.status == _TOO_MANY
+                if is_busy or patient:
                     await asyncio.sleep(error.retry_after or 1.0)
+                if is_busy:
                     continue
-                reply = Reply("failed", False, 0, (time.perf_counter() - begun) * 1000)
-                if patient:
-                    await asyncio.sleep(error.retry_after or 1.0)
-                return reply
+                return Reply("failed", False, 0, ms)
             ms = (time.perf_counter() - begun) * 1000
             right = answer.images[0].top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"
