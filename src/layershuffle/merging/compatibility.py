@@ -17,7 +17,7 @@ from torch import nn
 from layershuffle.errors import UsageError
 from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
-from layershuffle.models.origin import origin_of
+from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 from layershuffle.models.tying import share_weights
@@ -25,7 +25,6 @@ from layershuffle.position import width_of
 from layershuffle.stack import blocks_of, depth_of
 
 # Settings of modules without effect on evaluation.
-_IGNORED = frozenset({"training", "name_or_path", "grad_checkpointing", "gradient_checkpointing"})
 _REASONS = {
     "kind of model": "merge models of one architecture",
     "number of blocks": "block i of a merge is block i of a donor",
@@ -69,7 +68,14 @@ def check_compatible(
             )
     # Cheap and informative comparisons come first: a model of another width also differs in the
     # shape of every tensor.
-    parts = (_architecture, _answers, _positions, _base if mixed else _records, _shapes, _settings)
+    parts = (
+        _architecture,
+        _answers,
+        _positions,
+        _base if mixed else _records,
+        _shapes,
+        settings_of,
+    )
     _check_agree(donors, names, parts)
 
 
@@ -172,19 +178,6 @@ def _records(donor: nn.Module) -> dict[str, Any]:
 
 def _shapes(donor: nn.Module) -> dict[str, Any]:
     return {f"the shape of {k}": v for k, v in shapes_of(donor.state_dict()).items()}
-
-
-def _settings(donor: nn.Module) -> dict[str, Any]:
-    """Numbers, strings and tuples of every module, such as numbers of heads, which shapes hide."""
-    return {
-        f"{path}.{key}": value
-        for path, module in donor.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | tuple)
-        and not key.startswith("_")
-        and key not in _IGNORED
-        and "drop" not in key  # rates of dropout and drop-path matter only in training
-    }
 
 
 def _provenance(record: Mapping[str, Any]) -> Mapping[str, Any]:

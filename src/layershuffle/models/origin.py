@@ -25,6 +25,11 @@ LOG = logging.getLogger("layershuffle")
 # An nn.Module of a host library, with attributes that nn.Module does not declare.
 HostModel = Any
 _ATTRIBUTE = "layershuffle_origin"
+# Settings of modules that affect no answer.
+_NOT_OF_ANSWERS = {
+    "training", "distilled_training", "grad_checkpointing", "gradient_checkpointing",
+    "name_or_path", "p", "inplace",
+}  # fmt: skip
 _VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct", "resize")
 
 
@@ -200,3 +205,19 @@ def weights_missing(
         hint=f"with a network, type {download} (on another machine: then copy the cache here); "
         f"or use {random} for random weights",
     )
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Numbers, strings and tuples of every module that affect an answer, such as numbers of heads.
+
+    Shapes of tensors hide them.
+    """
+    return {
+        f"{path}.{key}": value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple)
+        and not key.startswith("_")
+        and key not in _NOT_OF_ANSWERS
+        and "drop" not in key  # rates of dropout and drop-path matter only in training
+    }

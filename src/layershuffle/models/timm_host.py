@@ -51,6 +51,7 @@ from layershuffle.models.origin import (
     origin_of,
     remember,
     seeded,
+    settings_of,
     unknown_name,
     warn_new_head,
     weights_missing,
@@ -76,8 +77,6 @@ _CFG_KEYS = (
     "interpolation", "crop_pct", "crop_mode", "first_conv", "classifier", "fixed_input_size",
     "pool_size",
 )  # fmt: skip
-# Settings that do not affect evaluation.
-_IGNORED = frozenset({"training", "grad_checkpointing", "distilled_training", "p", "inplace"})
 
 
 def owns(model: nn.Module) -> bool:
@@ -409,7 +408,7 @@ def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
     except UsageError as error:
         raise UsageError(error.cause, hint=hint) from error
     # Shapes alone do not show another activation, epsilon or pooling.
-    for facts_of in (lambda m: shapes_of(m.state_dict()), _behaviour):
+    for facts_of in (lambda m: shapes_of(m.state_dict()), settings_of):
         ours, theirs = facts_of(host), facts_of(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
@@ -418,20 +417,6 @@ def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
                     f"one: {key} is {theirs.get(key)!r} there and {ours.get(key)!r} here",
                     hint=hint,
                 )
-
-
-def _behaviour(model: nn.Module) -> dict[str, Any]:
-    """Settings that affect the computation: numbers, strings and tuples of every module."""
-    return {
-        f"{path}.{key}": list(value) if isinstance(value, tuple) else value
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | tuple)
-        and not key.startswith("_")
-        and key not in _IGNORED
-        # Dropout rates only affect training.
-        and "drop" not in key
-    }
 
 
 def _pretrained_cfg(host: HostModel, view: ImageView) -> dict[str, Any]:
