@@ -12,7 +12,7 @@ from pathlib import Path
 
 from breaks_page import MeanInterval, interval
 from matplotlib.figure import Figure
-from performance_page import with_marked
+from performance_page import chance_words, with_marked
 from science_page import (
     ANY,
     COLUMNS,
@@ -23,6 +23,7 @@ from science_page import (
     Scores,
     judged,
     read_scores,
+    verdict,
 )
 
 from layershuffle.files import write_bytes, write_text
@@ -107,6 +108,15 @@ A block of width w has 8 w^2 weights in its matrices: three of width 2w hold as 
 """
 
 
+ROUNDING = 2.1
+"""The most points between two models of which one has a base that differs in rounding alone."""
+
+
+def of_one_pair(difference: Difference) -> str:
+    """The verdict on two single models: also "not told apart" if rounding might tell them apart."""
+    return verdict(difference) if abs(difference.points) > ROUNDING else "not told apart"
+
+
 def values_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> list[float]:
     """Top-1 of the only model of an arm in every drawn order."""
     (values,) = scores[arm, *column].values()
@@ -155,7 +165,7 @@ def accuracy_table(scores: Scores) -> str:
             cells.append(labels[reference])
             for column in (ORDERED, ANY):
                 sides = [values_of(scores, name, column) for name in (arm.name, reference)]
-                cells.append(judged(difference(*sides)))
+                cells.append(judged(difference(*sides), criterion=of_one_pair))
         rows.append([*cells, *[""] * (len(head) - len(cells))])
     return markdown_table(head, rows, align="lr" + "r" * len(SHOWN) + "lll")
 
@@ -178,7 +188,7 @@ def size_tables() -> tuple[str, str]:
                 values_of(scores[size], f"{arm}{size.end}", COLUMNS[column])
                 for arm, size in ((THREE, of_three), (TWELVE, of_twelve))
             )
-            cells.append(judged(difference(three, twelve)))
+            cells.append(judged(difference(three, twelve), criterion=of_one_pair))
         verdicts.append(cells)
     head = ["classes and width", *SHOWN]
     right = "r" * len(SHOWN)
@@ -188,8 +198,12 @@ def size_tables() -> tuple[str, str]:
 
 def draw() -> Figure:
     """Plot accuracy of 300 classes over the weights of a device with one of twelve blocks."""
-    figure = new_figure(8.2, 4.6)
-    panels = {"any order": "any order", "6 alive, twice": "6 of 12 alive, twice"}
+    figure = new_figure(9.6, 4.6)
+    panels = {
+        "any order": "any order",
+        "6 alive, twice": "6 of 12 alive, twice",
+        "3 alive, once": "3 of 12 alive, once",
+    }
     handles = {}
     for axes, column in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
         style_axes(axes, panels[column])
@@ -228,7 +242,8 @@ def with_tables(page: str) -> str:
     """`page` with new tables between their marks."""
     accuracy, verdicts = size_tables()
     page = with_marked(page, "formula", accuracy_table(read_scores(RESULTS)))
-    return with_marked(with_marked(page, "sizes", accuracy), "size verdicts", verdicts)
+    page = with_marked(with_marked(page, "sizes", accuracy), "size verdicts", verdicts)
+    return with_marked(page, "chance", chance_words(page))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python scripts/performance_page.py
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from _harness import GPU_TARGETS, ClaimResult, ClaimRow, newest  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+VERDICTS = ("better", "worse", "not told apart", "reached", "missed", "not decided")
 GPU_THEME = "gpu"
 _HEAD = (
     "| what | ratio or number | median | range | times | promised | |\n"
@@ -38,6 +40,16 @@ def with_marked(page: str, name: str, text: str) -> str:
     if not begins or not ends:
         raise LayerShuffleError(f"The page has no {begin} ... {end}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def chance_words(page: str) -> str:
+    """How many differences the tables of `page` judge, and how many of them chance would tell."""
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    count = len(re.findall(rf"\*\*(?:{'|'.join(VERDICTS)})\*\*", tables))
+    return (
+        f"The tables of this page judge {count} differences, each by a 95 % interval. If nothing\n"
+        f"differed anywhere, about {count / 20:.0f} would be told apart by chance."
+    )
 
 
 def with_tables(page: str, results: Sequence[ClaimResult]) -> str:

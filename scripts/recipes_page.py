@@ -1,4 +1,6 @@
-"""Write the tables of docs/recipes.md from digits-recipes, digits-paper and changed_training.py.
+"""Write the tables and the figure of docs/recipes.md from committed results.
+
+They are those of digits-recipes, digits-paper, changed_training.py and fresh_pairs.py.
 
 python scripts/recipes_page.py
 """
@@ -12,11 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import changed_training
+import fresh_pairs
+from matplotlib.figure import Figure
 from open_questions import rows_of
-from performance_page import medians_of, with_marked
+from performance_page import chance_words, medians_of, with_marked
 from science_page import judged
 
-from layershuffle.files import write_text
+from layershuffle.files import write_bytes, write_text
+from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.stats import Difference, compare, estimate, mean
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import base_arm
@@ -24,11 +29,13 @@ from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
+FIGURE = ROOT / "docs" / "recipes-steps.png"
 # digits-paper has ordinary training and LayerShuffle with the same settings and seeds.
 STUDIES = ("digits-paper", "digits-recipes")
 # Trained at several rates with a different seed; the first has the methods of the paper.
 RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
+FIRST = (0, 1, 2)  # the seeds of every arm
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 
 RecipeColumn = tuple[str, int, int]  # order, blocks alive, passes
@@ -64,7 +71,10 @@ ARMS = (
         name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"
     ),
     RecipeArm(name="layershuffle-tied", label="one tied block"),
+    RecipeArm(name="layershuffle-tied-2", label="two tied blocks"),
     RecipeArm(name="layershuffle-tied-3", label="three tied blocks"),
+    RecipeArm(name="layershuffle-tied-4", label="four tied blocks"),
+    RecipeArm(name="layershuffle-tied-6", label="six tied blocks"),
     RecipeArm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
     RecipeArm(name="layershuffle-exit", label="exit loss, one order"),
     RecipeArm(name="layershuffle-exit-orders-4", label="exit loss, four orders"),
@@ -89,6 +99,17 @@ TIED_PAIRS = (
     (f"{TIED}-exit", "layershuffle-exit-orders-4"),
 )
 """Arms of three tied blocks, and their references of twelve different ones."""
+BEST = ("layershuffle-mixed-exit", f"{TIED}-exit")
+"""The recipes with the most accurate models of twelve blocks and of three."""
+DRAWN = {
+    BASELINE: ("#888888", "D"),
+    PLAIN: ("#7a4fa3", "^"),
+    MIXED: ("#4f8a3d", "v"),
+    "layershuffle-mixed-exit": ("#1b6ca8", "o"),
+    f"{TIED}-exit": ("#b3541e", "s"),
+}
+"""The arms of the figure, each with its colour and marker."""
+DRAWN_COLUMNS = ("in order", "any order", "6 alive")
 COLUMNS: dict[str, RecipeColumn] = {
     "in order": ("sequential", 12, 1),
     "any order": ("arbitrary", 12, 1),
@@ -117,6 +138,7 @@ class Goal:
     """
 
     name: str
+    words: str
     within: float
     cells: Callable[[str, int], tuple[RecipeCell, RecipeCell]]
 
@@ -124,26 +146,31 @@ class Goal:
 GOALS = (
     Goal(
         name="twice",
+        words="any order, beside LayerShuffle with twice the steps",
         within=0.0,
         cells=lambda arm, steps: ((arm, steps, ANY), (PLAIN, 2 * steps, ANY)),
     ),
     Goal(
         name="ordered",
+        words="in order, beside ordinary training",
         within=1.0,
         cells=lambda arm, steps: ((arm, steps, ORDERED), (BASELINE, steps, ORDERED)),
     ),
     Goal(
         name="free",
+        words="any order, beside ordinary training in order",
         within=1.0,
         cells=lambda arm, steps: ((arm, steps, ANY), (BASELINE, steps, ORDERED)),
     ),
     Goal(
         name="half",
+        words="six alive, beside all twelve",
         within=4.0,
         cells=lambda arm, steps: ((arm, steps, SIX), (arm, steps, ANY)),
     ),
     Goal(
         name="full",
+        words="any order, beside LayerShuffle",
         within=1.0,
         cells=lambda arm, steps: ((arm, steps, ANY), (PLAIN, steps, ANY)),
     ),
@@ -201,20 +228,77 @@ def accuracy_table(scores: RecipeScores, steps: int) -> str:
 
 
 def verdict_table(scores: RecipeScores, goal: Goal) -> str:
-    """The table of the difference to the goal's reference and the verdict, by recipe and budget."""
+    """The table of the difference to the goal's reference and the verdict, by recipe and budget.
+
+    Arms with more seeds than `FIRST` have a second row, which compares with arms of `FIRST` alone.
+    """
+    first = {
+        cell: {seed: values for seed, values in of_seeds.items() if seed in FIRST}
+        for cell, of_seeds in scores.items()
+    }
+    criterion = partial(reached, within=goal.within)
     rows = []
     for arm in ARMS:
-        texts = []
+        texts, of_first = [], []
         for steps in BUDGETS:
             sample, reference = goal.cells(arm.name, steps)
-            text = ""
-            if scores.get(sample) and scores.get(reference) and sample != reference:
-                criterion = partial(reached, within=goal.within)
-                text = judged(gap(scores, sample, reference), criterion=criterion)
-            texts.append(text)
-        if any(texts) and arm.name != BASELINE:
-            rows.append([arm.label, *texts])
+            is_measured = scores.get(sample) and scores.get(reference) and sample != reference
+            difference = gap(scores, sample, reference) if is_measured else None
+            texts.append(judged(difference, criterion=criterion) if difference else "")
+            has_more = difference is not None and difference.seeds > len(FIRST)
+            same = gap(first, sample, reference) if has_more else None
+            of_first.append(judged(same, criterion=criterion) if same else "")
+        if arm.name == BASELINE:
+            continue
+        for label, cells in ((arm.label, texts), (f"{arm.label}; seeds 0 to 2 alone", of_first)):
+            if any(cells):
+                rows.append([label, *cells])
     return markdown_table(["recipe", *BUDGET_TEXTS], rows, align="l" + "l" * len(BUDGETS))
+
+
+def goals_table(scores: RecipeScores) -> str:
+    """The table of all goals and of `BEST`, at the largest budget that has the reference."""
+    labels = {arm.name: arm.label for arm in ARMS}
+    rows = []
+    for goal in GOALS:
+        steps = max(n for n in BUDGETS if all(map(scores.get, goal.cells(BEST[0], n))))
+        limit = f"{goal.within:g} below" if goal.within else "not below"
+        criterion = partial(reached, within=goal.within)
+        gaps = [gap(scores, *goal.cells(arm, steps)) for arm in BEST]
+        cells = [judged(difference, criterion=criterion) for difference in gaps]
+        rows.append([f"{goal.words}: {limit}", f"{steps:,}", *cells])
+    return markdown_table(["goal", "steps", *(labels[arm] for arm in BEST)], rows, align="lrll")
+
+
+def draw(scores: RecipeScores) -> Figure:
+    """Plot accuracy over steps, with all blocks and with six of twelve alive."""
+    figure = new_figure(8.6, 4.6)
+    handles = {}
+    panels = figure.subplots(1, len(DRAWN_COLUMNS), sharey=True)
+    for axes, column in zip(panels, DRAWN_COLUMNS, strict=True):
+        style_axes(axes, column)
+        for arm, (colour, marker) in DRAWN.items():
+            of_budgets = {n: scores.get((arm, n, COLUMNS[column])) for n in BUDGETS}
+            cells = {n: estimate(x, images=IMAGES) for n, x in of_budgets.items() if x}
+            handles[arm] = axes.errorbar(
+                list(cells),
+                [cell.mean for cell in cells.values()],
+                yerr=[
+                    [cell.mean - cell.low for cell in cells.values()],
+                    [cell.high - cell.mean for cell in cells.values()],
+                ],
+                color=colour, marker=marker, capsize=2.5,
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xticks(BUDGETS, [f"{steps:,}" for steps in BUDGETS])
+        axes.minorticks_off()
+        axes.set_ylim(0, 102)
+        axes.set_xlabel("steps", color=INK)
+        axes.grid(axis="y", color=RULE, linewidth=0.8)
+    panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
+    labels = {arm.name: arm.label for arm in ARMS}
+    legend_below(figure, [(handle, labels[arm]) for arm, handle in handles.items()])
+    return figure
 
 
 def pairs_table(
@@ -323,9 +407,16 @@ def with_tables(page: str, scores: RecipeScores) -> str:
     for budget in changed_training.BUDGETS:
         page = with_marked(page, f"changes {budget}", changes_table(budget))
     page = with_marked(page, "rates", rate_table())
-    return with_marked(page, "costs", cost_table())
+    page = with_marked(page, "costs", cost_table())
+    page = with_marked(page, "goals", goals_table(scores))
+    labels = {f"{arm.name}-{BUDGETS[-1]}": arm.label for arm in ARMS}
+    page = with_marked(page, "fresh", fresh_pairs.accuracy_table(labels))
+    page = with_marked(page, "fresh verdicts", fresh_pairs.verdict_table(labels))
+    return with_marked(page, "chance", chance_words(page))
 
 
 if __name__ == "__main__":
-    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), read_scores()))
-    print(f"Written: {PAGE}")
+    measured = read_scores()
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), measured))
+    write_bytes(FIGURE, figure_bytes(draw(measured), "png", dpi=110))
+    print(f"Written: {PAGE} and {FIGURE}")

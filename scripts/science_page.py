@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from performance_page import with_marked
+from performance_page import chance_words, with_marked
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
@@ -274,7 +274,8 @@ def with_tables(page: str, scores: Scores) -> str:
     page = with_marked(page, "accuracy", accuracy_table(scores))
     page = with_marked(page, "verdicts", verdict_table(scores))
     page = with_marked(page, "side by side", rounds_table(read_rounds()))
-    return with_marked(page, "alive", alive_table())
+    page = with_marked(page, "alive", alive_table())
+    return with_marked(page, "chance", chance_words(page))
 
 
 if __name__ == "__main__":

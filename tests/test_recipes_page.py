@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import fresh_pairs
 import pytest
 import recipes_page
 
@@ -27,14 +28,16 @@ def test_tables_are_made_of_the_results(page: str, scores: recipes_page.RecipeSc
     budgets = [f"accuracy {steps}" for steps in recipes_page.BUDGETS]
     goals = [goal.name for goal in recipes_page.GOALS]
     changes = [f"changes {budget}" for budget in recipes_page.changed_training.BUDGETS]
-    assert sorted(marks) == sorted([*budgets, *goals, *changes, "costs", "exits", "rates", "tied"])
+    others = ["chance", "costs", "exits", "fresh", "fresh verdicts", "goals", "rates", "tied"]
+    assert sorted(marks) == sorted([*budgets, *goals, *changes, *others])
 
 
 def test_every_arm_is_trained_at_the_smallest_budget_with_three_seeds(
     scores: recipes_page.RecipeScores,
 ) -> None:
     # digits-tied has fewer steps of these arms.
-    long = {"layershuffle-tied", "layershuffle-tied-3"}
+    numbers = ("", "-2", "-3", "-4", "-6")
+    long = {f"layershuffle-tied{number}" for number in numbers}
     for arm in recipes_page.ARMS:
         # Rates were searched for 2,000 steps.
         budget = 2_000 if "-lr" in arm.name else recipes_page.BUDGETS[-1 if arm.name in long else 0]
@@ -111,14 +114,82 @@ def test_the_exit_loss_beside_what_leaves_blocks_out(page: str) -> None:
     assert "2.5 points, -0.3 to +5.2)" in " ".join(page.split())
 
 
-def test_the_number_of_intervals_is_no_less_than_the_page_says(page: str) -> None:
-    assert "more than two hundred intervals" in page
-    assert len(re.findall(r"\*\* \|", page)) > 200
+def test_the_page_counts_its_own_verdicts(page: str) -> None:
+    cells = [cell for line in page.splitlines() if line[:1] == "|" for cell in line.split(" | ")]
+    count = sum(cell.rstrip(" |").endswith("**") for cell in cells)
+    assert f"judge {count} differences" in page
+    assert f"about {count / 20:.0f} would" in page
+
+
+def test_arms_with_more_seeds_are_judged_by_the_first_ones_too(
+    scores: recipes_page.RecipeScores,
+) -> None:
+    """Five pairs of seeds beside ordinary training, and the three that all arms have."""
+    arm = f"{recipes_page.TIED}-exit"
+    sample, reference = (
+        scores[name, 8000, recipes_page.ORDERED] for name in (arm, recipes_page.BASELINE)
+    )
+    table = recipes_page.verdict_table(scores, recipes_page.GOALS[1])
+    lines = [line for line in table.splitlines() if line.startswith("| exit loss, three tied")]
+    for line, seeds in zip(lines, (range(5), range(3)), strict=True):
+        points = [sample[seed][0] - reference[seed][0] for seed in seeds]
+        assert f"| {sum(points) / len(points):+.1f} (" in line
+    assert [reference[seed][0] for seed in range(5)] == [97.4, 96.7, 97.1, 94.1, 96.75]
+
+
+def test_the_goals_in_the_words_are_those_of_the_table(page: str) -> None:
+    """The bullet "Goals", and what it says about twelve and three blocks."""
+    table = page.partition("<!-- begin: goals -->")[2].partition("<!-- end")[0]
+    columns = list(zip(*(line.split(" | ")[2:] for line in table.split("\n")[4:9]), strict=True))
+    verdicts = [[re.findall(r"\*\*(.*)\*\*", cell)[0] for cell in column] for column in columns]
+    assert [column.count("reached") for column in verdicts] == [2, 2]
+    assert [column[1:].count("missed") for column in verdicts] == [0, 0]  # at 8,000 steps
+    assert [column[2] for column in verdicts] == ["not decided"] * 2
+    words = " ".join(page.partition("<!-- begin: chance")[0].split())
+    assert "reach two each, and miss none at 8,000 steps" in words
+
+
+def test_fresh_pairs_are_behind_all_others_and_say_what_the_words_say(page: str) -> None:
+    fresh = fresh_pairs.read_scores()
+    assert sorted(fresh) == sorted(
+        (arm, mode) for arm in fresh_pairs.ARMS for mode in fresh_pairs.MODES
+    )
+    drawn = {len(values) for cell in fresh.values() for values in cell.values()}
+    assert drawn == {1, fresh_pairs.ORDERS}
+
+    def gap(arm: str, reference: str, mode: str) -> str:
+        sides = [
+            {seed: sum(values) / len(values) for seed, values in fresh[name, mode].items()}
+            for name in (arm, reference)
+        ]
+        return recipes_page.judged(recipes_page.compare(*sides))
+
+    words = " ".join(page.partition("<!-- begin: chance")[0].split())
+    three, twelve = fresh_pairs.THREE, fresh_pairs.TWELVE
+    statements = {
+        gap(twelve, fresh_pairs.ORDINARY, "in order"): "(+0.1, -1.1 to +1.3)",
+        gap(twelve, fresh_pairs.PLAIN, "any order"): "0.7 points better than LayerShuffle",
+        gap(three, twelve, "in order"): "1.7 points behind them in order",
+        gap(three, twelve, "any order"): "not told apart in any order",
+        gap(three, twelve, "6 alive"): "3.0 points ahead with six places alive",
+        gap(three, fresh_pairs.PLAIN, "any order"): "(+0.4, -0.7 to +1.5)",
+    }
+    assert list(statements) == [
+        "+0.1 (-1.1 to +1.3) **not told apart**",
+        "+0.7 (+0.2 to +1.3) **better**",
+        "-1.7 (-2.6 to -0.7) **worse**",
+        "-0.3 (-1.8 to +1.2) **not told apart**",
+        "+3.0 (+1.3 to +4.6) **better**",
+        "+0.4 (-0.7 to +1.5) **not told apart**",
+    ]
+    assert [text for text in statements.values() if text not in words] == []
 
 
 def test_numbers_in_the_words_stand_in_the_tables_beside_them() -> None:
     elsewhere = {
         "0.3": "a weight of the exit loss",
+        "0.42": "docs/log.md",
+        **dict.fromkeys(("94.1", "96.7", "97.4"), "test_arms_with_more_seeds_are_judged..."),
         "0.5": "a weight of the exit loss",
         "1.7": "half of -2.0 to +1.4",
         "-0.3 to +5.2": "test_the_exit_loss_beside_what_leaves_blocks_out",
