@@ -19,6 +19,7 @@ from layershuffle.stats import compare
 from layershuffle.study.dry_run import Forecast, StudySubject, forecast
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
+from pages import misplaced_numbers
 from test_house import LAYERS, layer
 
 KEPT = (12, 9, 6, 3)
@@ -308,3 +309,22 @@ def test_the_notebook_runs_and_shows_what_it_says(repository, tmp_path, monkeypa
     assert top1["refined"][3] > 50 > 20 > top1["ordinary"][12]
     assert "% right in this order" in capsys.readouterr().out
     assert (tmp_path / "refined" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "elsewhere"),
+    [
+        ("formula", {}),
+        (
+            "methods",
+            {
+                "25.8": "digits-paper, spread of layerdrop over orders",
+                "0.7": "digits-paper, spread of layershuffle over orders",
+                "92.0": "log.md, six of twelve blocks of bundled:digits-swarm",
+                "75.7": "log.md, three of twelve blocks of bundled:digits-swarm",
+            },
+        ),
+    ],
+)
+def test_numbers_in_the_words_stand_in_tables(repository, name, elsewhere):
+    assert misplaced_numbers(repository / "docs" / f"{name}.md", elsewhere) == set()
