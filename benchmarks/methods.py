@@ -30,17 +30,23 @@ from layershuffle.position import EncodingForm, PredictionForm, add_position
 from layershuffle.settings import FitSettings
 from layershuffle.stack import depth_of, running
 
-METHODS: dict[str, dict[str, Any]] = {
-    "layershuffle": {},
-    "layershuffle-position": {},
-    "layershuffle-predict": {},
-    "layerdrop": {},
-    "layershuffle-depth": {},
-    "layershuffle-parallel": {},
-    "layershuffle-tied": {"distinct": 3},
-    "layershuffle-mixed": {"orders_per_batch": 4},
-    "layershuffle-exit": {},
-}
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("layershuffle", {}),
+    ("layershuffle-position", {}),
+    ("layershuffle-predict", {}),
+    ("layerdrop", {}),
+    ("layershuffle-depth", {}),
+    ("layershuffle-parallel", {}),
+    ("layershuffle-tied", {"distinct": 3}),
+    ("layershuffle-mixed", {"orders_per_batch": 4}),
+    ("layershuffle-exit", {}),
+    # The two best recipes of docs/recipes.md.
+    ("layershuffle-mixed", {"orders_per_batch": 4, "exit_weight": 0.3}),
+    (
+        "layershuffle-tied",
+        {"distinct": 3, "sequential_every": 4, "orders_per_batch": 4, "exit_weight": 0.3},
+    ),
+)
 CASES = {"width 64, batch 64": (WIDTH_64, 64, 20), "width 192, batch 32": (WIDTH_192, 32, 4)}
 SMOKES = {"smoke": (PICO, 8, 1)}
 """Model, batch, and steps of a turn."""
@@ -93,7 +99,7 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     for name, (spec, batch, steps) in (SMOKES if effort is SMOKE else CASES).items():
         ordinary = training_step(spec, batch=batch, method="baseline", steps=steps)
         plain_answer = answer(spec, batch=batch, method="baseline")
-        for method, options in METHODS.items():
+        for method, options in METHODS:
             words = "".join(f", {key} {value}" for key, value in options.items())
             label = f"{method}{words.replace('_', ' ')}, {name}"
             side = training_step(spec, batch=batch, method=method, steps=steps, **options)

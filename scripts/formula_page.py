@@ -12,7 +12,7 @@ from pathlib import Path
 
 from breaks_page import MeanInterval, interval
 from matplotlib.figure import Figure
-from performance_page import chance_words, with_marked
+from performance_page import with_marked
 from science_page import (
     ANY,
     COLUMNS,
@@ -242,8 +242,7 @@ def with_tables(page: str) -> str:
     """`page` with new tables between their marks."""
     accuracy, verdicts = size_tables()
     page = with_marked(page, "formula", accuracy_table(read_scores(RESULTS)))
-    page = with_marked(with_marked(page, "sizes", accuracy), "size verdicts", verdicts)
-    return with_marked(page, "chance", chance_words(page))
+    return with_marked(with_marked(page, "sizes", accuracy), "size verdicts", verdicts)
 
 
 if __name__ == "__main__":

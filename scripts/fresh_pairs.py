@@ -20,6 +20,7 @@ import torch
 from breaks import finish
 from open_questions import SEEDS, keep, model_of, rows_of
 from science_page import judged
+from torch import Tensor
 
 import layershuffle as ls
 from layershuffle.data.digits import PAIRS, DigitPairs
@@ -55,12 +56,17 @@ class FreshRow:
     top1: str
 
 
-def measure(study: Path) -> Iterator[FreshRow]:
-    """Score every model in every mode."""
+def fresh_batches() -> list[tuple[Tensor, Tensor]]:
+    """Images and labels of the fresh pairs."""
     first = PAIRS["test"]
     pairs = DigitPairs("test", first + FRESH)
     images, labels = finish(pairs.canvases[first:]), pairs.labels[first:]
-    batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
+    return list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
+
+
+def measure(study: Path) -> Iterator[FreshRow]:
+    """Score every model in every mode."""
+    batches = fresh_batches()
     for arm in ARMS:
         for seed in SEEDS:
             scores = ls.evaluate(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from _harness import GPU_TARGETS, ClaimResult, ClaimRow, newest  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-VERDICTS = ("better", "worse", "not told apart", "reached", "missed", "not decided")
+VERDICTS = ("better", "worse", "not told apart")
 GPU_THEME = "gpu"
 _HEAD = (
     "| what | ratio or number | median | range | times | promised | |\n"
@@ -26,10 +26,15 @@ _HEAD = (
 )
 
 
+def newest_rows(theme: str) -> dict[str, ClaimRow]:
+    """Every row in the newest result of a benchmark, by name."""
+    results = [result for result in newest(RESULTS) if result.theme == theme]
+    return {row.name: row for row in max(results, key=lambda result: result.date).rows}
+
+
 def medians_of(theme: str) -> dict[str, float]:
     """The median of every row in the newest result of a benchmark, by name."""
-    results = [result for result in newest(RESULTS) if result.theme == theme]
-    return {row.name: row.median for row in max(results, key=lambda result: result.date).rows}
+    return {name: row.median for name, row in newest_rows(theme).items()}
 
 
 def with_marked(page: str, name: str, text: str) -> str:
@@ -42,13 +47,16 @@ def with_marked(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
-def chance_words(page: str) -> str:
-    """How many differences the tables of `page` judge, and how many of them chance would tell."""
-    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+def chance_words(text: str) -> str:
+    """How many differences the tables in `text` judge, and how many of them chance would tell.
+
+    Goals are not counted, because they are judged against other limits than zero.
+    """
+    tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     count = len(re.findall(rf"\*\*(?:{'|'.join(VERDICTS)})\*\*", tables))
     return (
-        f"The tables of this page judge {count} differences, each by a 95 % interval. If nothing\n"
-        f"differed anywhere, about {count / 20:.0f} would be told apart by chance."
+        f"These tables ask of {count} differences whether a 95 % interval excludes zero.\n"
+        f"If nothing differed anywhere, about {count / 20:.0f} would be told apart by chance."
     )
 
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import changed_training
 import fresh_pairs
 from matplotlib.figure import Figure
 from open_questions import rows_of
-from performance_page import chance_words, medians_of, with_marked
+from performance_page import chance_words, medians_of, newest_rows, with_marked
 from science_page import judged
 
 from layershuffle.files import write_bytes, write_text
@@ -100,7 +101,8 @@ TIED_PAIRS = (
 )
 """Arms of three tied blocks, and their references of twelve different ones."""
 BEST = ("layershuffle-mixed-exit", f"{TIED}-exit")
-"""The recipes with the most accurate models of twelve blocks and of three."""
+BLOCKS, PAIR_WORDS = ("twelve blocks", "three tied blocks"), ("these pairs", "fresh pairs")
+"""The recipes with the most accurate models of twelve blocks and of three, and their words."""
 DRAWN = {
     BASELINE: ("#888888", "D"),
     PLAIN: ("#7a4fa3", "^"),
@@ -109,6 +111,20 @@ DRAWN = {
     f"{TIED}-exit": ("#b3541e", "s"),
 }
 """The arms of the figure, each with its colour and marker."""
+TIMED = {
+    "ordinary training": "",
+    "LayerShuffle": "layershuffle",
+    "four orders, 1/4 in order": "layershuffle-mixed, orders per batch 4",
+    "exit loss, one order": "layershuffle-exit",
+    "exit loss, four orders, 1/4 in order": (
+        "layershuffle-mixed, orders per batch 4, exit weight 0.3"
+    ),
+    "exit loss, three tied blocks, four orders, 1/4 in order": (
+        "layershuffle-tied, distinct 3, sequential every 4, orders per batch 4, exit weight 0.3"
+    ),
+}
+"""The names of recipes in `benchmarks/methods.py`; ordinary training is what each is timed with."""
+CASES = ("width 64, batch 64", "width 192, batch 32")
 DRAWN_COLUMNS = ("in order", "any order", "6 alive")
 COLUMNS: dict[str, RecipeColumn] = {
     "in order": ("sequential", 12, 1),
@@ -232,14 +248,11 @@ def verdict_table(scores: RecipeScores, goal: Goal) -> str:
 
     Arms with more seeds than `FIRST` have a second row, which compares with arms of `FIRST` alone.
     """
-    first = {
-        cell: {seed: values for seed, values in of_seeds.items() if seed in FIRST}
-        for cell, of_seeds in scores.items()
-    }
+    first = of_first(scores)
     criterion = partial(reached, within=goal.within)
     rows = []
     for arm in ARMS:
-        texts, of_first = [], []
+        texts, of_same_seeds = [], []
         for steps in BUDGETS:
             sample, reference = goal.cells(arm.name, steps)
             is_measured = scores.get(sample) and scores.get(reference) and sample != reference
@@ -247,27 +260,54 @@ def verdict_table(scores: RecipeScores, goal: Goal) -> str:
             texts.append(judged(difference, criterion=criterion) if difference else "")
             has_more = difference is not None and difference.seeds > len(FIRST)
             same = gap(first, sample, reference) if has_more else None
-            of_first.append(judged(same, criterion=criterion) if same else "")
+            of_same_seeds.append(judged(same, criterion=criterion) if same else "")
         if arm.name == BASELINE:
             continue
-        for label, cells in ((arm.label, texts), (f"{arm.label}; seeds 0 to 2 alone", of_first)):
+        for label, cells in (
+            (arm.label, texts),
+            (f"{arm.label}; seeds 0 to 2 alone", of_same_seeds),
+        ):
             if any(cells):
                 rows.append([label, *cells])
     return markdown_table(["recipe", *BUDGET_TEXTS], rows, align="l" + "l" * len(BUDGETS))
 
 
+def of_first(scores: RecipeScores) -> RecipeScores:
+    """The scores of the seeds that every arm has."""
+    return {
+        cell: {seed: values for seed, values in of_seeds.items() if seed in FIRST}
+        for cell, of_seeds in scores.items()
+    }
+
+
+def fresh_scores() -> RecipeScores:
+    """Top-1 on the fresh pairs, in the columns of this page."""
+    return {
+        (arm.removesuffix(f"-{BUDGETS[-1]}"), BUDGETS[-1], COLUMNS[mode]): of_seeds
+        for (arm, mode), of_seeds in fresh_pairs.read_scores().items()
+        if mode in COLUMNS
+    }
+
+
 def goals_table(scores: RecipeScores) -> str:
-    """The table of all goals and of `BEST`, at the largest budget that has the reference."""
-    labels = {arm.name: arm.label for arm in ARMS}
-    rows = []
+    """The table of all goals and of `BEST`, at the largest budget that has the reference.
+
+    All cells are of the seeds `FIRST`, and there is a column of the fresh pairs for each recipe.
+    """
+    first, fresh, rows = of_first(scores), fresh_scores(), []
     for goal in GOALS:
-        steps = max(n for n in BUDGETS if all(map(scores.get, goal.cells(BEST[0], n))))
+        steps = max(n for n in BUDGETS if all(map(first.get, goal.cells(BEST[0], n))))
         limit = f"{goal.within:g} below" if goal.within else "not below"
-        criterion = partial(reached, within=goal.within)
-        gaps = [gap(scores, *goal.cells(arm, steps)) for arm in BEST]
-        cells = [judged(difference, criterion=criterion) for difference in gaps]
-        rows.append([f"{goal.words}: {limit}", f"{steps:,}", *cells])
-    return markdown_table(["goal", "steps", *(labels[arm] for arm in BEST)], rows, align="lrll")
+        texts = []
+        for arm in BEST:
+            cells = goal.cells(arm, steps)
+            for pairs in (first, fresh):
+                is_measured = all(map(pairs.get, cells))
+                criterion = partial(reached, within=goal.within)
+                texts.append(judged(gap(pairs, *cells), criterion=criterion) if is_measured else "")
+        rows.append([f"{goal.words}: {limit}", f"{steps:,}", *texts])
+    head = ["goal", "steps", *(f"{blocks}, {pairs}" for blocks in BLOCKS for pairs in PAIR_WORDS)]
+    return markdown_table(head, rows, align="lr" + "l" * (len(head) - 2))
 
 
 def draw(scores: RecipeScores) -> Figure:
@@ -358,6 +398,21 @@ def cost_table() -> str:
     return markdown_table(["a step with", "takes, of a step with one order"], rows, align="lr")
 
 
+def step_table() -> str:
+    """The table of a step's median processor time, and of its ratio to ordinary training."""
+    timed = newest_rows("methods")
+    rows = []
+    for label, name in TIMED.items():
+        cells = []
+        for case in CASES:
+            row = timed[f"step of {name or TIMED['LayerShuffle']}, {case}"]
+            seconds = median(pair[0 if name else 1] for pair in row.pairs)
+            cells += [f"{1000 * seconds:.0f}", f"{row.median:.2f}" if name else "1"]
+        rows.append([label, *cells])
+    head = [text for case in CASES for text in (f"ms, {case}", "of ordinary training")]
+    return markdown_table(["a step of", *head], rows, align="l" + "r" * len(head))
+
+
 def read_rates() -> dict[tuple[str, int], dict[float, float]]:
     """Held-out cross-entropy of arms and budgets, by peak learning rate.
 
@@ -408,6 +463,7 @@ def with_tables(page: str, scores: RecipeScores) -> str:
         page = with_marked(page, f"changes {budget}", changes_table(budget))
     page = with_marked(page, "rates", rate_table())
     page = with_marked(page, "costs", cost_table())
+    page = with_marked(page, "steps", step_table())
     page = with_marked(page, "goals", goals_table(scores))
     labels = {f"{arm.name}-{BUDGETS[-1]}": arm.label for arm in ARMS}
     page = with_marked(page, "fresh", fresh_pairs.accuracy_table(labels))

@@ -29,7 +29,9 @@ MODEL, CSV = "bundled:digits-swarm", "shipped-rounds.csv"
 DEPTH, IMAGES, ORDERS = 12, 600, 8
 SIZES = {1: "one after the other", **{n: f"{n} side by side" for n in (2, 3, 4, 6)}}
 """The blocks of a round, and their words on the page."""
-ALIVE, PASSES = (9, 6, 3), {1: "once", 2: "twice", 4: "four times"}
+ALIVE = {9: (1, 2), 6: (1, 2), 3: (1, 2, 4)}
+"""The numbers of blocks alive, and how often each runs."""
+PASSES = {1: "once", 2: "twice", 4: "four times"}
 UNDER_WAY = (1, 2, 3, 4, 6)
 
 
@@ -69,8 +71,7 @@ def measure() -> Iterator[ShippedRow]:
     model = ls.load(MODEL)
     batches = open_batches(model)
     cells = [("rounds", size, 1) for size in SIZES]
-    # Blocks alive never run more often than twelve blocks in all, or, for nine, than eighteen.
-    cells += [("alive", n, k) for n in ALIVE for k in PASSES if n * k <= DEPTH or k == 2]
+    cells += [("alive", n, k) for n, passes in ALIVE.items() for k in passes]
     for case, count, passes in cells:
         scores = ls.evaluate(model, batches, modes=mode_of(case, count, passes), num_orders=ORDERS)
         yield ShippedRow(case=case, count=count, passes=passes, top1=joined(scores))

@@ -272,10 +272,11 @@ def draw(scores: Scores) -> Figure:
 def with_tables(page: str, scores: Scores) -> str:
     """`page` with new tables between its marks."""
     page = with_marked(page, "accuracy", accuracy_table(scores))
-    page = with_marked(page, "verdicts", verdict_table(scores))
-    page = with_marked(page, "side by side", rounds_table(read_rounds()))
+    judging = {"verdicts": verdict_table(scores), "side by side": rounds_table(read_rounds())}
+    for name, table in judging.items():
+        page = with_marked(page, name, table)
     page = with_marked(page, "alive", alive_table())
-    return with_marked(page, "chance", chance_words(page))
+    return with_marked(page, "chance", chance_words("\n".join(judging.values())))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def test_tables_are_made_of_the_results(page: str, scores: science_page.Scores) 
     assert page == science_page.with_tables(page, scores), "run scripts/science_page.py"
     verdicts = page.partition("<!-- begin: verdicts -->")[2].partition("<!-- end")[0]
     assert verdicts.count("| **") == len(science_page.QUESTIONS)
-    cells = [cell for line in page.splitlines() if line[:1] == "|" for cell in line.split(" | ")]
-    count = sum(cell.rstrip(" |").endswith("**") for cell in cells)
-    assert f"judge {count} differences" in page
+    rounds = page.partition("<!-- begin: side by side -->")[2].partition("<!-- end")[0]
+    count = len(science_page.QUESTIONS) + rounds.count("** |")
+    assert f"ask of {count} differences" in page
 
 
 def test_every_arm_has_three_models_and_twelve_orders(scores: science_page.Scores) -> None:
