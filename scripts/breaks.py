@@ -360,6 +360,12 @@ class BreakScores:
     guessed: str
 
 
+def pair_batches(pairs: DigitPairs, *, first: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Images and labels of the pairs from `first` on, 250 at a time."""
+    images, labels = finish(pairs.canvases[first:]), pairs.labels[first:]
+    return list(zip(images.split(250), labels.split(250), strict=True))
+
+
 def measure(run: BreakRun, directory: Path) -> BreakScores:
     """Train and score; save the weights of bases. Returns the scores."""
     torch.set_num_threads(1)
@@ -367,12 +373,11 @@ def measure(run: BreakRun, directory: Path) -> BreakScores:
     if run.arm == "base":
         save_model(model, str(weights_of(run, directory)))
     test = DigitPairs("test", TESTED)
-    images = finish(test.canvases)
-    batches = zip(torch.split(images, 250), torch.split(test.labels, 250), strict=True)
+    batches = pair_batches(test)
     called, modes = model if parts is None else parts, "sequential,arbitrary"
     scores = ls.evaluate(called, batches, modes=modes, num_orders=ORDERS, groups=test.digits)
     in_order, *any_order = scores
-    positions = f"{guessed(parts, images[:250]):.1f}" if parts and run.prediction else ""
+    positions = f"{guessed(parts, batches[0][0]):.1f}" if parts and run.prediction else ""
     return BreakScores(
         question=run.question,
         case=run.case,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from breaks import BATCH, DEPTH, PAIRS, finish
+from breaks import BATCH, DEPTH, PAIRS, finish, pair_batches
 from open_questions import RESULTS, SEEDS
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -224,9 +224,8 @@ def measure(run: ChangedRun) -> ChangedScores:
     """Train and score. Returns the scores."""
     torch.set_num_threads(1)
     model = train(run).eval()
-    test = DigitPairs("test", TESTED)
-    batches = zip(finish(test.canvases).split(250), test.labels.split(250), strict=True)
-    scores = ls.evaluate(model, list(batches), modes=MODES, num_orders=ORDERS)
+    batches = pair_batches(DigitPairs("test", TESTED))
+    scores = ls.evaluate(model, batches, modes=MODES, num_orders=ORDERS)
     values = [f"{score.top1:.2f}" for score in scores]
     drawn = [" ".join(values[at : at + ORDERS]) for at in range(1, len(values), ORDERS)]
     any_order, six, six_twice, three_four_times = drawn

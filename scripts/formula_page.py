@@ -21,13 +21,16 @@ from science_page import (
     ROOT,
     ScienceArm,
     Scores,
+    estimate_text,
     judged,
+    plot_estimates,
     read_scores,
+    style_percent,
     verdict,
 )
 
 from layershuffle.files import write_bytes, write_text
-from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
+from layershuffle.plotting import INK, figure_bytes, legend_below, new_figure
 from layershuffle.stats import Difference, compare
 from layershuffle.text import markdown_table
 
@@ -159,7 +162,7 @@ def accuracy_table(scores: Scores) -> str:
     for arm in ARMS:
         shown = [interval_of(scores, arm.name, COLUMNS[name]) for name in SHOWN]
         cells = [arm.label, str(arm.different)]
-        cells += [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
+        cells += map(estimate_text, shown)
         if arm.name != "layershuffle":
             reference = REFERENCES.get(arm.name, "layershuffle")
             cells.append(labels[reference])
@@ -179,7 +182,7 @@ def size_tables() -> tuple[str, str]:
         for arm in SIZE_ARMS:
             name = f"{arm}{size.end}"
             shown = [interval_of(scores[size], name, COLUMNS[column]) for column in SHOWN]
-            texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
+            texts = map(estimate_text, shown)
             rows.append([str(size), labels[arm], *texts])
     for label, of_three, of_twelve in SIZE_PAIRS:
         cells = [label]
@@ -206,22 +209,16 @@ def draw() -> Figure:
     }
     handles = {}
     for axes, column in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
-        style_axes(axes, panels[column])
+        style_percent(axes, panels[column], across="thousand weights per device")
         for arm, (colour, marker) in DRAWN.items():
             points = [
                 (size.width, interval_of(scores, arm + size.end, COLUMNS[column]))
                 for size in WIDTHS
                 if (arm + size.end, *ANY) in (scores := read_scores(size.results))
             ]
-            handles[arm] = axes.errorbar(
-                [8 * width**2 / 1000 for width, _ in points],
-                [cell.mean for _, cell in points],
-                yerr=[
-                    [cell.mean - cell.low for _, cell in points],
-                    [cell.high - cell.mean for _, cell in points],
-                ],
-                color=colour, marker=marker, capsize=2.5,
-            )  # fmt: skip
+            places = [8 * width**2 / 1000 for width, _ in points]
+            cells = [cell for _, cell in points]
+            handles[arm] = plot_estimates(axes, places, cells, color=colour, marker=marker)
         axes.set_xscale("log")
         axes.set_xticks(
             [8 * size.width**2 / 1000 for size in WIDTHS],
@@ -229,9 +226,6 @@ def draw() -> Figure:
         )
         axes.minorticks_off()
         axes.margins(x=0.15)
-        axes.set_ylim(0, 102)
-        axes.set_xlabel("thousand weights per device", color=INK)
-        axes.grid(axis="y", color=RULE, linewidth=0.8)
     figure.axes[0].set_ylabel("top-1 accuracy (%)", color=INK)
     labels = {arm.name: arm.label for arm in ARMS}
     legend_below(figure, [(handle, labels[arm]) for arm, handle in handles.items()])

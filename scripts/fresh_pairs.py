@@ -1,40 +1,42 @@
 """Score trained models on test pairs that no choice was made on, for docs/recipes.md.
 
-    python scripts/fresh_pairs.py runs/digits-recipes
+    python scripts/fresh_pairs.py runs/digits-paper runs/digits-recipes
     python scripts/recipes_page.py
 
 The recipes of the page were compared on pairs 0 to 4,999 of the test split. `FRESH` pairs behind
-them, of the same handwritten digits, were never scored while recipes were chosen. The study needs
-a run of each of `ARMS`; those of digits-paper can be trained in a study of their own.
+them, of the same handwritten digits, were never scored while recipes were chosen.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from breaks import finish
-from open_questions import SEEDS, keep, model_of, rows_of
-from science_page import judged
+from breaks import pair_batches
+from open_questions import SEEDS, keep, rows_of
+from robustness import loaded
+from science_page import estimate_text, gap, judged
 from torch import Tensor
 
 import layershuffle as ls
 from layershuffle.data.digits import PAIRS, DigitPairs
-from layershuffle.stats import compare, estimate, mean
+from layershuffle.stats import estimate
 from layershuffle.text import markdown_table
 
 CSV = "fresh-pairs.csv"
-FRESH, ORDERS, BATCH = 3_000, 6, 250
+FRESH, ORDERS = 3_000, 6
 ORDINARY, PLAIN, TWELVE, THREE = ARMS = (
     "baseline-8000",
     "layershuffle-8000",
     "layershuffle-mixed-exit-8000",
     "layershuffle-tied-3-mixed-exit-8000",
 )
+RUNS = {ORDINARY: "baseline-8000-steps", PLAIN: "layershuffle-8000-steps"}
+"""The names of the arms of digits-paper there."""
 COMPARED = ((TWELVE, ORDINARY), (TWELVE, PLAIN), (THREE, PLAIN), (THREE, TWELVE))
 MODES = {
     "in order": "sequential",
@@ -44,6 +46,10 @@ MODES = {
     "rounds of two": "arbitrary:parallel=2",
     "rounds of four": "arbitrary:parallel=4",
 }
+
+
+FreshScores = dict[tuple[str, str], dict[int, list[float]]]
+# By arm and mode: of each seed, one top-1 per drawn order.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,61 +65,49 @@ class FreshRow:
 def fresh_batches() -> list[tuple[Tensor, Tensor]]:
     """Images and labels of the fresh pairs."""
     first = PAIRS["test"]
-    pairs = DigitPairs("test", first + FRESH)
-    images, labels = finish(pairs.canvases[first:]), pairs.labels[first:]
-    return list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
+    return pair_batches(DigitPairs("test", first + FRESH), first=first)
 
 
-def measure(study: Path) -> Iterator[FreshRow]:
+def measure(studies: Sequence[Path]) -> Iterator[FreshRow]:
     """Score every model in every mode."""
     batches = fresh_batches()
     for arm in ARMS:
         for seed in SEEDS:
-            scores = ls.evaluate(
-                model_of(study, arm, seed),
-                batches,
-                modes=",".join(MODES.values()),
-                num_orders=ORDERS,
-            )
+            model = loaded(studies, RUNS.get(arm, arm), seed)
+            scores = ls.evaluate(model, batches, modes=list(MODES.values()), num_orders=ORDERS)
             for label, mode in MODES.items():
                 values = [f"{score.top1:.2f}" for score in scores if str(score.mode) == mode]
                 yield FreshRow(arm=arm, seed=seed, mode=label, top1=" ".join(values))
             print(f"fresh pairs: {arm}, seed {seed}", flush=True)
 
 
-def read_scores() -> dict[tuple[str, str], dict[int, list[float]]]:
-    """Top-1 of an arm in a mode: one value per drawn order, by seed."""
-    scores: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
+def read_scores() -> FreshScores:
+    """The committed scores."""
+    scores: FreshScores = defaultdict(dict)
     for row in rows_of(CSV):
         values = [float(value) for value in row["top1"].split()]
         scores[row["arm"], row["mode"]][int(row["seed"])] = values
     return scores
 
 
-def accuracy_table(labels: Mapping[str, str]) -> str:
+def accuracy_table(scores: FreshScores, labels: Mapping[str, str]) -> str:
     """The table of mean top-1 over models and its 95 % interval; `labels` of the arms."""
-    scores, rows = read_scores(), []
+    rows = []
     for arm in ARMS:
         cells = [estimate(scores[arm, mode], images=FRESH) for mode in MODES]
-        texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in cells]
-        rows.append([labels[arm], *texts])
+        rows.append([labels[arm], *map(estimate_text, cells)])
     return markdown_table(["recipe", *MODES], rows, align="l" + "r" * len(MODES))
 
 
-def verdict_table(labels: Mapping[str, str]) -> str:
+def verdict_table(scores: FreshScores, labels: Mapping[str, str]) -> str:
     """The table of the differences of `COMPARED`, in pairs over seeds."""
-    scores, rows = read_scores(), []
-    for arms in COMPARED:
-        texts = []
-        for mode in MODES:
-            sides = [
-                {seed: mean(values) for seed, values in scores[arm, mode].items()} for arm in arms
-            ]
-            texts.append(judged(compare(*sides)))
-        rows.append([*(labels[arm] for arm in arms), *texts])
+    rows = []
+    for arm, reference in COMPARED:
+        texts = [judged(gap(scores, (arm, mode), (reference, mode))) for mode in MODES]
+        rows.append([labels[arm], labels[reference], *texts])
     return markdown_table(["recipe", "less", *MODES], rows, align="ll" + "l" * len(MODES))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    keep(CSV, list(measure(Path(sys.argv[1]))))
+    keep(CSV, list(measure([Path(study) for study in sys.argv[1:]])))

@@ -282,14 +282,19 @@ def model_of(study: Path, arm: str, seed: int) -> nn.Module:
     return ls.load(spec_of(study, arm, seed))
 
 
+def scored_batches(model: nn.Module) -> DeviceBatches:
+    """The first `IMAGES` test pairs of a fixed shuffle, as `model` takes them."""
+    options = DataOptions(train=False, max_test=IMAGES)
+    data = open_data("digit-pairs", image_view(model), options=options)
+    return DeviceBatches(
+        data.splits["test"], data.finish, batch_size=250, device="cpu", processes=0
+    )
+
+
 def measure(study: Path) -> None:
     """Measure all questions; all but the probes are measured on `IMAGES` random test pairs."""
     torch.set_num_threads(1)
-    options = DataOptions(train=False, max_test=IMAGES)
-    data = open_data("digit-pairs", image_view(model_of(study, "baseline", 0)), options=options)
-    batches = DeviceBatches(
-        data.splits["test"], data.finish, batch_size=250, device="cpu", processes=0
-    )
+    batches = scored_batches(model_of(study, "baseline", 0))
     keep("costs.csv", list(measure_costs()))
     keep("missing.csv", list(measure_missing(study, batches)))
     keep("averaged.csv", list(measure_averaged(study, batches)))

@@ -5,7 +5,6 @@ python scripts/performance_page.py
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from _harness import GPU_TARGETS, ClaimResult, ClaimRow, newest  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-VERDICTS = ("better", "worse", "not told apart")
 GPU_THEME = "gpu"
 _HEAD = (
     "| what | ratio or number | median | range | times | promised | |\n"
@@ -45,19 +43,6 @@ def with_marked(page: str, name: str, text: str) -> str:
     if not begins or not ends:
         raise LayerShuffleError(f"The page has no {begin} ... {end}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
-
-
-def chance_words(text: str) -> str:
-    """How many differences the tables in `text` judge, and how many of them chance would tell.
-
-    Goals are not counted, because they are judged against other limits than zero.
-    """
-    tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    count = len(re.findall(rf"\*\*(?:{'|'.join(VERDICTS)})\*\*", tables))
-    return (
-        f"These tables ask of {count} differences whether a 95 % interval excludes zero.\n"
-        f"If nothing differed anywhere, about {count / 20:.0f} would be told apart by chance."
-    )
 
 
 def with_tables(page: str, results: Sequence[ClaimResult]) -> str:

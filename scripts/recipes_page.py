@@ -17,12 +17,19 @@ from statistics import median
 import changed_training
 import fresh_pairs
 from matplotlib.figure import Figure
-from open_questions import rows_of
-from performance_page import chance_words, medians_of, newest_rows, with_marked
-from science_page import judged
+from open_questions import CASES, SEEDS, rows_of
+from performance_page import ClaimRow, medians_of, newest_rows, with_marked
+from science_page import (
+    chance_words,
+    estimate_text,
+    gap,
+    judged,
+    plot_estimates,
+    style_percent,
+)
 
 from layershuffle.files import write_bytes, write_text
-from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
+from layershuffle.plotting import INK, figure_bytes, legend_below, new_figure
 from layershuffle.stats import Difference, compare, estimate, mean
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import base_arm
@@ -36,7 +43,6 @@ STUDIES = ("digits-paper", "digits-recipes")
 # Trained at several rates with a different seed; the first has the methods of the paper.
 RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
-FIRST = (0, 1, 2)  # the seeds of every arm
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 
 RecipeColumn = tuple[str, int, int]  # order, blocks alive, passes
@@ -87,6 +93,7 @@ OTHER_RATES = {
     "layershuffle-predict-sum": "LayerShuffle-predict, sum over blocks",
 }
 """Labels of what has rates and no other row on this page."""
+LABELS = {arm.name: arm.label for arm in ARMS}
 WITHOUT_EXIT = (
     ("layershuffle-exit", PLAIN),
     ("layershuffle-exit-orders-4", "layershuffle-orders-4"),
@@ -112,19 +119,15 @@ DRAWN = {
 }
 """The arms of the figure, each with its colour and marker."""
 TIMED = {
-    "ordinary training": "",
-    "LayerShuffle": "layershuffle",
-    "four orders, 1/4 in order": "layershuffle-mixed, orders per batch 4",
-    "exit loss, one order": "layershuffle-exit",
-    "exit loss, four orders, 1/4 in order": (
-        "layershuffle-mixed, orders per batch 4, exit weight 0.3"
-    ),
-    "exit loss, three tied blocks, four orders, 1/4 in order": (
+    PLAIN: "layershuffle",
+    MIXED: "layershuffle-mixed, orders per batch 4",
+    "layershuffle-exit": "layershuffle-exit",
+    "layershuffle-mixed-exit": "layershuffle-mixed, orders per batch 4, exit weight 0.3",
+    f"{TIED}-exit": (
         "layershuffle-tied, distinct 3, sequential every 4, orders per batch 4, exit weight 0.3"
     ),
 }
-"""The names of recipes in `benchmarks/methods.py`; ordinary training is what each is timed with."""
-CASES = ("width 64, batch 64", "width 192, batch 32")
+"""The arms that `benchmarks/methods.py` times beside ordinary training, and their names there."""
 DRAWN_COLUMNS = ("in order", "any order", "6 alive")
 COLUMNS: dict[str, RecipeColumn] = {
     "in order": ("sequential", 12, 1),
@@ -209,15 +212,6 @@ def read_scores() -> RecipeScores:
     return scores
 
 
-def gap(scores: RecipeScores, sample: RecipeCell, reference: RecipeCell) -> Difference:
-    """The difference in top-1 of two cells in points, paired by the seeds that both have."""
-    means = [
-        {seed: mean(values) for seed, values in scores[cell].items()}
-        for cell in (sample, reference)
-    ]
-    return compare(*means)
-
-
 def reached(difference: Difference, *, within: float) -> str:
     """The verdict on "no more than `within` points below", from the whole 95 % interval.
 
@@ -237,8 +231,7 @@ def accuracy_table(scores: RecipeScores, steps: int) -> str:
             continue
         texts = []
         for cell in cells:
-            shown = estimate(cell, images=IMAGES) if cell else None
-            texts.append(f"{shown.mean:.1f} ({shown.low:.1f}-{shown.high:.1f})" if shown else "")
+            texts.append(estimate_text(estimate(cell, images=IMAGES)) if cell else "")
         rows.append([arm.label, len(cells[0]), *texts])
     return markdown_table(["recipe", "models", *COLUMNS], rows, align="lr" + "r" * len(COLUMNS))
 
@@ -246,65 +239,54 @@ def accuracy_table(scores: RecipeScores, steps: int) -> str:
 def verdict_table(scores: RecipeScores, goal: Goal) -> str:
     """The table of the difference to the goal's reference and the verdict, by recipe and budget.
 
-    Arms with more seeds than `FIRST` have a second row, which compares with arms of `FIRST` alone.
+    Arms with more seeds than `SEEDS` have a second row, of pairs of these seeds alone.
     """
-    first = of_first(scores)
     criterion = partial(reached, within=goal.within)
     rows = []
     for arm in ARMS:
-        texts, of_same_seeds = [], []
-        for steps in BUDGETS:
-            sample, reference = goal.cells(arm.name, steps)
-            is_measured = scores.get(sample) and scores.get(reference) and sample != reference
-            difference = gap(scores, sample, reference) if is_measured else None
-            texts.append(judged(difference, criterion=criterion) if difference else "")
-            has_more = difference is not None and difference.seeds > len(FIRST)
-            same = gap(first, sample, reference) if has_more else None
-            of_same_seeds.append(judged(same, criterion=criterion) if same else "")
         if arm.name == BASELINE:
             continue
-        for label, cells in (
-            (arm.label, texts),
-            (f"{arm.label}; seeds 0 to 2 alone", of_same_seeds),
+        pairs = [goal.cells(arm.name, steps) for steps in BUDGETS]
+        gaps = [
+            gap(scores, *cells) if all(map(scores.get, cells)) and len(set(cells)) == 2 else None
+            for cells in pairs
+        ]
+        of_seeds = [
+            gap(scores, *cells, seeds=SEEDS) if whole and whole.seeds > len(SEEDS) else None
+            for cells, whole in zip(pairs, gaps, strict=True)
+        ]
+        for label, differences in (
+            (arm.label, gaps),
+            (f"{arm.label}; seeds 0 to 2 alone", of_seeds),
         ):
-            if any(cells):
-                rows.append([label, *cells])
+            if any(differences):
+                texts = [judged(x, criterion=criterion) if x else "" for x in differences]
+                rows.append([label, *texts])
     return markdown_table(["recipe", *BUDGET_TEXTS], rows, align="l" + "l" * len(BUDGETS))
 
 
-def of_first(scores: RecipeScores) -> RecipeScores:
-    """The scores of the seeds that every arm has."""
-    return {
-        cell: {seed: values for seed, values in of_seeds.items() if seed in FIRST}
-        for cell, of_seeds in scores.items()
-    }
-
-
-def fresh_scores() -> RecipeScores:
-    """Top-1 on the fresh pairs, in the columns of this page."""
-    return {
-        (arm.removesuffix(f"-{BUDGETS[-1]}"), BUDGETS[-1], COLUMNS[mode]): of_seeds
-        for (arm, mode), of_seeds in fresh_pairs.read_scores().items()
-        if mode in COLUMNS
-    }
-
-
-def goals_table(scores: RecipeScores) -> str:
+def goals_table(scores: RecipeScores, fresh: fresh_pairs.FreshScores) -> str:
     """The table of all goals and of `BEST`, at the largest budget that has the reference.
 
-    All cells are of the seeds `FIRST`, and there is a column of the fresh pairs for each recipe.
+    All cells are of `SEEDS`, and there is a column of the fresh pairs for each recipe.
     """
-    first, fresh, rows = of_first(scores), fresh_scores(), []
+    in_columns: RecipeScores = {
+        (arm.removesuffix(f"-{BUDGETS[-1]}"), BUDGETS[-1], COLUMNS[mode]): of_seeds
+        for (arm, mode), of_seeds in fresh.items()
+        if mode in COLUMNS
+    }
+    rows = []
     for goal in GOALS:
-        steps = max(n for n in BUDGETS if all(map(first.get, goal.cells(BEST[0], n))))
+        steps = max(n for n in BUDGETS if all(map(scores.get, goal.cells(BEST[0], n))))
         limit = f"{goal.within:g} below" if goal.within else "not below"
+        criterion = partial(reached, within=goal.within)
         texts = []
         for arm in BEST:
             cells = goal.cells(arm, steps)
-            for pairs in (first, fresh):
-                is_measured = all(map(pairs.get, cells))
-                criterion = partial(reached, within=goal.within)
-                texts.append(judged(gap(pairs, *cells), criterion=criterion) if is_measured else "")
+            for top1 in (scores, in_columns):
+                is_measured = all(map(top1.get, cells))
+                difference = gap(top1, *cells, seeds=SEEDS) if is_measured else None
+                texts.append(judged(difference, criterion=criterion) if difference else "")
         rows.append([f"{goal.words}: {limit}", f"{steps:,}", *texts])
     head = ["goal", "steps", *(f"{blocks}, {pairs}" for blocks in BLOCKS for pairs in PAIR_WORDS)]
     return markdown_table(head, rows, align="lr" + "l" * (len(head) - 2))
@@ -316,28 +298,17 @@ def draw(scores: RecipeScores) -> Figure:
     handles = {}
     panels = figure.subplots(1, len(DRAWN_COLUMNS), sharey=True)
     for axes, column in zip(panels, DRAWN_COLUMNS, strict=True):
-        style_axes(axes, column)
+        style_percent(axes, column, across="steps")
         for arm, (colour, marker) in DRAWN.items():
             of_budgets = {n: scores.get((arm, n, COLUMNS[column])) for n in BUDGETS}
             cells = {n: estimate(x, images=IMAGES) for n, x in of_budgets.items() if x}
-            handles[arm] = axes.errorbar(
-                list(cells),
-                [cell.mean for cell in cells.values()],
-                yerr=[
-                    [cell.mean - cell.low for cell in cells.values()],
-                    [cell.high - cell.mean for cell in cells.values()],
-                ],
-                color=colour, marker=marker, capsize=2.5,
-            )  # fmt: skip
+            means = list(cells.values())
+            handles[arm] = plot_estimates(axes, list(cells), means, color=colour, marker=marker)
         axes.set_xscale("log")
         axes.set_xticks(BUDGETS, [f"{steps:,}" for steps in BUDGETS])
         axes.minorticks_off()
-        axes.set_ylim(0, 102)
-        axes.set_xlabel("steps", color=INK)
-        axes.grid(axis="y", color=RULE, linewidth=0.8)
     panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
-    labels = {arm.name: arm.label for arm in ARMS}
-    legend_below(figure, [(handle, labels[arm]) for arm, handle in handles.items()])
+    legend_below(figure, [(handle, LABELS[arm]) for arm, handle in handles.items()])
     return figure
 
 
@@ -345,7 +316,6 @@ def pairs_table(
     scores: RecipeScores, pairs: Iterable[tuple[str, str]], *, head: str, columns: Sequence[str]
 ) -> str:
     """The table of each arm minus its reference, at every budget that both have, paired by seed."""
-    labels = {arm.name: arm.label for arm in ARMS}
     rows = []
     for arm, reference in pairs:
         for steps in BUDGETS:
@@ -355,7 +325,7 @@ def pairs_table(
                 is_measured = all(scores.get(cell) for cell in cells)
                 texts.append(judged(gap(scores, *cells)) if is_measured else "")
             if any(texts):
-                rows.append([labels[reference], f"{steps:,}", *texts])
+                rows.append([LABELS[reference], f"{steps:,}", *texts])
     return markdown_table([head, "steps", *columns], rows, align="lr" + "l" * len(columns))
 
 
@@ -401,14 +371,18 @@ def cost_table() -> str:
 def step_table() -> str:
     """The table of a step's median processor time, and of its ratio to ordinary training."""
     timed = newest_rows("methods")
-    rows = []
-    for label, name in TIMED.items():
-        cells = []
-        for case in CASES:
-            row = timed[f"step of {name or TIMED['LayerShuffle']}, {case}"]
-            seconds = median(pair[0 if name else 1] for pair in row.pairs)
-            cells += [f"{1000 * seconds:.0f}", f"{row.median:.2f}" if name else "1"]
-        rows.append([label, *cells])
+    columns = {
+        arm: [timed[f"step of {name}, {case}"] for case in CASES] for arm, name in TIMED.items()
+    }
+
+    def milliseconds(row: ClaimRow, side: int) -> str:
+        return f"{1000 * median(pair[side] for pair in row.pairs):.0f}"
+
+    ordinary = [text for row in columns[PLAIN] for text in (milliseconds(row, 1), "1")]
+    rows = [[LABELS[BASELINE], *ordinary]]
+    for arm, cases in columns.items():
+        texts = [text for row in cases for text in (milliseconds(row, 0), f"{row.median:.2f}")]
+        rows.append([LABELS[arm], *texts])
     head = [text for case in CASES for text in (f"ms, {case}", "of ordinary training")]
     return markdown_table(["a step of", *head], rows, align="l" + "r" * len(head))
 
@@ -432,7 +406,7 @@ def read_rates() -> dict[tuple[str, int], dict[float, float]]:
 def rate_table() -> str:
     """The table of the loss of recipes at every tried rate, and of the best rate."""
     losses = read_rates()
-    labels = {arm.name: arm.label for arm in ARMS} | OTHER_RATES
+    labels = LABELS | OTHER_RATES
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     rows = []
     for (arm, steps), by_rate in losses.items():
@@ -449,26 +423,27 @@ def _rate_text(rate: float) -> str:
 
 def with_tables(page: str, scores: RecipeScores) -> str:
     """`page` with new tables between its marks."""
-    for steps in BUDGETS:
-        page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))
-    for goal in GOALS:
-        page = with_marked(page, goal.name, verdict_table(scores, goal))
-    head = "three tied blocks less twelve of"
-    table = pairs_table(scores, TIED_PAIRS, head=head, columns=tuple(COLUMNS))
-    page = with_marked(page, "tied", table)
     once = ("in order", "any order", "9 alive", "6 alive", "3 alive")
-    table = pairs_table(scores, WITHOUT_EXIT, head="an exit loss beside", columns=once)
-    page = with_marked(page, "exits", table)
-    for budget in changed_training.BUDGETS:
-        page = with_marked(page, f"changes {budget}", changes_table(budget))
-    page = with_marked(page, "rates", rate_table())
-    page = with_marked(page, "costs", cost_table())
-    page = with_marked(page, "steps", step_table())
-    page = with_marked(page, "goals", goals_table(scores))
-    labels = {f"{arm.name}-{BUDGETS[-1]}": arm.label for arm in ARMS}
-    page = with_marked(page, "fresh", fresh_pairs.accuracy_table(labels))
-    page = with_marked(page, "fresh verdicts", fresh_pairs.verdict_table(labels))
-    return with_marked(page, "chance", chance_words(page))
+    fresh = fresh_pairs.read_scores()
+    labels = {f"{arm}-{BUDGETS[-1]}": label for arm, label in LABELS.items()}
+    tables = {
+        **{f"accuracy {steps}": accuracy_table(scores, steps) for steps in BUDGETS},
+        "fresh": fresh_pairs.accuracy_table(fresh, labels),
+        "fresh verdicts": fresh_pairs.verdict_table(fresh, labels),
+        "goals": goals_table(scores, fresh),
+        **{goal.name: verdict_table(scores, goal) for goal in GOALS},
+        "tied": pairs_table(
+            scores, TIED_PAIRS, head="three tied blocks less twelve of", columns=tuple(COLUMNS)
+        ),
+        "exits": pairs_table(scores, WITHOUT_EXIT, head="an exit loss beside", columns=once),
+        **{f"changes {budget}": changes_table(budget) for budget in changed_training.BUDGETS},
+        "rates": rate_table(),
+        "costs": cost_table(),
+        "steps": step_table(),
+    }
+    for name, table in tables.items():
+        page = with_marked(page, name, table)
+    return with_marked(page, "chance", chance_words("\n".join(tables.values())))
 
 
 if __name__ == "__main__":

@@ -12,21 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from open_questions import keep, rows_of
+from open_questions import DEPTH, IMAGES, keep, rows_of, scored_batches
 from performance_page import with_marked
-from torch import nn
 
 import layershuffle as ls
-from layershuffle.data import DataOptions, open_data
-from layershuffle.data.batches import DeviceBatches
 from layershuffle.files import write_text
-from layershuffle.models import image_view
 from layershuffle.stats import estimate
 from layershuffle.text import markdown_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "rounds.md"
 MODEL, CSV = "bundled:digits-swarm", "shipped-rounds.csv"
-DEPTH, IMAGES, ORDERS = 12, 600, 8
+ORDERS = 8
 SIZES = {1: "one after the other", **{n: f"{n} side by side" for n in (2, 3, 4, 6)}}
 """The blocks of a round, and their words on the page."""
 ALIVE = {9: (1, 2), 6: (1, 2), 3: (1, 2, 4)}
@@ -56,20 +52,11 @@ def mode_of(case: str, count: int, passes: int) -> str:
     return f"kept:{count}:arbitrary" + (f":passes={passes}" if passes > 1 else "")
 
 
-def open_batches(model: nn.Module) -> DeviceBatches:
-    """The scored test pairs."""
-    options = DataOptions(train=False, max_test=IMAGES)
-    data = open_data("digit-pairs", image_view(model), options=options)
-    return DeviceBatches(
-        data.splits["test"], data.finish, batch_size=250, device="cpu", processes=0
-    )
-
-
 def measure() -> Iterator[ShippedRow]:
     """Score the model in every cell of the tables."""
     torch.set_num_threads(1)
     model = ls.load(MODEL)
-    batches = open_batches(model)
+    batches = scored_batches(model)
     cells = [("rounds", size, 1) for size in SIZES]
     cells += [("alive", n, k) for n, passes in ALIVE.items() for k in passes]
     for case, count, passes in cells:

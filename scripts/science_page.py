@@ -5,19 +5,25 @@ python scripts/science_page.py
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any, TypeVar
 
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from performance_page import chance_words, with_marked
+from performance_page import with_marked
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.results import read_rows
-from layershuffle.stats import Difference, compare, estimate, mean
+from layershuffle.stats import Difference, Estimate, compare, estimate, mean
+from layershuffle.study.figures import error_bars
+from layershuffle.study.tables import interval_text
 from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +33,7 @@ ROUND_STUDIES = ("digits-rounds", "digits-tied-rounds")
 PAGE, FIGURE = ROOT / "docs" / "science.md", ROOT / "docs" / "science.png"
 PLACES, IMAGES = 12, 2000
 
+Cell = TypeVar("Cell", bound=Hashable)
 ScienceCell = tuple[str, str, int, int]  # arm, order, places alive, passes
 Scores = dict[ScienceCell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
 RoundScores = dict[
@@ -147,13 +154,48 @@ def judged(difference: Difference, *, criterion: Callable[[Difference], str] = v
     return f"{text} **{criterion(difference)}**" if isfinite(difference.low) else text
 
 
+def chance_words(text: str) -> str:
+    """How many differences the tables in `text` judge, and how many of them chance would tell.
+
+    Goals are not counted, because they are judged against other limits than zero.
+    """
+    tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    count = len(re.findall(r"\*\*(?:better|worse|not told apart)\*\*", tables))
+    return (
+        f"These tables ask of {count} differences whether a 95 % interval excludes zero.\n"
+        f"If nothing differed anywhere, about {count / 20:.0f} would be told apart by chance."
+    )
+
+
+def gap(
+    scores: Mapping[Cell, Mapping[int, Sequence[float]]],
+    sample: Cell,
+    reference: Cell,
+    *,
+    seeds: Sequence[int] | None = None,
+) -> Difference:
+    """The difference in top-1 of two cells in points, paired by the seeds that both have.
+
+    `seeds` leaves out all other seeds.
+    """
+    means = [
+        {seed: mean(values) for seed, values in scores[cell].items() if not seeds or seed in seeds}
+        for cell in (sample, reference)
+    ]
+    return compare(*means)
+
+
+def estimate_text(cell: Estimate) -> str:
+    """ "92.9 (92.3-93.5)": a mean in percent and its 95 % interval."""
+    return f"{cell.mean:.1f} ({interval_text(cell)})"
+
+
 def accuracy_table(scores: Scores) -> str:
     """The table of mean top-1 over models and its 95 % interval."""
     rows = []
     for arm in ARMS:
         cells = [estimate(scores[arm.name, *column], images=IMAGES) for column in COLUMNS.values()]
-        texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in cells]
-        rows.append([arm.label, arm.different, *texts])
+        rows.append([arm.label, arm.different, *map(estimate_text, cells)])
     head = ["arm", "different blocks", *COLUMNS]
     return markdown_table(head, rows, align="lr" + "r" * len(COLUMNS))
 
@@ -163,10 +205,7 @@ def verdict_table(scores: Scores) -> str:
     labels = {arm.name: arm.label for arm in ARMS}
     rows = []
     for where, sample, of_sample, reference, of_reference in QUESTIONS:
-        difference = compare(
-            {seed: mean(values) for seed, values in scores[sample, *of_sample].items()},
-            {seed: mean(values) for seed, values in scores[reference, *of_reference].items()},
-        )
+        difference = gap(scores, (sample, *of_sample), (reference, *of_reference))
         cells = [interval(difference), f"**{verdict(difference)}**"]
         rows.append([where, labels[sample], labels[reference], *cells])
     head = ("where", "is this arm", "better than", "by points of top-1", "verdict")
@@ -221,24 +260,37 @@ def rounds_table(scores: RoundScores) -> str:
     for arm, label in ROUND_ARMS.items():
         cells = []
         for size in ROUND_SIZES.values():
-            shown, reference = (
-                {seed: mean(values) for seed, values in scores.get((name, size), {}).items()}
-                for name in (arm, "layershuffle")
-            )
-            text = f"{mean(shown):.1f}" if shown else ""
+            shown = scores.get((arm, size), {})
+            text = f"{mean([mean(values) for values in shown.values()]):.1f}" if shown else ""
             if shown and arm != "layershuffle":
-                text += f", {judged(compare(shown, reference))}"
+                text += f", {judged(gap(scores, (arm, size), ('layershuffle', size)))}"
             cells.append(text)
         if any(cells):
             rows.append([label, *cells])
     return markdown_table(["arm", *ROUND_SIZES], rows, align="l" + "l" * len(ROUND_SIZES))
 
 
+def style_percent(axes: Axes, title: str, *, across: str) -> None:
+    """Style a panel of accuracies in percent over `across`."""
+    style_axes(axes, title)
+    axes.set_ylim(0, 102)
+    axes.set_xlabel(across, color=INK)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+
+
+def plot_estimates(
+    axes: Axes, places: Sequence[float], cells: Sequence[Estimate], **style: Any
+) -> ErrorbarContainer:
+    """Plot means and their intervals."""
+    means = [cell.mean for cell in cells]
+    return axes.errorbar(places, means, yerr=error_bars(cells), capsize=2.5, **style)
+
+
 def draw(scores: Scores) -> Figure:
     """Plot accuracy over the number of different blocks; each device holds one of the twelve."""
     figure = new_figure(6.6, 4.4)
     axes = figure.subplots()
-    style_axes(axes, "Twelve devices of one block each")
+    style_percent(axes, "Twelve devices of one block each", across="different blocks among them")
     shuffled = [arm for arm in ARMS if arm.name not in ("baseline", "layershuffle-depth")]
     depth = [arm for arm in ARMS if arm.name == "layershuffle-depth"]
     lines = (
@@ -249,22 +301,13 @@ def draw(scores: Scores) -> Figure:
     for name, column, colour, marker in lines:
         for arms, face, style in ((shuffled, colour, "-"), (depth, "none", "")):
             cells = [estimate(scores[arm.name, *column], images=IMAGES) for arm in arms]
-            means = [cell.mean for cell in cells]
-            handle = axes.errorbar(
-                [arm.different for arm in arms],
-                means,
-                yerr=[
-                    [cell.mean - cell.low for cell in cells],
-                    [cell.high - cell.mean for cell in cells],
-                ],
-                color=colour, marker=marker, markerfacecolor=face, linestyle=style, capsize=2.5,
+            handle = plot_estimates(
+                axes, [arm.different for arm in arms], cells,
+                color=colour, marker=marker, markerfacecolor=face, linestyle=style,
             )  # fmt: skip
             entries.append((handle, name if arms is shuffled else f"{name}: LayerShuffle-depth"))
     axes.set_xticks([arm.different for arm in shuffled])
-    axes.set_ylim(0, 102)
-    axes.set_xlabel("different blocks among them", color=INK)
     axes.set_ylabel("top-1 accuracy (%)", color=INK)
-    axes.grid(axis="y", color=RULE, linewidth=0.8)
     legend_below(figure, entries)
     return figure
 

@@ -181,12 +181,9 @@ def test_fresh_pairs_are_behind_all_that_chose() -> None:
 def test_the_words_about_fresh_pairs_are_those_of_the_scores(
     page: str, sample: str, reference: str, mode: str, cell: str, words: str
 ) -> None:
-    scores = fresh_pairs.read_scores()
-    sides = [
-        {seed: sum(v) / len(v) for seed, v in scores[getattr(fresh_pairs, name), mode].items()}
-        for name in (sample, reference)
-    ]
-    assert recipes_page.judged(recipes_page.compare(*sides)) == cell
+    cells = [(getattr(fresh_pairs, arm), mode) for arm in (sample, reference)]
+    difference = recipes_page.gap(fresh_pairs.read_scores(), *cells)
+    assert recipes_page.judged(difference) == cell
     assert words in " ".join(page.partition("<!-- begin: chance")[0].split())
 
 

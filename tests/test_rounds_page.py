@@ -19,8 +19,9 @@ def test_the_shipped_model_scores_as_committed() -> None:
         (row["case"], row["count"], row["passes"]): row["top1"].split()
         for row in open_questions.rows_of(rounds_page.CSV)
     }
-    batches = rounds_page.open_batches(ls.load(rounds_page.MODEL))
-    (score, *_) = ls.evaluate(ls.load(rounds_page.MODEL), batches, modes="arbitrary", num_orders=1)
+    model = ls.load(rounds_page.MODEL)
+    batches = open_questions.scored_batches(model)
+    (score, *_) = ls.evaluate(model, batches, modes="arbitrary", num_orders=1)
     assert cells["rounds", "1", "1"][0] == f"{score.top1:.2f}"
     # Blocks one after the other are the same with a barrier and without one.
     assert cells["rounds", "1", "1"] == cells["under way", "1", "1"]
