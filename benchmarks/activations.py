@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bench.workloads import PICO, VIT_B, make_workload
-from layershuffle.stack import blocks_of
+from layershuffle.core.stack import blocks_of
 
 # Parameters and states, autocast, and units expected.
 CASES = {

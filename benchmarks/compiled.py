@@ -18,9 +18,9 @@ from torch import nn
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.compiling import BlockCompiler
-from layershuffle.policies import Shuffled
-from layershuffle.stack import depth_of, running
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.stack import depth_of, running
 
 CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}
 SMOKES = {"smoke": (PICO, 2)}

@@ -17,10 +17,10 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, timed_on
 from layershuffle.bench.workloads import PICO, Workload, make_workload
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.stack import depth_of, running
 from layershuffle.data.formula import FormulaFinish
 from layershuffle.data.formula_kinds import KINDS
-from layershuffle.policies import Shuffled
-from layershuffle.stack import depth_of, running
 
 WIDTH_128 = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=300&img_size=64&patch_size=16"

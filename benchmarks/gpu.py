@@ -38,11 +38,11 @@ from layershuffle.bench.workloads import (
     converted,
     sweeps,
 )
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.losses import logits_of
+from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
+from layershuffle.core.stack import depth_of, running
 from layershuffle.errors import LayerShuffleError
-from layershuffle.models import logits_of
-from layershuffle.policies import OrderPolicy, Sequential, Shuffled
-from layershuffle.stack import depth_of, running
 from layershuffle.text import one_line
 from layershuffle.training.weights_cast import weights_cast_to
 

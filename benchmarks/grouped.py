@@ -16,9 +16,9 @@ from torch import Tensor
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import Shuffled
-from layershuffle.stack import depth_of, running
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.stack import depth_of, running
 
 # Batch, the least ratio against one by one, the most against one order for all.
 CASES = {

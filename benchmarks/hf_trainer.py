@@ -27,9 +27,9 @@ from transformers.trainer_callback import PrinterCallback
 from layershuffle.bench.timing import SMOKE, Effort, PhaseTimer, Side
 from layershuffle.bench.training import time_training, training_state
 from layershuffle.bench.workloads import workload_around
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.stack import wrap
 from layershuffle.settings import FitSettings
-from layershuffle.stack import wrap
 
 SMALL = {
     "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32,

@@ -22,13 +22,13 @@ from _harness import Claim, ClaimRow, compare, run_claim
 from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
 from layershuffle.bench.training import time_training, training_state
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
-from layershuffle.compiling import BlockCompiler
-from layershuffle.methods import find_method
-from layershuffle.models.tying import middle_blocks, tie
-from layershuffle.policies import Sequential, Shuffled
-from layershuffle.position import EncodingForm, PredictionForm, add_position
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.methods import find_method
+from layershuffle.core.policies import Sequential, Shuffled
+from layershuffle.core.position import EncodingForm, PredictionForm, add_position
+from layershuffle.core.stack import depth_of, running
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.settings import FitSettings
-from layershuffle.stack import depth_of, running
 
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("layershuffle", {}),

@@ -15,8 +15,8 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.policies import Shuffled
-from layershuffle.stack import depth_of, running
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.stack import depth_of, running
 from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
 GROUPS = (2, 4, 8)

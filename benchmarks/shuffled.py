@@ -12,8 +12,8 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.policies import OrderPolicy, Sequential, Shuffled
-from layershuffle.stack import depth_of, running
+from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
+from layershuffle.core.stack import depth_of, running
 
 CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}
 SMOKES = {"smoke": (PICO, 2)}

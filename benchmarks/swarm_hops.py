@@ -17,8 +17,8 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import load
-from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.drill import run_drill
 from layershuffle.swarm.load_client import client_inside, labelled_images, load_client

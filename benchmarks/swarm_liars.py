@@ -15,8 +15,10 @@ import torch
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.core.losses import logits_of
+from layershuffle.core.trie import run_stem
 from layershuffle.data import DataOptions, open_data
-from layershuffle.models import file_view, load, logits_of
+from layershuffle.models import file_view, load
 from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.messages import Answer, Packet, State, Visit, pack, unpack
@@ -25,7 +27,6 @@ from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.trie import run_stem
 
 DEPTH, HOSTS, CLIENTS, IMAGES, LIAR = 12, 6, 4, 200, "host-4"
 MOST = 3000

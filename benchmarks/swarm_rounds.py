@@ -12,8 +12,8 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 from swarm_hops import DATA, HEAVY, Swarms, whole
 
 from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.core.stack import depth_of
 from layershuffle.models import load
-from layershuffle.stack import depth_of
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.drill import Drill, Reply, run_drill
 from layershuffle.swarm.load_client import client_inside, labelled_images, load_client

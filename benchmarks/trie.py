@@ -18,7 +18,7 @@ from layershuffle.bench.workloads import (
     make_workload,
     sweeps,
 )
-from layershuffle.trie import block_executions, build_trie
+from layershuffle.core.trie import block_executions, build_trie
 
 DEPTH = 12
 # Block runs one by one and in the trie, and the least ratio of times.

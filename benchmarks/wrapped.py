@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
-from layershuffle.stack import depth_of, running, unwrap
+from layershuffle.core.stack import depth_of, running, unwrap
 
 # Small enough that what wrapping adds could be seen: forwards of about 20 and 100 ms.
 CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}

@@ -29,7 +29,7 @@ from torch.nn import functional
 from trainings import TrainingRun, batches_of, in_processes, read_arguments, stepper
 
 import layershuffle as ls
-from layershuffle.models import logits_of
+from layershuffle.core.losses import logits_of
 
 ARMS = {"baseline-adversarial": ls.Sequential(), "layershuffle-adversarial": ls.Shuffled()}
 RADIUS = 10 / 255

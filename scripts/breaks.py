@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from trainings import TrainingRun, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data.digits import (
     CANVAS,
     CLASSES,
@@ -41,7 +42,6 @@ from layershuffle.data.digits import (
     draw_pairs,
 )
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.stats import mean
 
 CSV = RESULTS / "breaks.csv"

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import layershuffle as ls
-from layershuffle.evaluation import evaluate_spec
 from layershuffle.models import read_record
+from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "src" / "layershuffle" / "assets"

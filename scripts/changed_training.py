@@ -28,8 +28,8 @@ from trainings import (
 )
 
 import layershuffle as ls
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data.digits import DigitPairs
-from layershuffle.models.tying import middle_blocks, tie
 
 CSV = RESULTS / "changed-training.csv"
 KEY = ("arm", "budget", "seed")

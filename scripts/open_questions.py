@@ -27,15 +27,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import layershuffle as ls
 from layershuffle.analysis import AnalysisSettings, read_analysis, run_analysis
+from layershuffle.core.losses import logits_of
+from layershuffle.core.methods import METHODS
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.digits import CANVAS
 from layershuffle.files import write_text
 from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.merging.soups import uniform_soup
-from layershuffle.methods import METHODS
-from layershuffle.models import image_view, logits_of
-from layershuffle.models.tying import middle_blocks, tie
+from layershuffle.models import image_view
 from layershuffle.stats import Difference, compare, mean
 from layershuffle.text import markdown_table
 

@@ -26,9 +26,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pixels
 
 import layershuffle as ls
+from layershuffle.core.losses import logits_of
 from layershuffle.data.digits import DIGIT_VIEW, LEVELS, DigitPairs
 from layershuffle.files import write_text
-from layershuffle.models import logits_of
 from layershuffle.stats import compare, mean
 from layershuffle.text import markdown_table
 

@@ -31,10 +31,10 @@ from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal
 from trainings import TrainingRun, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
+from layershuffle.core.methods import METHODS
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.methods import METHODS
-from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
 CSV = RESULTS / "scenes.csv"

@@ -41,10 +41,10 @@ from common import (
     logits_of,
     score,
 )
+from layershuffle.core.hooks import TapRecord
+from layershuffle.core.orders import order_of
+from layershuffle.core.stack import BlockStack
 from layershuffle.errors import UsageError
-from layershuffle.hooks import TapRecord
-from layershuffle.orders import order_of
-from layershuffle.stack import BlockStack
 
 Gradients = dict[str, Tensor | None]
 

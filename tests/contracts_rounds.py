@@ -1,7 +1,7 @@
 """The contract of orders whose steps read older versions of the state, for all families.
 
 The yardstick is the slow path: a copy of the untouched host whose container holds a single module,
-which computes the recursion of `layershuffle.orders` in plain torch, every state kept.
+which computes the recursion of `core.orders` in plain torch, every state kept.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from contracts import (
     positioned,
     step,
 )
+from layershuffle.core.hooks import Step
+from layershuffle.core.stack import recomputing
+from layershuffle.core.trie import build_trie, forward_trie
 from layershuffle.errors import UsageError
-from layershuffle.hooks import Step
-from layershuffle.stack import recomputing
-from layershuffle.trie import build_trie, forward_trie
 
 TEXTS = {
     "rounds": "2+0,3+1",

@@ -23,7 +23,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "layershuffle.training",
-        "layershuffle.evaluation",
+        "layershuffle.scoring",
         "layershuffle.data.digits",
         "layershuffle.data.cache",
         "layershuffle.data.folder",

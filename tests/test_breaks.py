@@ -14,8 +14,8 @@ import torch
 from trainings import key_of
 
 import layershuffle as ls
+from layershuffle.core.discovery import find_blocks
 from layershuffle.data.digits import digit_images, draw_pairs
-from layershuffle.discovery import find_blocks
 
 RUNS = [run for stage in breaks.STAGES for run in stage]
 PAIRS = 128

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import layershuffle as ls
 from common import FAMILIES, PERMUTED, PRUNED, SEQUENTIAL, assert_close, gradients, images, score
+from layershuffle.core.stack import stack_of
 from layershuffle.errors import StackError
-from layershuffle.stack import stack_of
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 

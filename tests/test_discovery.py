@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, PERMUTED, images, logits_of
-from layershuffle.discovery import find_blocks
+from layershuffle.core.discovery import find_blocks
 from layershuffle.errors import StackError
 
 

@@ -13,8 +13,8 @@ import science_page
 import yaml
 
 from layershuffle.bundled import asset
+from layershuffle.core.stack import depth_of
 from layershuffle.recipes import read_recipe
-from layershuffle.stack import depth_of
 from layershuffle.stats import compare
 from layershuffle.study.dry_run import Forecast, StudySubject, forecast
 from layershuffle.study.selection import tasks_for

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import chisquare
 
 from common import global_generators_untouched
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
 
 ALPHA = 1e-4  # seeds are fixed: a test that passes once passes always
 

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
+from layershuffle.core.evaluation import Tally, evaluate
+from layershuffle.core.modes import parse_modes
+from layershuffle.core.stack import running
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Tally, evaluate, evaluate_spec, score_rows
-from layershuffle.modes import parse_modes
+from layershuffle.scoring import evaluate_spec, score_rows
 from layershuffle.settings import EvalSettings
-from layershuffle.stack import running
 from layershuffle.stats import ImageGroups
 
 VIT = FAMILIES["timm-vit"]
@@ -173,8 +174,8 @@ def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
     model, seen = VIT.wrapped(), []
     whole = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
     ls.blocks_of(model)[0].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
-    monkeypatch.setattr("layershuffle.trie._CACHED_BYTES", 1)
-    monkeypatch.setattr("layershuffle.trie._LEAST_IMAGES", 2)
+    monkeypatch.setattr("layershuffle.core.trie._CACHED_BYTES", 1)
+    monkeypatch.setattr("layershuffle.core.trie._LEAST_IMAGES", 2)
     parts = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
     assert set(seen) == {1, 2}
     for score, other in zip(whole, parts, strict=True):
@@ -244,8 +245,18 @@ def test_the_way_of_an_order_is_short():
         evaluate(model, BATCHES, orders=["3,0,2"])
     finally:
         sys.setprofile(before)
-    calls = {"trie.py", "chain.py", "stack.py", "runs.py", "entries.py"}
-    assert files == {"evaluation.py", "orders.py", "models/store.py"} | calls
+    names = (
+        "evaluation",
+        "orders",
+        "losses",
+        "position",
+        "trie",
+        "chain",
+        "stack",
+        "runs",
+        "entries",
+    )
+    assert files == {f"core/{name}.py" for name in names}
 
 
 def test_orders_that_do_not_fit_are_refused():

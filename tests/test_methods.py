@@ -2,9 +2,9 @@
 
 import pytest
 
+from layershuffle.core.methods import METHODS, find_method
+from layershuffle.core.policies import Kept, LayerDrop, Sequential, Shuffled
 from layershuffle.errors import UsageError
-from layershuffle.methods import METHODS, find_method
-from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
 
 
 @pytest.mark.parametrize(

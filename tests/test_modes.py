@@ -2,9 +2,9 @@
 
 import pytest
 
+from layershuffle.core.modes import Mode, parse_modes
+from layershuffle.core.policies import Kept, Sequential, Shuffled
 from layershuffle.errors import UsageError
-from layershuffle.modes import Mode, parse_modes
-from layershuffle.policies import Kept, Sequential, Shuffled
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, PATCH, SIZE, WIDTH, images
-from layershuffle.stack import blocks_of
+from layershuffle.core.stack import blocks_of
 from layershuffle.stats import t_interval
 from pages import misplaced_numbers
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder, order_of
 
 
 @st.composite

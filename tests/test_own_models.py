@@ -27,9 +27,9 @@ from common import (
 )
 from contracts import TOLERANCE, Rebuilt, answer
 from deaf_models import CUTTING, DEAF, CachedLater, Zipped, ZippedAfter
+from layershuffle.core.hooks import Step
+from layershuffle.core.stack import recomputing, stack_of, with_hooks
 from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step
-from layershuffle.stack import recomputing, stack_of, with_hooks
 from own_models import CHAINS, IN_PARTS, LOOPS, Masked
 from test_contracts import CHECKS
 

@@ -18,8 +18,14 @@ from scipy.stats import binom, binomtest, chisquare
 
 import layershuffle as ls
 from common import global_generators_untouched
+from layershuffle.core.policies import (
+    POLICIES,
+    OrderPolicy,
+    policy_from_json,
+    policy_to_json,
+    spaced,
+)
 from layershuffle.errors import UsageError
-from layershuffle.policies import POLICIES, OrderPolicy, policy_from_json, policy_to_json, spaced
 
 ALPHA = 1e-4  # seeds are fixed: a test that passes once passes always
 DRAWS = 4800

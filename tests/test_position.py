@@ -25,9 +25,8 @@ from common import (
     images,
     logits_of,
 )
-from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step
-from layershuffle.position import (
+from layershuffle.core.hooks import Step
+from layershuffle.core.position import (
     PositionEncoding,
     PositionGuess,
     PositionPrediction,
@@ -35,12 +34,13 @@ from layershuffle.position import (
     position_loss,
     width_of,
 )
-from layershuffle.position_forms import (
+from layershuffle.core.position_forms import (
     AUTHORS_ENCODING,
     AUTHORS_PREDICTION,
     TEXT_PREDICTION,
     form_from_json,
 )
+from layershuffle.errors import StackError, UsageError
 
 VIT = FAMILIES["timm-vit"]
 MEAN = ls.PredictionForm(loss="sum")

@@ -9,13 +9,14 @@ import torch
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
 from layershuffle.cli import main
-from layershuffle.compiling import BlockCompiler
-from layershuffle.evaluation import Tally, evaluate, evaluate_spec, micro_batches
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.evaluation import Tally, evaluate, micro_batches
+from layershuffle.core.stack import running
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.precision import choose_precision, judged, ratios_of
+from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
-from layershuffle.stack import running
 
 BATCHES = [(images(8, seed=s), torch.arange(8) % 5) for s in range(2)]
 MODES = "sequential,arbitrary,kept:2:arbitrary"
@@ -104,7 +105,7 @@ def compilers(monkeypatch):
         compilers.append(BlockCompiler(backend="eager", **given))
         return compilers[-1]
 
-    monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", make)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", make)
     return compilers
 
 
@@ -142,7 +143,7 @@ class Broken(BlockCompiler):
 
 
 def test_a_failed_compilation_is_reported_and_runs_in_eager_mode(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", Broken)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", Broken)
     compiled = scored(compile=True)
     assert compiled.scores == scored().scores
     assert compiled.blocks["mode"] == "eager"

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from layershuffle.bundled import asset
+from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.position_forms import EncodingForm
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import EvalSettings, FitSettings, digest
 from layershuffle.study.settings import StudySettings

@@ -23,9 +23,9 @@ from common import (
     images,
     logits_of,
 )
+from layershuffle.core.hooks import Step
+from layershuffle.core.stack import BlockStack, stack_of, walking, with_hooks
 from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step
-from layershuffle.stack import BlockStack, stack_of, walking, with_hooks
 from own_models import Masked, Own
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]

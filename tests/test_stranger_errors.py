@@ -16,8 +16,8 @@ from transformers import SwinConfig
 
 import layershuffle as ls
 from common import FAMILIES
+from layershuffle.core.modes import parse_modes
 from layershuffle.errors import DataError, StackError, UsageError
-from layershuffle.modes import parse_modes
 
 VIT = FAMILIES["timm-vit"]
 

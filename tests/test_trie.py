@@ -8,10 +8,9 @@ import torch
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
-from layershuffle.errors import StackError
-from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import running
-from layershuffle.trie import (
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.stack import running
+from layershuffle.core.trie import (
     block_executions,
     build_trie,
     forward_trie,
@@ -19,6 +18,7 @@ from layershuffle.trie import (
     run_head,
     run_stem,
 )
+from layershuffle.errors import StackError
 
 DEPTH = 12
 VIT = "timm-vit"
@@ -102,7 +102,7 @@ def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes,
     with ls.tap(model) as tapped, torch.inference_mode():
         model(batch[:1])
     of_one = tapped.records[0].tensor.nbytes
-    monkeypatch.setattr("layershuffle.trie._CACHED_BYTES", int(kept_bytes * of_one))
+    monkeypatch.setattr("layershuffle.core.trie._CACHED_BYTES", int(kept_bytes * of_one))
     with torch.inference_mode():
         size = images_at_once(model, batch, forward=lambda x: logits_of(model(x)))
     assert [*map(len, batch.split(size))] == sizes

@@ -10,6 +10,23 @@ from typing import TYPE_CHECKING, Any
 from layershuffle._version import __version__
 
 if TYPE_CHECKING:
+    from layershuffle.core.evaluation import evaluate as evaluate
+    from layershuffle.core.orders import ExecutionOrder as ExecutionOrder
+    from layershuffle.core.policies import Fixed as Fixed
+    from layershuffle.core.policies import Kept as Kept
+    from layershuffle.core.policies import LayerDrop as LayerDrop
+    from layershuffle.core.policies import Sequential as Sequential
+    from layershuffle.core.policies import Shuffled as Shuffled
+    from layershuffle.core.position import PositionedModel as PositionedModel
+    from layershuffle.core.position import add_position as add_position
+    from layershuffle.core.position_forms import EncodingForm as EncodingForm
+    from layershuffle.core.position_forms import PredictionForm as PredictionForm
+    from layershuffle.core.stack import blocks_of as blocks_of
+    from layershuffle.core.stack import depth_of as depth_of
+    from layershuffle.core.stack import running as running
+    from layershuffle.core.stack import tap as tap
+    from layershuffle.core.stack import unwrap as unwrap
+    from layershuffle.core.stack import wrap as wrap
     from layershuffle.errors import DataError as DataError
     from layershuffle.errors import Interrupted as Interrupted
     from layershuffle.errors import LayerShuffleError as LayerShuffleError
@@ -18,7 +35,6 @@ if TYPE_CHECKING:
     from layershuffle.errors import StackError as StackError
     from layershuffle.errors import TrainingError as TrainingError
     from layershuffle.errors import UsageError as UsageError
-    from layershuffle.evaluation import evaluate as evaluate
     from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
     from layershuffle.merging.group import Family as Family
     from layershuffle.merging.group import MergeGroup as MergeGroup
@@ -29,22 +45,6 @@ if TYPE_CHECKING:
     from layershuffle.merging.soups import uniform_soup as uniform_soup
     from layershuffle.models import load as load
     from layershuffle.models import save as save
-    from layershuffle.orders import ExecutionOrder as ExecutionOrder
-    from layershuffle.policies import Fixed as Fixed
-    from layershuffle.policies import Kept as Kept
-    from layershuffle.policies import LayerDrop as LayerDrop
-    from layershuffle.policies import Sequential as Sequential
-    from layershuffle.policies import Shuffled as Shuffled
-    from layershuffle.position import PositionedModel as PositionedModel
-    from layershuffle.position import add_position as add_position
-    from layershuffle.position_forms import EncodingForm as EncodingForm
-    from layershuffle.position_forms import PredictionForm as PredictionForm
-    from layershuffle.stack import blocks_of as blocks_of
-    from layershuffle.stack import depth_of as depth_of
-    from layershuffle.stack import running as running
-    from layershuffle.stack import tap as tap
-    from layershuffle.stack import unwrap as unwrap
-    from layershuffle.stack import wrap as wrap
 
 # Name -> module: `__getattr__` (PEP 562) imports it at the first use of the name.
 _HOME = {
@@ -56,25 +56,25 @@ _HOME = {
     "ModelFileError": "errors",
     "TrainingError": "errors",
     "Interrupted": "errors",
-    "ExecutionOrder": "orders",
-    "Sequential": "policies",
-    "Shuffled": "policies",
-    "LayerDrop": "policies",
-    "Kept": "policies",
-    "Fixed": "policies",
-    "EncodingForm": "position_forms",
-    "PredictionForm": "position_forms",
-    "wrap": "stack",
-    "unwrap": "stack",
-    "running": "stack",
-    "tap": "stack",
-    "blocks_of": "stack",
-    "depth_of": "stack",
-    "add_position": "position",
-    "PositionedModel": "position",
+    "ExecutionOrder": "core.orders",
+    "Sequential": "core.policies",
+    "Shuffled": "core.policies",
+    "LayerDrop": "core.policies",
+    "Kept": "core.policies",
+    "Fixed": "core.policies",
+    "EncodingForm": "core.position_forms",
+    "PredictionForm": "core.position_forms",
+    "wrap": "core.stack",
+    "unwrap": "core.stack",
+    "running": "core.stack",
+    "tap": "core.stack",
+    "blocks_of": "core.stack",
+    "depth_of": "core.stack",
+    "add_position": "core.position",
+    "PositionedModel": "core.position",
     "load": "models",
     "save": "models",
-    "evaluate": "evaluation",
+    "evaluate": "core.evaluation",
     "MergePlan": "merging.plans",
     "sample_plans": "merging.plans",
     "MergeGroup": "merging.group",

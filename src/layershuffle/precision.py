@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.losses import logits_of
+from layershuffle.core.runs import in_eval
+from layershuffle.core.stack import blocks_of
 from layershuffle.machine import cpu_has_bf16
-from layershuffle.models import image_view, logits_of
-from layershuffle.runs import in_eval
-from layershuffle.stack import blocks_of
+from layershuffle.models import image_view
 
 ProbeStep = Callable[[], object]
 GAIN = 1.2

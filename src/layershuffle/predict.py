@@ -9,16 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.losses import logits_of
+from layershuffle.core.modes import parse_modes
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.runs import in_eval
+from layershuffle.core.stack import running
 from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
-from layershuffle.models import class_names_of, file_view, logits_of, num_classes_of
-from layershuffle.modes import parse_modes
-from layershuffle.orders import ExecutionOrder
+from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.progress import Progress, unheard
-from layershuffle.runs import in_eval
-from layershuffle.stack import running
 
 _AT_ONCE = 64  # images in memory: a user may name a whole folder
 

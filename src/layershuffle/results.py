@@ -53,7 +53,7 @@ class ScoreRow(BaseModel):
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
     blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
     images count as (`stats.ImageGroups`), whole from 100 on. `order_seed` numbers the draws of a
-    mode. `order` is text as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw`
+    mode. `order` is text as `core.orders` writes it, "3,0,2"; it is empty where `draw`
     is "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
     `parallel` side by side.
     Columns that this version does not know are kept as text.

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from layershuffle.core.methods import Method, find_method
+from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import Choice
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device
-from layershuffle.methods import Method, find_method
-from layershuffle.modes import parse_modes
-from layershuffle.policies import Choice
-from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.text import nearest
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"

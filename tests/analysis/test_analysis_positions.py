@@ -17,9 +17,9 @@ from layershuffle.analysis import position, umap
 from layershuffle.analysis.features import pooled
 from layershuffle.analysis.position_table import grid
 from layershuffle.analysis.subject import Subject
+from layershuffle.core.stack import running
 from layershuffle.data import Split
 from layershuffle.errors import UsageError
-from layershuffle.stack import running
 from layershuffle.stats import ImageGroups
 
 

@@ -24,9 +24,9 @@ from layershuffle.bench.workloads import (
     random_spec,
 )
 from layershuffle.cli import main
+from layershuffle.core.stack import running, with_hooks
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
-from layershuffle.stack import running, with_hooks
 from layershuffle.training.state import TrainState
 
 # torch's own, while it traces.

@@ -10,7 +10,7 @@ import pytest
 from _harness import ClaimRow
 
 from layershuffle.bench.timing import SMOKE, Effort
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
 ONCE = Effort(pairs=1, seconds=0.0, warm_up=1)

@@ -15,7 +15,7 @@ from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, CommandGroup, main, swarm
 from layershuffle.cli.eval import EvalCommand
-from layershuffle.methods import METHODS
+from layershuffle.core.methods import METHODS
 from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS

@@ -15,8 +15,8 @@ from timm.data import create_transform, resolve_data_config
 import layershuffle as ls
 from common import redraw
 from layershuffle.cli import main
+from layershuffle.core.policies import Kept
 from layershuffle.models import set_class_names, truncate
-from layershuffle.policies import Kept
 
 SPEC = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&in_chans=1&img_size=12,20"

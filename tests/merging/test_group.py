@@ -12,13 +12,13 @@ from torch import nn
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, ORDERS, images, logits_of, redraw
+from layershuffle.core.evaluation import evaluate
+from layershuffle.core.stack import running
 from layershuffle.errors import UsageError
-from layershuffle.evaluation import evaluate
 from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
 from layershuffle.merging.plans import MergePlan, sample_plans
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import Origin, remember
-from layershuffle.stack import running
 
 PLANS = {
     "average": MergePlan((2, 0, 3, 1)),

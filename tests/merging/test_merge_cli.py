@@ -17,17 +17,17 @@ from torch.nn.functional import cross_entropy
 import layershuffle as ls
 from common import redraw
 from layershuffle.cli import main
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.evaluation import evaluate
+from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.evaluation import evaluate
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.rows import COLUMNS, rows_csv, rows_from_csv
 from layershuffle.merging.scoring import score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.models import image_view
-from layershuffle.policies import Shuffled, policy_to_json
 from layershuffle.results import EFFECTIVE
 from layershuffle.stats import wilson_interval
 
@@ -146,7 +146,7 @@ def compilers(monkeypatch):
         built.append(BlockCompiler(backend="eager", **options))
         return built[-1]
 
-    monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", make)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", make)
     return built
 
 

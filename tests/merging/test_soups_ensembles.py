@@ -8,12 +8,12 @@ import torch
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, images, logits_of, redraw
+from layershuffle.core.stack import running
+from layershuffle.core.trie import block_executions, build_trie
 from layershuffle.errors import DataError, UsageError
 from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models.files import weights_digest
-from layershuffle.stack import running
-from layershuffle.trie import block_executions, build_trie
 
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(2)]
 

@@ -15,11 +15,9 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, images, redraw
+from layershuffle.core.losses import logits_of
+from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.errors import ModelFileError
-from layershuffle.models import (
-    logits_of,
-)
-from layershuffle.policies import Shuffled, policy_to_json
 
 TINY = "pretrained=false&depth=2&embed_dim=32&num_heads=2&img_size=32&patch_size=8"
 DIGITS = (

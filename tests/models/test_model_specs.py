@@ -13,16 +13,13 @@ from saved_models import RECORD, TINY, assert_same_model, outputs
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, global_generators_untouched, images, redraw
+from layershuffle.core.losses import logits_of
+from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import BlockStack
 from layershuffle.errors import StackError, UsageError
-from layershuffle.models import (
-    host_of,
-    image_view,
-    logits_of,
-    num_classes_of,
-)
+from layershuffle.models import image_view, num_classes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.spec import parse_spec
-from layershuffle.stack import BlockStack
 
 
 def test_settings_are_yaml_scalars_and_lists() -> None:
@@ -140,7 +137,7 @@ def test_another_number_of_classes_gives_a_fresh_head_loudly(
     changed = before.state_dict().keys() - same
     assert changed
     assert all("head" in n or "classifier" in n for n in changed)
-    assert origin_of(host_of(model)).record == {}
+    assert origin_of(backbone_of(model)).record == {}
     # And the model with the new head is whole: it can be saved and read again.
     redraw(model, seed=5)
     ls.save(model, tmp_path / "new")

@@ -21,16 +21,11 @@ from torch import nn
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, redraw
+from layershuffle.core.policies import Shuffled, policy_from_json
+from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import BlockStack
 from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
-from layershuffle.models import (
-    host_of,
-    image_view,
-    num_classes_of,
-    read_record,
-    timm_host,
-)
-from layershuffle.policies import Shuffled, policy_from_json
-from layershuffle.stack import BlockStack
+from layershuffle.models import image_view, num_classes_of, read_record, timm_host
 
 
 def environment() -> dict[str, str]:
@@ -323,7 +318,7 @@ def test_the_card_says_how_to_load_with_and_without_us(
         exec(code, scope)
     ours, stock = (scope["model"] for scope in scopes)
     assert_same_model(ours, ls.load(f"dir:{saved / name}"))
-    pairs = zip(host_of(ours).parameters(), stock.parameters(), strict=True)
+    pairs = zip(backbone_of(ours).parameters(), stock.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert "layershuffle.safetensors" in card
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import layershuffle as ls
 from common import CLASSES, DEPTH, FAMILIES, WIDTH, assert_close, images, redraw
+from layershuffle.core.position_forms import AUTHORS_PREDICTION
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models import class_names_of, image_view
-from layershuffle.position_forms import AUTHORS_PREDICTION
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 ARGS = "img_size=32&patch_size=8&embed_dim=32&depth=4&num_heads=2"

@@ -18,16 +18,11 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, SIZE, assert_close
+from layershuffle.core.losses import logits_of
 from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size, uncropped_size
 from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.models import (
-    class_names_of,
-    image_view,
-    logits_of,
-    set_class_names,
-    set_image_view,
-)
+from layershuffle.models import class_names_of, image_view, set_class_names, set_image_view
 
 # Wide, tall, enlarged, and with a crop at fractions of pixels.
 SIZES = ((60, 43), (41, 97), (20, 19), (32, 32), (37, 35))

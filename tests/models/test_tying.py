@@ -8,11 +8,11 @@ from saved_models import assert_same_model, outputs
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, images, logits_of
+from layershuffle.core.stack import blocks_of
+from layershuffle.core.tying import middle_blocks, places_tied, share_weights, tie
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.compatibility import check_compatible
 from layershuffle.models.files import weights_digest
-from layershuffle.models.tying import middle_blocks, places_tied, share_weights, tie
-from layershuffle.stack import blocks_of
 
 LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
 

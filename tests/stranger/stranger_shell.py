@@ -20,7 +20,7 @@ from typing import IO, Any
 _SHELL = """
 import gc, json, os, sys
 gc.disable()
-import layershuffle.training, layershuffle.evaluation, layershuffle.merging.scoring
+import layershuffle.training, layershuffle.core.evaluation, layershuffle.merging.scoring
 import layershuffle.data.digits, layershuffle.study.runner, transformers.modeling_utils
 from layershuffle.cli import main
 gc.freeze()  # no command looks through what was imported, or copies its pages

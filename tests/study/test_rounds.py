@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixture import write_study
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.results import read_rows, write_rows
 from layershuffle.study.report import write_report
 from layershuffle.study.score_tables import in_passes, in_rounds, rounds_section

@@ -22,7 +22,7 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, images, redraw
-from layershuffle.orders import order_of
+from layershuffle.core.orders import order_of
 from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator

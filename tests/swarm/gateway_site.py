@@ -17,7 +17,7 @@ from PIL import Image
 
 from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
-from layershuffle.stack import blocks_of
+from layershuffle.core.stack import blocks_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, pack, unpack
 from layershuffle.swarm.remote_model import RemoteModel

@@ -10,7 +10,7 @@ import torch
 
 import layershuffle as ls
 from common import FAMILIES, WIDTH, images
-from layershuffle.stack import walking
+from layershuffle.core.stack import walking
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.host import BlockHost
 from layershuffle.swarm.limits import Limits

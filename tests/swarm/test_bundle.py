@@ -25,10 +25,10 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, WIDTH, redraw
+from layershuffle.core.position import add_position
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
+from layershuffle.core.stack import blocks_of
 from layershuffle.errors import ModelFileError, StackError, UsageError
-from layershuffle.position import add_position
-from layershuffle.position_forms import EncodingForm, PredictionForm
-from layershuffle.stack import blocks_of
 from layershuffle.swarm.bundle import bound_block, check_sibling, make_bundle
 from layershuffle.swarm.lineage import read_block
 from layershuffle.swarm.messages import (

@@ -11,17 +11,18 @@ from gateway_site import VIT, picture, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
+from layershuffle.core.evaluation import Score
+from layershuffle.core.modes import Mode
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.position import add_position
+from layershuffle.core.position_forms import EncodingForm
+from layershuffle.core.stack import running
+from layershuffle.core.trie import block_executions, build_trie
+from layershuffle.core.tying import tie
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
-from layershuffle.evaluation import Score
 from layershuffle.models import image_view, truncate
 from layershuffle.models.files import weights_digest
-from layershuffle.models.tying import tie
-from layershuffle.modes import Mode
-from layershuffle.orders import ExecutionOrder
-from layershuffle.position import add_position
-from layershuffle.position_forms import EncodingForm
-from layershuffle.stack import running
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     Calibration,
@@ -41,7 +42,6 @@ from layershuffle.swarm.expectations import (
     useful_blocks,
 )
 from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
-from layershuffle.trie import block_executions, build_trie
 from pictures import file_of
 
 DATA = "digit-pairs?test=40"

@@ -22,8 +22,8 @@ from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
 from layershuffle.cli.swarm.serving import describe_service
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.local import LocalHosts

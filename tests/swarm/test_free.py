@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import DEPTH, HOSTS, LIMITS, host
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm import state
 from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free, visits_at_once
 from layershuffle.swarm.limits import Limits

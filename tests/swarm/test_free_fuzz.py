@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_free_walk import START, Curved, replayed
 
 from clock import loop_time, run_virtual
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import HostFailed, HostGone, HostUnavailable
 from layershuffle.swarm.rounds import Rounds, Way

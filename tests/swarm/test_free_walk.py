@@ -10,7 +10,7 @@ from test_policy import LIMITS, host
 from test_router import Scripted
 
 from clock import loop_time, run_virtual
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.rounds import QUEUE, Rounds, Way
 from layershuffle.swarm.router import Router
@@ -27,7 +27,7 @@ def curved(blocks, state_before):
 
 
 def replayed(route, start=START):
-    """The route's steps by the formula of `layershuffle.orders`, one after the other."""
+    """The route's steps by the formula of `core.orders`, one after the other."""
     states = [start]
     for position, (block, version) in enumerate(route.steps):
         out = curved((block,), states[version])

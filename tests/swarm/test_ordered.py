@@ -12,8 +12,8 @@ from test_router import LIMITS as SCRIPTED_LIMITS
 from test_router import START, Scripted, after, routed
 
 from clock import loop_time, run_virtual
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.messages import HostFailed, HostGone, HostUnavailable, Visit
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step, stretch
 from layershuffle.swarm.policy import Finish, RequestProgress, Wait
@@ -49,7 +49,7 @@ def late(visits):
 
 
 def replayed(steps, start=START):
-    """The formula of `layershuffle.orders` on the arithmetic of the scripted hosts."""
+    """The formula of `core.orders` on the arithmetic of the scripted hosts."""
     states = [start]
     for k, (block, version) in enumerate(steps):
         out = after((block,), states[version])

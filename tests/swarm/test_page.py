@@ -11,10 +11,11 @@ import torch
 
 import layershuffle as ls
 from layershuffle.bundled import asset
+from layershuffle.core.losses import logits_of
 from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
-from layershuffle.models import logits_of, truncate
+from layershuffle.models import truncate
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.demo import demo_app
 from layershuffle.swarm.server.errors import HTTPError
@@ -163,7 +164,7 @@ def test_an_answer_has_classes_times_and_what_to_expect(workbench):
 
 def ls_predict(model, order):
     """The prediction of `layershuffle predict` for the packaged picture."""
-    from layershuffle.orders import order_of
+    from layershuffle.core.orders import order_of
     from layershuffle.predict import predict_files
 
     return predict_files(model, [asset("digit-pair.png")], order=order_of(order, 12), top=5)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm import state
 from layershuffle.swarm.free import decide_free
 from layershuffle.swarm.limits import Limits

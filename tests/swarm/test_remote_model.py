@@ -10,12 +10,12 @@ from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
+from layershuffle.core.position import add_position
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
+from layershuffle.core.stack import running
 from layershuffle.data.transforms import uncropped_size
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models import file_view, image_view
-from layershuffle.position import add_position
-from layershuffle.position_forms import EncodingForm, PredictionForm
-from layershuffle.stack import running
 from layershuffle.swarm.remote_model import (
     NotAnswered,
     RemoteModel,

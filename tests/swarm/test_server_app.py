@@ -9,12 +9,12 @@ from timm.models.vision_transformer import Block
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.cli.swarm.asking import status_table
+from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.stack import running, wrap
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
-from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.stack import running, wrap
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import HostFailed, HostGone

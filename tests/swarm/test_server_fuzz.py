@@ -13,8 +13,8 @@ import torch
 from gateway_site import VIT, picture, png_claiming, site
 
 from common import CLASSES
+from layershuffle.core.stack import running
 from layershuffle.models import image_view
-from layershuffle.stack import running
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder

@@ -18,7 +18,7 @@ import pytest
 from layershuffle import cli
 from layershuffle.bundled import asset
 from layershuffle.cli.swarm.local_faults import listener_of
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.client import SwarmClient
 from layershuffle.swarm.server.admin import SOCKET
 from waiting import HANGS, wait_for, wait_for_address

@@ -9,7 +9,7 @@ from engines import pico
 from pico_hosts import PATIENT
 
 import layershuffle as ls
-from layershuffle.models.tying import tie
+from layershuffle.core.tying import tie
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan

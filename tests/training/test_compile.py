@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
-from layershuffle.compiling import BlockCompiler
-from layershuffle.stack import blocks_of, recomputing
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.stack import blocks_of, recomputing
 from layershuffle.training import fit
 
 # torch's own warnings while it traces.
@@ -259,7 +259,7 @@ def test_switched_off_in_torch(tmp_path, caplog):
 def test_more_graphs_than_allowed(tmp_path, monkeypatch, caplog):
     """torch would run the rest in eager mode with a warning in its own log."""
     compiled_with(monkeypatch, "eager")
-    monkeypatch.setattr(sys.modules["layershuffle.compiling"], "_LIMIT", 2)
+    monkeypatch.setattr(sys.modules["layershuffle.core.compiling"], "_LIMIT", 2)
     result, _ = fitted(tmp_path, compile=True, model=NO_DROPOUT + "&drop_path_rate=0.3")
     assert result.compile["mode"] == "eager"
     assert result.compile["reason"].startswith("FailOnRecompileLimitHit")

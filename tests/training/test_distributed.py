@@ -20,11 +20,11 @@ from runs import NO_DROPOUT, assert_same_weights, settings, weights
 import layershuffle as ls
 from common import FAMILIES
 from forked import SERVER
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.position import PositionedModel
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
 from layershuffle.models import image_view
-from layershuffle.position import PositionedModel
 from layershuffle.settings import digest
 from layershuffle.training import fit
 from layershuffle.training.distributed import Ranks, joined

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 
 import layershuffle as ls
 from forked import SERVER
+from layershuffle.core.stack import blocks_of
+from layershuffle.core.tying import places_tied
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
 from layershuffle.machine import processor
 from layershuffle.models import image_view
-from layershuffle.models.tying import places_tied
-from layershuffle.stack import blocks_of
 from layershuffle.training import fit
 from layershuffle.training.loop import EpochSampler
 

@@ -14,9 +14,10 @@ from PIL import Image
 
 import layershuffle as ls
 from common import FAMILIES, assert_close, images, redraw
+from layershuffle.core.position import backbone_of
 from layershuffle.errors import DataError
-from layershuffle.evaluation import evaluate_spec
-from layershuffle.models import class_names_of, host_of, image_view, set_class_names
+from layershuffle.models import class_names_of, image_view, set_class_names
+from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.training import fit
 
@@ -97,7 +98,7 @@ def test_a_stock_pipeline_is_right_by_name_as_often_as_eval_says(
     again: Any = ls.load(str(out))
     assert class_names_of(again) == (BASE if names == BASE else FOLDERS)
     assert image_view(again).resize == (resize or "squash")
-    head = host_of(again).classifier.weight
+    head = backbone_of(again).classifier.weight
     near = (head - ls.load(model).classifier.weight).abs().max() < 1e-4
     assert bool(near) == kept
     # 24 images: of 12.5 %, chance is 33 %.

@@ -12,7 +12,7 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, gradients, images, score
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
 from layershuffle.errors import LayerShuffleError
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit

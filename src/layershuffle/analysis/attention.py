@@ -32,7 +32,7 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.hooks import Step
+from layershuffle.core.hooks import Step
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
 
 if TYPE_CHECKING:

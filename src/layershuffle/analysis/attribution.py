@@ -32,10 +32,10 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.hooks import Step
-from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import running, walking, with_hooks
-from layershuffle.trie import refuse_loops
+from layershuffle.core.hooks import Step
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.stack import running, walking, with_hooks
+from layershuffle.core.trie import refuse_loops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

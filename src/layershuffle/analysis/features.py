@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from layershuffle.hooks import Step
+from layershuffle.core.hooks import Step
 
 Token = Literal["class", "mean"]
 

@@ -29,8 +29,8 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
-from layershuffle.orders import ExecutionOrder
-from layershuffle.trie import TrieNode, block_executions, build_trie, forward_trie
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.trie import TrieNode, block_executions, build_trie, forward_trie
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

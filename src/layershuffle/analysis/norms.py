@@ -30,8 +30,8 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.hooks import Step
-from layershuffle.stack import blocks_of
+from layershuffle.core.hooks import Step
+from layershuffle.core.stack import blocks_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

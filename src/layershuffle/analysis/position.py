@@ -32,7 +32,7 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
-from layershuffle.position import Guesses, PositionedModel
+from layershuffle.core.position import Guesses, PositionedModel
 from layershuffle.stats import ImageGroups, wilson_interval
 
 if TYPE_CHECKING:

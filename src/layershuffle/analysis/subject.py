@@ -11,28 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.core.draws import Stream
+from layershuffle.core.hooks import BlockHook
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
-from layershuffle.draws import Stream
 from layershuffle.errors import DataError, UsageError
-from layershuffle.hooks import BlockHook
 from layershuffle.machine import Device, device_of
-from layershuffle.models import (
-    class_names_of,
-    host_of,
-    image_view,
-    load,
-    logits_of,
-    num_classes_of,
-)
+from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
-from layershuffle.orders import ExecutionOrder
 from layershuffle.progress import Progress
-from layershuffle.stack import depth_of, running, with_hooks
 from layershuffle.stats import ImageGroups
 
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
@@ -203,7 +198,7 @@ def open_subject(
 def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
     options = DataOptions(
         train=train,
-        holdout=trained_with(host_of(model)).get("holdout", DataOptions.holdout),
+        holdout=trained_with(backbone_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.images,
         skip_corrupt=settings.skip_corrupt,
         streaming=settings.streaming,

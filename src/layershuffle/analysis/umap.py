@@ -30,11 +30,11 @@ from layershuffle.analysis.features import FeatureWatch, Token
 from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.position import has_class_token
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
-from layershuffle.policies import Shuffled
-from layershuffle.position import has_class_token
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

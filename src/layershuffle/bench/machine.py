@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from layershuffle.core.losses import logits_of
 from layershuffle.data.view import ImageView
-from layershuffle.models import logits_of
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5

@@ -9,7 +9,7 @@ from typing import Any
 
 from layershuffle.bench.machine import matmul_ceiling
 from layershuffle.bench.timing import median_phases
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
 from layershuffle.machine import versions
 from layershuffle.text import counted, listing
 

@@ -16,7 +16,7 @@ from layershuffle.settings import Positive, Settings
 if TYPE_CHECKING:
     from layershuffle.bench.report import Conditions
     from layershuffle.bench.workloads import Workload
-    from layershuffle.compiling import BlockCompiler
+    from layershuffle.core.compiling import BlockCompiler
 
 WARM_UP, PHASED = 3, 5
 """Numbers of steps before the timed ones, not counted, and after them, to measure the phases."""
@@ -84,7 +84,7 @@ class BenchConfig:
 
     def compiler(self) -> BlockCompiler:
         """A compiler for the blocks, or the reason why they stay in eager mode."""
-        from layershuffle.compiling import BlockCompiler
+        from layershuffle.core.compiling import BlockCompiler
 
         return BlockCompiler(
             reason=None if self.compile else "compile is off",

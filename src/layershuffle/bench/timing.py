@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layershuffle.hooks import Step
+from layershuffle.core.hooks import Step
 from layershuffle.machine import collector_paused
 
 Side = Callable[[], float]

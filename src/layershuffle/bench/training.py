@@ -17,14 +17,14 @@ from layershuffle.bench.report import BenchReport, TimedSteps, mode_of
 from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
 from layershuffle.bench.timing import PhaseTimer
 from layershuffle.bench.workloads import Workload
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.position import add_position, backbone_of
+from layershuffle.core.stack import with_hooks
 from layershuffle.data import ImageData, Split
 from layershuffle.errors import TrainingError
-from layershuffle.models import host_of, image_view
-from layershuffle.position import add_position
+from layershuffle.models import image_view
 from layershuffle.progress import Progress, unheard
 from layershuffle.settings import FitSettings
-from layershuffle.stack import with_hooks
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.loop import TrainingBatch, train
@@ -38,7 +38,7 @@ def bench_train(config: BenchConfig, *, progress: Progress = unheard) -> BenchRe
     If the batch does not fit into memory, raises `TrainingError` with a size that does.
     """
     workload, settings = config.workload(), fit_settings(config)
-    flops = flops_of(host_of(workload.model), image_view(workload.model)).training
+    flops = flops_of(backbone_of(workload.model), image_view(workload.model)).training
     ceiling = matmul_ceiling(config.device, config.precision)
     state = training_state(settings, workload, compiler=config.compiler())
     measured = time_training(state, workload, steps=config.steps, progress=progress)
@@ -90,7 +90,7 @@ def training_state(
             finish=workload.finish,
         ),
         model=add_position(
-            host_of(workload.model),
+            backbone_of(workload.model),
             encoding=settings.encoding if method.encoding else None,
             prediction=settings.prediction if method.prediction else None,
             seed=settings.seed,

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.stack import running
+from layershuffle.core.trie import block_executions, build_trie, forward_trie
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans
-from layershuffle.models import image_view, load, logits_of, num_classes_of
+from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.models.spec import parse_spec
-from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import running
-from layershuffle.trie import block_executions, build_trie, forward_trie
 
 PICO = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=10&img_size=32&patch_size=16"

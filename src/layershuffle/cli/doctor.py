@@ -163,9 +163,9 @@ def _bundled() -> tuple[bool, str]:
     if lacking:
         return False, f"cannot be loaded without {', '.join(lacking)}"
 
+    from layershuffle.core.stack import depth_of
     from layershuffle.errors import ModelFileError
     from layershuffle.models import load
-    from layershuffle.stack import depth_of
 
     try:
         # Loaded, not looked for, so that damaged files are found as well.

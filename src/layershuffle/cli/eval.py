@@ -16,8 +16,9 @@ from layershuffle.settings import EvalSettings
 from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
-    from layershuffle.evaluation import Evaluation, Score
+    from layershuffle.core.evaluation import Score
     from layershuffle.merging.ensembles import EnsembleScore
+    from layershuffle.scoring import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class EvalCommand(ComputingCommand):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"--order and {flag} exclude each other", hint="give one of them")
 
-        from layershuffle.evaluation import evaluate_spec
+        from layershuffle.scoring import evaluate_spec
 
         with self.computing("eval") as progress:
             evaluation = evaluate_spec(

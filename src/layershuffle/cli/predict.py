@@ -47,10 +47,10 @@ class PredictCommand(ComputingCommand):
         if self.order is not None and self.mode is not None:
             raise UsageError("--order and --mode exclude each other", hint="give one of them")
 
+        from layershuffle.core.orders import ExecutionOrder
+        from layershuffle.core.stack import depth_of
         from layershuffle.models import load
-        from layershuffle.orders import ExecutionOrder
         from layershuffle.predict import order_for, predict_files
-        from layershuffle.stack import depth_of
 
         model = load(self.model)
         depth = depth_of(model)

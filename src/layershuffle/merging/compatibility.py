@@ -14,15 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from layershuffle.core.position import backbone_of, width_of
+from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
-from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
-from layershuffle.models.tying import share_weights
-from layershuffle.position import width_of
-from layershuffle.stack import blocks_of, depth_of
 
 # Settings of modules without effect on evaluation.
 _REASONS = {
@@ -113,7 +112,7 @@ def _check_agree(
 
 def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     """The entries of the donors' records (method, policy, base, data) that all of them share."""
-    records = [origin_of(host_of(donor)).record for donor in donors]
+    records = [origin_of(backbone_of(donor)).record for donor in donors]
     provenances = [_provenance(record) for record in records]
     keys = ("base", "base_sha256", "blocks_of_base", "data")
     return {
@@ -132,7 +131,7 @@ def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[s
 
 
 def _architecture(donor: nn.Module) -> dict[str, Any]:
-    host = host_of(donor)
+    host = backbone_of(donor)
     return {
         "kind of model": f"{type(host).__module__.partition('.')[0]} {type(host).__name__}",
         "number of blocks": depth_of(donor),
@@ -142,7 +141,7 @@ def _architecture(donor: nn.Module) -> dict[str, Any]:
 
 def _answers(donor: nn.Module) -> dict[str, Any]:
     """The classes and the image view of the model; empty if they are unknown."""
-    host = host_of(donor)
+    host = backbone_of(donor)
     try:
         library_of(host)
     except UsageError:
@@ -159,7 +158,7 @@ def _positions(donor: nn.Module) -> dict[str, Any]:
 
 
 def _base(donor: nn.Module) -> dict[str, Any]:
-    provenance = _provenance(origin_of(host_of(donor)).record)
+    provenance = _provenance(origin_of(backbone_of(donor)).record)
     # A digest of the weights identifies a base; the name of a randomly initialised one does not.
     base = provenance.get("base_sha256") or provenance.get("base")
     blocks = provenance.get("blocks_of_base")
@@ -167,7 +166,7 @@ def _base(donor: nn.Module) -> dict[str, Any]:
 
 
 def _records(donor: nn.Module) -> dict[str, Any]:
-    record = origin_of(host_of(donor)).record
+    record = origin_of(backbone_of(donor)).record
     return {
         **_base(donor),
         "method": record.get("method"),

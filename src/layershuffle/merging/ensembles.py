@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.evaluation import Batches, Draw, Score, Tally, micro_batches
+from layershuffle.core.losses import logits_of
+from layershuffle.core.modes import Mode, parse_modes
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.runs import in_eval
+from layershuffle.core.stack import depth_of
+from layershuffle.core.trie import build_trie, forward_trie
 from layershuffle.errors import UsageError
-from layershuffle.evaluation import Batches, Draw, Score, Tally, micro_batches
 from layershuffle.merging.settings import Combine, EnsembleOrders
-from layershuffle.models import logits_of
-from layershuffle.modes import Mode, parse_modes
-from layershuffle.orders import ExecutionOrder
-from layershuffle.runs import in_eval
-from layershuffle.stack import depth_of
 from layershuffle.stats import ImageGroups
-from layershuffle.trie import build_trie, forward_trie
 
 Variant = tuple[Combine, EnsembleOrders]
 

@@ -15,13 +15,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.position import (
+    PositionedModel,
+    PositionEncoding,
+    PositionPrediction,
+    backbone_of,
+)
+from layershuffle.core.stack import BlockStack, blocks_of, depth_of, stack_of
 from layershuffle.errors import UsageError
 from layershuffle.merging.compatibility import check_compatible, shared_record
 from layershuffle.merging.plans import MergePlan, Source
-from layershuffle.models import host_of
 from layershuffle.models.origin import origin_of, remember
-from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction
-from layershuffle.stack import BlockStack, blocks_of, depth_of, stack_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -46,7 +50,7 @@ class MergeGroup:
         self.names = tuple(names) if names is not None else tuple(map(str, range(len(donors))))
         check_compatible(self.donors, names=self.names, mixed=mixed)
         self.depth = depth_of(self.donors[0])
-        self._hosts = tuple(host_of(donor) for donor in self.donors)
+        self._hosts = tuple(backbone_of(donor) for donor in self.donors)
         self._base = base
         self._shared = shared_record(self.donors)
         self._frames: dict[tuple[Source, Source], nn.Module] = {}
@@ -118,7 +122,7 @@ class MergeGroup:
                 hint="name the base, or choose other ends",
             )
         of_donor = ends_of(self._hosts[0])[number]
-        of_base = ends_of(host_of(self._base))[number]
+        of_base = ends_of(backbone_of(self._base))[number]
         for name, tensor in of_donor.items():
             shape = tuple(of_base[name].shape) if name in of_base else None
             if shape != tuple(tensor.shape):

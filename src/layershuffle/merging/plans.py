@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count as counting
 from typing import Literal
 
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import End, Slots
 

@@ -16,13 +16,16 @@ from typing import Any
 
 from torch import nn
 
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.evaluation import Score, evaluate
+from layershuffle.core.modes import Mode
+from layershuffle.core.policies import OrderMode
+from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
 from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
@@ -38,11 +41,10 @@ from layershuffle.merging.settings import (
     Slots,
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
-from layershuffle.models import class_names_of, host_of, image_view, load, num_classes_of
+from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
-from layershuffle.modes import Mode
-from layershuffle.policies import OrderMode
 from layershuffle.progress import Progress, unheard
+from layershuffle.scoring import compiler_for, prepare
 
 _IN_MEMORY_BYTES = 1 << 30  # limit for decoded images in CPU memory
 _SMALL_BYTES = 1 << 24  # not worth loader processes
@@ -106,7 +108,7 @@ def score_merging(
     notes = list(opened.notes)
     if settings.soups:
         scorer.score_soups(_batches(opened, "holdout", settings.batch_size, device=place))
-        if any(trained_with(host_of(donor)).get("paper_protocol") for donor in group.donors):
+        if any(trained_with(backbone_of(donor)).get("paper_protocol") for donor in group.donors):
             notes.append(
                 "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on "
                 "images that they have trained on"
@@ -371,7 +373,7 @@ def _open(
 ) -> ImageData:
     first = models[0]
     # The share that was held out in training, so the greedy soup uses no training images.
-    trained = trained_with(host_of(first))
+    trained = trained_with(backbone_of(first))
     options = DataOptions(
         train=holdout,
         holdout=trained.get("holdout", DataOptions.holdout),

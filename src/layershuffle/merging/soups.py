@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from layershuffle.core.position import backbone_of
 from layershuffle.merging.compatibility import check_compatible, shared_record
 from layershuffle.merging.group import averaged
-from layershuffle.models import host_of
 from layershuffle.models.origin import origin_of, remember
 
 
@@ -51,7 +51,7 @@ def _average(donors: Sequence[nn.Module]) -> nn.Module:
     soup = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
     soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})
-    host, record = host_of(soup), shared_record(donors)
+    host, record = backbone_of(soup), shared_record(donors)
     provenance = {**record["provenance"], "soup": f"average of {len(donors)} models"}
     remember(host, replace(origin_of(host), record={**record, "provenance": provenance}))
     return soup

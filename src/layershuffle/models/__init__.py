@@ -8,10 +8,8 @@ from layershuffle.models.metadata import read_record
 from layershuffle.models.store import (
     class_names_of,
     file_view,
-    host_of,
     image_view,
     load,
-    logits_of,
     num_classes_of,
     replace_head,
     save,
@@ -23,10 +21,8 @@ from layershuffle.models.store import (
 __all__ = [
     "class_names_of",
     "file_view",
-    "host_of",
     "image_view",
     "load",
-    "logits_of",
     "num_classes_of",
     "read_record",
     "replace_head",

@@ -15,11 +15,11 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from layershuffle.core.position import add_position
+from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import check_tensors, shapes_of, weight_files
 from layershuffle.models.position_files import parts_of
-from layershuffle.position import add_position
-from layershuffle.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
 
 _TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
 # In its reports of unknown names transformers calls the blocks `layers`.

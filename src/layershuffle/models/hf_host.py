@@ -28,8 +28,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from layershuffle.core.discovery import check_architecture
 from layershuffle.data.view import ImageView
-from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
+from layershuffle.core.policies import policy_from_json
+from layershuffle.core.position_forms import EncodingForm, PredictionForm, form_from_json
 from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import check_numbers, read_json
 from layershuffle.models.origin import view_from_json
-from layershuffle.policies import policy_from_json
-from layershuffle.position_forms import EncodingForm, PredictionForm, form_from_json
 from layershuffle.text import did_you_mean, one_line
 
 METADATA_FILE = "layershuffle.json"

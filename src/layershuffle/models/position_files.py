@@ -8,6 +8,13 @@ from typing import Any, cast
 
 from torch import nn
 
+from layershuffle.core.position import (
+    PositionedModel,
+    PositionEncoding,
+    PositionPrediction,
+    width_of,
+)
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import (
     Shape,
@@ -19,8 +26,6 @@ from layershuffle.models.files import (
     write_tensors,
 )
 from layershuffle.models.metadata import METADATA_FILE, ModelMetadata, form_of
-from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
-from layershuffle.position_forms import EncodingForm, PredictionForm
 
 PARTS = "layershuffle.safetensors"
 

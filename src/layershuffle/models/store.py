@@ -23,11 +23,14 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
+from layershuffle.core.discovery import find_blocks
+from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
+from layershuffle.core.tying import places_tied, tie
 from layershuffle.data.view import ImageView, resized_as
-from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
 from layershuffle.models.card import render
@@ -37,6 +40,7 @@ from layershuffle.models.files import (
     check_depth,
     read_json,
     refuse_pickle,
+    weights_digest,
 )
 from layershuffle.models.metadata import (
     METADATA_FILE,
@@ -62,11 +66,7 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
-from layershuffle.models.tying import places_tied, tie_again
-from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.position import PositionedModel
 from layershuffle.recipes import recipe_of_model
-from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
 
 
 class HostLibrary(Protocol):
@@ -134,7 +134,7 @@ def replace_head(model: nn.Module, classes: int, *, seed: int) -> None:
 
     A warning says so.
     """
-    host = host_of(model)
+    host = backbone_of(model)
     library_of(host).resize_head(host, classes, seed=seed)
     # Method and scores do not apply to the new head.
     remember(host, replace(origin_of(host), record={}))
@@ -159,7 +159,7 @@ def save(
     if the host library could not rebuild the model, or if `directory` holds other files;
     `LayerShuffleError` for a full disk and the like.
     """
-    final, host = Path(directory), host_of(model)
+    final, host = Path(directory), backbone_of(model)
     _refuse_changed_weights(host)
     check_replaceable(final)
     earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
@@ -198,7 +198,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     """
     stack = stack_of(wrap(model))
     order = order_of(blocks, stack.depth)
-    if host_of(model) is not model:
+    if backbone_of(model) is not model:
         raise UsageError(
             "A model with position parts cannot be shortened", hint="shorten it before adding them"
         )
@@ -225,14 +225,9 @@ def _fill(stack: nn.Module, blocks: Mapping[str, nn.Module | None]) -> None:
     stack._modules.update(blocks)
 
 
-def host_of(model: nn.Module) -> nn.Module:
-    """The host model of a `PositionedModel`; any other model unchanged."""
-    return model.host if isinstance(model, PositionedModel) else model
-
-
 def image_view(model: nn.Module) -> ImageView:
     """The image view of the model."""
-    host = host_of(model)
+    host = backbone_of(model)
     # The view of the loaded files has precedence over the library's default.
     return origin_of(host).view or library_of(host).image_view(host)
 
@@ -240,52 +235,35 @@ def image_view(model: nn.Module) -> ImageView:
 def file_view(model: nn.Module) -> ImageView:
     """The view for image files. Models trained on generated images squash them, as in training."""
     view = image_view(model)
-    if str(trained_with(host_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
+    if str(trained_with(backbone_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
         return resized_as(view, "squash")
     return view
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:
     """Set the image view of the model, which is also saved."""
-    host = host_of(model)
+    host = backbone_of(model)
     remember(host, replace(origin_of(host), view=view))
 
 
 def num_classes_of(model: nn.Module) -> int:
     """Number of classes of the model's head."""
-    host = host_of(model)
+    host = backbone_of(model)
     return library_of(host).num_classes(host)
 
 
 def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
     """The names of the model's classes in the order of its logits, `None` if it has none."""
-    host = host_of(model)
+    host = backbone_of(model)
     return library_of(host).class_names(host)
 
 
 def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
     """Set the class names of `model`, one per logit. The host library's format stores them."""
-    host = host_of(model)
+    host = backbone_of(model)
     if len(names) != num_classes_of(model):
         raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
     library_of(host).set_class_names(host, names)
-
-
-def logits_of(output: Any) -> Tensor:
-    """Logits `[batch, classes]` from the output of a host model.
-
-    For two heads (timm's distilled models in training) it is their mean, as at evaluation.
-    """
-    # transformers returns an object with logits, timm and torchvision the tensor.
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
-        logits = torch.stack(logits).mean(dim=0)
-    if not isinstance(logits, Tensor):
-        raise UsageError(
-            f"The model returned a {type(output).__name__}, which has no logits",
-            hint="use a model for image classification",
-        )
-    return logits
 
 
 # Without which the library makes no model: accelerate imports `transformers` without its models,
@@ -360,7 +338,7 @@ def _load_directory(place: Path, *, seed: int) -> nn.Module:
     _check_agrees(metadata.name, name, key="name", path=path)
     _check_agrees(metadata.num_classes, library.num_classes(host), key="num_classes", path=path)
     if metadata.tied is not None:
-        tie_again(host, metadata.tied, path=path)
+        _tie_again(host, metadata.tied, path=path)
     return with_stored_parts(host, metadata, directory=directory)
 
 
@@ -444,3 +422,21 @@ def _refuse_changed_weights(host: nn.Module) -> None:
                 hint="save the model before it is quantised, and quantise after loading; gather "
                 "a sharded model first",
             )
+
+
+def _tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
+    """Tie a model as it was saved. Raises `ModelFileError` if that would change weights.
+
+    `path`: the file that contains `places`.
+    """
+    before = weights_digest(model)
+    try:
+        tie(model, places)
+    except UsageError as error:
+        raise ModelFileError(error.cause, place=path, hint="save the model again") from error
+    if weights_digest(model) != before:
+        raise ModelFileError(
+            f"The places {list(places)} are tied, and their weights differ",
+            place=path,
+            hint="delete the key 'tied' to load the blocks as they are",
+        )

@@ -27,8 +27,8 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
+from layershuffle.core.discovery import check_architecture
 from layershuffle.data.view import ImageView
-from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,

@@ -21,8 +21,8 @@ import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from layershuffle.core.discovery import check_architecture
 from layershuffle.data.view import ImageView
-from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layershuffle.modes import parse_modes
+from layershuffle.core.modes import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
 from layershuffle.study.pool import gpu_count
@@ -219,10 +219,10 @@ def open_subject(fitted: FitSettings) -> StudySubject:
     architecture of its name, published data by their published sizes. Raises the errors of a spec
     that is wrong or names no known architecture.
     """
+    from layershuffle.core.stack import depth_of
     from layershuffle.data import DataOptions, open_data
     from layershuffle.errors import DataError
     from layershuffle.models import image_view, load, num_classes_of, replace_head
-    from layershuffle.stack import depth_of
 
     # Built, because only the host library knows the sizes of a spec with options.
     spec, notes = architecture(fitted.model)
@@ -351,7 +351,7 @@ def orders_of(settings: EvalSettings, depth: int) -> int:
 
 def block_runs(settings: EvalSettings, depth: int) -> int:
     """Block runs per image for all orders, shared prefixes counted once."""
-    from layershuffle.trie import block_executions, build_trie
+    from layershuffle.core.trie import block_executions, build_trie
 
     orders = [
         mode.policy().draw(depth, seed=settings.seed, step=index)

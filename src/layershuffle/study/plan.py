@@ -16,10 +16,10 @@ from typing import Literal, TypeVar
 
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.core.modes import parse_modes
 from layershuffle.errors import UsageError
 from layershuffle.files import refuse_foreign, remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
 from layershuffle.text import one_line

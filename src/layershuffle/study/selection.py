@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from layershuffle.analysis import ANALYSES
+from layershuffle.core.methods import METHODS
 from layershuffle.errors import UsageError
-from layershuffle.methods import METHODS
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, Task, tasks_of
 from layershuffle.study.settings import StudySettings
 from layershuffle.text import did_you_mean

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import write_text
 from layershuffle.machine import imports_stay
@@ -38,7 +38,7 @@ from layershuffle.study.plan import (
 
 # The modules that each kind of task needs; no more, because every task starts a process.
 _MODULES = {
-    RunSpec: ("layershuffle.training", "layershuffle.evaluation"),
+    RunSpec: ("layershuffle.training", "layershuffle.scoring"),
     MergingSpec: ("layershuffle.merging.scoring",),
     AnalysisSpec: ("layershuffle.analysis",),
 }
@@ -84,8 +84,8 @@ def execute(task: Task, out: Path) -> None:
 
 
 def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
-    from layershuffle.evaluation import check_modes, evaluate_spec, score_rows
     from layershuffle.results import write_rows
+    from layershuffle.scoring import check_modes, evaluate_spec, score_rows
     from layershuffle.training import fit
 
     check_modes(run.settings, run.evaluate)  # before the training, not after it

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layershuffle.entries import state_of
+from layershuffle.core.entries import state_of
+from layershuffle.core.position import PositionedModel, backbone_of
+from layershuffle.core.stack import blocks_of
 from layershuffle.errors import StackError, UsageError
-from layershuffle.models.store import host_of, image_view
-from layershuffle.position import PositionedModel
-from layershuffle.stack import blocks_of
+from layershuffle.models.store import image_view
 from layershuffle.swarm.export import UNSERVED, Alone, RecordedCall, export
 from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
@@ -99,7 +99,7 @@ def make_bundle(model: nn.Module) -> Bundle:
     CPU; `StackError` with the reason if its blocks need more than the state or cannot be exported.
     """
     _check_servable(model)
-    modules = blocks_of(host_of(model))
+    modules = blocks_of(backbone_of(model))
     calls = _listen(model)
     _check_calls(calls, depth=len(modules))
     states = calls[0].state
@@ -195,9 +195,9 @@ def _listen(model: nn.Module) -> list[RecordedCall]:
         return note
 
     with ExitStack() as hooks:
-        for block, module in enumerate(blocks_of(host_of(model))):
+        for block, module in enumerate(blocks_of(backbone_of(model))):
             hooks.enter_context(module.register_forward_hook(hook(block), with_kwargs=True))
-        host_of(model)(images)
+        backbone_of(model)(images)
     return calls
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from layershuffle.core.policies import Shuffled
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
-from layershuffle.policies import Shuffled
 from layershuffle.progress import Progress, unheard
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
@@ -32,8 +32,8 @@ from layershuffle.swarm.rounds import Cell, late_last, overlapped
 if TYPE_CHECKING:
     from torch import nn
 
+    from layershuffle.core.evaluation import Score
     from layershuffle.data import ImageData
-    from layershuffle.evaluation import Score
 
 CALIBRATION = "calibration.json"
 SPLIT = "test"
@@ -135,11 +135,11 @@ def calibrate(
     `progress` is called with the images done. Raises `StackError` for models that a swarm cannot
     serve, `DataError` for data with other classes, `UsageError` for fewer than two orders.
     """
+    from layershuffle.core.stack import blocks_of, depth_of
+    from layershuffle.core.tying import places_tied
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import class_names_of, file_view, num_classes_of
     from layershuffle.models.files import weights_digest
-    from layershuffle.models.tying import places_tied
-    from layershuffle.stack import blocks_of, depth_of
     from layershuffle.swarm.remote_model import served_host
 
     # One order has no spread, hence no interval.
@@ -205,10 +205,10 @@ def _measure(
     """The scores of all cells, one per permutation, and the accuracies with a last block that is
     1, 2 ... versions late (none if `parallel` is 1)."""
 
+    from layershuffle.core.evaluation import evaluate
+    from layershuffle.core.stack import depth_of
     from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
-    from layershuffle.evaluation import evaluate
-    from layershuffle.stack import depth_of
 
     split = data.splits[SPLIT]
     batches = DeviceBatches(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
 from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import (
     Answer,

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.server.schemas import (
     IMAGE_FIELD,
     Classification,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.rounds import Cell, Rounds, Way, beside_twins, cell_of_named

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import blocks_of, stack_of
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
@@ -30,8 +32,7 @@ from layershuffle.models.metadata import (
     view_of_record,
 )
 from layershuffle.models.origin import origin_of, seeded
-from layershuffle.models.store import host_of, image_view
-from layershuffle.stack import blocks_of, stack_of
+from layershuffle.models.store import image_view
 from layershuffle.swarm.program import pack_tensors
 
 
@@ -52,7 +53,7 @@ class Lineage:
 
 def lineage_of(model: nn.Module) -> Lineage:
     """The lineage of a loaded model. A model whose record names no base is its own base."""
-    host = host_of(model)
+    host = backbone_of(model)
     blocks = blocks_of(host)
     return Lineage(
         base=_base(origin_of(host).record.get("provenance")) or weights_digest(stack_of(host)),

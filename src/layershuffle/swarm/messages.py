@@ -201,7 +201,7 @@ class Route:
     """The way of a request through the swarm.
 
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
-    of them read, `None` if always the newest (`layershuffle.orders`); `skipped`: the other blocks
+    of them read, `None` if always the newest (`core.orders`); `skipped`: the other blocks
     with the reasons. `ending`: complete, enough (as many blocks as the plan needs), deadline (the
     time was up), unreachable (no healthy host held a missing block) or lost (fixed-order routing
     could not continue; the request has failed). `ms`: total milliseconds.

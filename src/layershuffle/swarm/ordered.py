@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.policy import (

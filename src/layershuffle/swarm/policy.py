@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.state import (

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layershuffle.chain import IMAGES
+from layershuffle.core.chain import IMAGES
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.position import PositionedModel, backbone_of
+from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, wrap
+from layershuffle.core.trie import refuse_loops, run_head, run_stem
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
-from layershuffle.models import host_of, image_view, logits_of
-from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.position import PositionedModel
-from layershuffle.stack import blocks_of, depth_of, running, stack_of, wrap
+from layershuffle.models import image_view
 from layershuffle.swarm.messages import Route, State
 from layershuffle.swarm.router import Router
-from layershuffle.trie import refuse_loops, run_head, run_stem
 
 _MILLI = 1000.0
 _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
@@ -207,7 +208,7 @@ def served_host(model: nn.Module) -> nn.Module:
             "something else at every position, and block hosts do not know theirs",
             hint="serve a model refined by layershuffle or layershuffle-exit",
         )
-    host = wrap(host_of(model))
+    host = wrap(backbone_of(model))
     weight = next(blocks_of(host)[0].parameters())
     # Dropped blocks cannot run; such a model was checked before they were dropped.
     if not weight.is_meta:

@@ -6,7 +6,7 @@ start, and its residual is added when it arrives. So every block reads a state t
 begins when the pass before has ended. Places that share their weights never run side by side,
 because both would add the same to the same state.
 
-The steps that ran form an order with versions (`layershuffle.orders`). Its `Cell` selects the
+The steps that ran form an order with versions (`core.orders`). Its `Cell` selects the
 measured accuracy that belongs to it.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 
 VersionedStep = tuple[int, int]
 """A block, and the version of the state that it reads."""

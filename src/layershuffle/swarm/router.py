@@ -15,8 +15,8 @@ from itertools import count
 
 import numpy as np
 
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.errors import UsageError
 from layershuffle.models import load
 from layershuffle.models.files import weights_digest
 from layershuffle.models.output import own_directory
-from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.chaos import FaultInjector

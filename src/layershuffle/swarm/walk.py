@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from layershuffle.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, Ending, Outcome, Route, State, Visit, Visited

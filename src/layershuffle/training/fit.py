@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from layershuffle.core.policies import OrderMode, policy_to_json
+from layershuffle.core.stack import depth_of
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
 from layershuffle.files import locked, names_in, refuse_foreign, write_text
 from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
-from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
-from layershuffle.stack import depth_of
 from layershuffle.training.checkpoints import (
     SETTINGS_FILE,
     latest_checkpoint,

@@ -10,7 +10,12 @@ from pathlib import Path
 from torch import nn
 from torch.utils.data import Subset
 
-from layershuffle.compiling import BlockCompiler
+from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.methods import Method
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.position import PositionedModel, add_position
+from layershuffle.core.stack import depth_of, stack_of
+from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
@@ -18,7 +23,6 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of, warn_of_slow_bf16
-from layershuffle.methods import Method
 from layershuffle.models import (
     class_names_of,
     image_view,
@@ -31,12 +35,8 @@ from layershuffle.models import (
 )
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import LOG
-from layershuffle.models.tying import middle_blocks, tie
-from layershuffle.orders import ExecutionOrder
-from layershuffle.position import PositionedModel, add_position
 from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
-from layershuffle.stack import depth_of, stack_of
 from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.order_schedule import OrderSchedule, always_runs_all

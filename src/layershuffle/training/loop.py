@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
+from layershuffle.core.evaluation import evaluate
+from layershuffle.core.modes import Mode
 from layershuffle.errors import DataError, TrainingError
-from layershuffle.evaluation import evaluate
-from layershuffle.modes import Mode
 from layershuffle.text import one_line
 from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.data_wait import DataWaitMeter

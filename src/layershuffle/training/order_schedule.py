@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layershuffle.draws import Stream
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import OrderPolicy, Sequential, Shuffled
+from layershuffle.core.draws import Stream
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 
 # Two policies or seeds that agree on the orders of 16 steps are the same ones, for all purposes:
 # even with three blocks the chance is 6 ** -16.

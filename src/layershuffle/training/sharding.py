@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from layershuffle.models import image_view, logits_of
-from layershuffle.position import PositionedModel
-from layershuffle.stack import blocks_of
+from layershuffle.core.losses import logits_of
+from layershuffle.core.position import PositionedModel
+from layershuffle.core.stack import blocks_of
+from layershuffle.models import image_view
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 

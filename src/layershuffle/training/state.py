@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.position import PositionedModel
+from layershuffle.core.stack import recomputing, running
 from layershuffle.errors import TrainingError
-from layershuffle.models import logits_of
-from layershuffle.orders import ExecutionOrder
-from layershuffle.position import PositionedModel
-from layershuffle.stack import recomputing, running
 from layershuffle.training.job import Job
 from layershuffle.training.order_schedule import orders_by_row
 from layershuffle.training.sharding import gathered, shard
@@ -127,7 +127,7 @@ class TrainState:
         # loss of the position guesses must be an output: a hook inside the DDP wrapper adds it.
         with self.model.guessing() as guesses:
             hook = self.model.register_forward_hook(
-                # A trial of the host (layershuffle.chain) runs no block, and nothing is guessed.
+                # A trial of the host (core.chain) runs no block, and nothing is guessed.
                 lambda *call: (call[-1], guesses.loss() if guesses.items else None)
             )
             with hook:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from layershuffle.compiling import OFF
+from layershuffle.core.compiling import OFF
 from layershuffle.errors import TrainingError
 from layershuffle.training.state import TrainState
 

@@ -15,9 +15,9 @@ import tyro
 from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command, required
 from layershuffle.cli.swarm.options import read_keys
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
-from layershuffle.orders import ExecutionOrder
 from layershuffle.text import counted, counted_as, ranked, table
 
 if TYPE_CHECKING:

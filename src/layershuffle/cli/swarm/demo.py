@@ -48,8 +48,8 @@ class DemoCommand(Command):
         return 0
 
     async def _start(self) -> None:
+        from layershuffle.core.stack import depth_of
         from layershuffle.models import load
-        from layershuffle.stack import depth_of
         from layershuffle.swarm.load_client import labelled_images
         from layershuffle.swarm.plan import even_plan
         from layershuffle.swarm.ray_session import local_ray

@@ -203,8 +203,8 @@ class UpCommand(_ServingCommand):
         if (depth := noted_depth(self.model)) is None:
             say(f"Loading {self.model} to count its blocks ...")
 
+            from layershuffle.core.stack import depth_of
             from layershuffle.models import load
-            from layershuffle.stack import depth_of
 
             depth = depth_of(load(self.model))
         plan = even_plan(depth, self.hosts, model=self.model, replicas=self.replicas)

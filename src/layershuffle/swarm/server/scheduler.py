@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.models import file_view
-from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.expectations import (
     NEVER,

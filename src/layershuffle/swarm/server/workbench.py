@@ -22,13 +22,14 @@ from starlette.requests import Request
 from torch import Tensor, nn
 
 from layershuffle.bundled import asset
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
-from layershuffle.models import class_names_of, file_view, load, logits_of, num_classes_of
+from layershuffle.models import class_names_of, file_view, load, num_classes_of
 from layershuffle.models.files import weights_digest
-from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import depth_of, running, wrap
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
 from layershuffle.swarm.server.errors import busy, unprocessable

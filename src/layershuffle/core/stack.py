@@ -22,19 +22,18 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from layershuffle.discovery import find_blocks
-from layershuffle.entries import HOSTS, BlockWalk, Placed, Walked, versioned
-from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import BlockHook, Step, Tap
-from layershuffle.orders import ExecutionOrder, order_of, refuse_non_orders
-from layershuffle.per_sample import (
+from layershuffle.core.discovery import find_blocks
+from layershuffle.core.entries import HOSTS, BlockWalk, Placed, Walked, versioned
+from layershuffle.core.hooks import BlockHook, Step, Tap
+from layershuffle.core.orders import ExecutionOrder, order_of, refuse_non_orders
+from layershuffle.core.per_sample import (
     SampleOrders,
     calls_seen,
     hidden_states_refused,
     holders,
     is_per_sample,
 )
-from layershuffle.runs import (
+from layershuffle.core.runs import (
     PLAIN,
     Asked,
     Run,
@@ -46,6 +45,7 @@ from layershuffle.runs import (
     is_compiled,
     run_of,
 )
+from layershuffle.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)

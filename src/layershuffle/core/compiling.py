@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from layershuffle.stack import blocks_of
+from layershuffle.core.stack import blocks_of
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")

@@ -2,7 +2,7 @@
 
     state[k + 1] = state[k] + (block(state[v]) - state[v])
 
-This defines blocks side by side (`layershuffle.orders`) in the host's own loop, in the trie and for
+This defines blocks side by side (`core.orders`) in the host's own loop, in the trie and for
 an order per sample. It is defined only for blocks that add to their state.
 """
 
@@ -15,9 +15,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.runs import apart
 from layershuffle.errors import StackError
-from layershuffle.orders import ExecutionOrder
-from layershuffle.runs import apart
 
 # A block with a norm before its branches adds about the same to a state of any size, so that for a
 # large state its output is nearly its input. A norm at its end would shrink the state again.

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from layershuffle.core.hooks import Step
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.residual import States, added, refuse_other_sums
+from layershuffle.core.runs import Run, in_backward, in_checkpoint
 from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step
-from layershuffle.orders import ExecutionOrder
-from layershuffle.residual import States, added, refuse_other_sums
-from layershuffle.runs import Run, in_backward, in_checkpoint
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
 """Runs a block at a position on the state of some rows of the batch, or of all (`None`)."""
@@ -43,7 +43,7 @@ class Form:
 
 @dataclass(frozen=True)
 class HostBehaviour:
-    """What a trial showed about the host of a stack in one kind of call (`layershuffle.chain`).
+    """What a trial showed about the host of a stack in one kind of call (`core.chain`).
 
     `chain`: between its blocks the host only passes the state on. `batched`: which of the other
     arguments of a block may have a part per sample. `writes`: blocks change their input in place

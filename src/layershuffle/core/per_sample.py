@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from layershuffle.chain import host_of_stack
-from layershuffle.entries import (
+from layershuffle.core.chain import host_of_stack
+from layershuffle.core.entries import (
     BlockCall,
     BlockWalk,
     Entry,
@@ -26,11 +26,11 @@ from layershuffle.entries import (
     state_first,
     state_of,
 )
+from layershuffle.core.orders import ExecutionOrder, is_integer
+from layershuffle.core.residual import States, added
+from layershuffle.core.runs import PLAIN, Run, in_backward, run_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.machine import to_device
-from layershuffle.orders import ExecutionOrder, is_integer
-from layershuffle.residual import States, added
-from layershuffle.runs import PLAIN, Run, in_backward, run_of
 
 
 def run_grouped(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from layershuffle.errors import UsageError
-from layershuffle.policies import (
+from layershuffle.core.policies import (
     Choice,
     Kept,
     LayerDrop,
@@ -18,6 +17,7 @@ from layershuffle.policies import (
     Sequential,
     Shuffled,
 )
+from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
 

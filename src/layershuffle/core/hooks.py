@@ -1,6 +1,6 @@
 """Hooks around every block of a stack: the `BlockHook` protocol, and the tap that records outputs.
 
-Position encoding and prediction (`layershuffle.position`) are hooks, and so are the recorders of
+Position encoding and prediction (`core.position`) are hooks, and so are the recorders of
 `layershuffle.analysis`.
 """
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.models.files import weights_digest
-from layershuffle.stack import blocks_of
+from layershuffle.core.stack import blocks_of
+from layershuffle.errors import UsageError
 
 
 def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
@@ -43,24 +41,6 @@ def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
             parent, _, name = path.rpartition(".")
             setattr(stack[place].get_submodule(parent), name, tensors[block][path])
     return model
-
-
-def tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
-    """Tie a model as it was saved. Raises `ModelFileError` if that would change weights.
-
-    `path`: the file that contains `places`.
-    """
-    before = weights_digest(model)
-    try:
-        tie(model, places)
-    except UsageError as error:
-        raise ModelFileError(error.cause, place=path, hint="save the model again") from error
-    if weights_digest(model) != before:
-        raise ModelFileError(
-            f"The places {list(places)} are tied, and their weights differ",
-            place=path,
-            hint="delete the key 'tied' to load the blocks as they are",
-        )
 
 
 def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from layershuffle.core.hooks import Step, begins_forward
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
+from layershuffle.core.stack import depth_of, stack_of, with_hooks, wrap
 from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step, begins_forward
 from layershuffle.machine import to_device
-from layershuffle.position_forms import EncodingForm, PredictionForm
-from layershuffle.stack import depth_of, stack_of, with_hooks, wrap
 
 _LATE_CLASS_TOKEN = ("cls_attn_blocks", "blocks_token_only")  # XCiT, CaiT
 _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
@@ -309,3 +309,8 @@ def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) 
         nn.init.normal_(weight, std=0.02, generator=generator)
     else:
         nn.init.zeros_(weight)
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The backbone of a `PositionedModel`; any other model unchanged."""
+    return model.host if isinstance(model, PositionedModel) else model

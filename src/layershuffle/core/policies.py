@@ -1,7 +1,7 @@
 """Order policies: rules that draw execution orders.
 
 Every policy is a frozen value with one method, `draw(depth, seed=, step=, micro_batch=0, rank=0)`,
-a pure function of its arguments (generator: `layershuffle.draws`). `rank` is for independent orders
+a pure function of its arguments (generator: `core.draws`). `rank` is for independent orders
 under data-parallel training only; leave it at 0 where all ranks must share their order.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from layershuffle.draws import Stream
+from layershuffle.core.draws import Stream
+from layershuffle.core.orders import ExecutionOrder, check_depth, is_integer, order_of
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder, check_depth, is_integer, order_of
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]

@@ -1,47 +1,29 @@
 """Score a model under many execution orders in one pass over the data.
 
-`evaluate` takes a model and batches, `evaluate_spec` opens both by their specs first. The orders
-are given one by one, or drawn for a *mode* (`layershuffle.modes`); every score stores its order, so
-that it can be repeated. There are two ways to draw: one order per pass over the data, or one per
+The orders are given one by one, or drawn for a *mode* (`core.modes`); every score stores its order,
+so that it can be repeated. There are two ways to draw: one order per pass over the data, or one per
 batch, as in the paper's section 4.2 ("randomly for every forward path").
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layershuffle.compiling import BlockCompiler
-from layershuffle.data import DataOptions, ImageData, match_classes, open_data
-from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
+from layershuffle.core.losses import logits_of
+from layershuffle.core.modes import Mode, parse_modes
+from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.position import backbone_of
+from layershuffle.core.runs import in_eval
+from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.trie import build_trie, forward_trie, images_at_once
 from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import Device, device_of, warn_of_slow_bf16
-from layershuffle.models import (
-    class_names_of,
-    host_of,
-    image_view,
-    load,
-    logits_of,
-    num_classes_of,
-)
-from layershuffle.modes import Mode, parse_modes
-from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.precision import ChosenPrecision, choose_precision
-from layershuffle.progress import Progress, unheard
-from layershuffle.results import ScoreRow
-from layershuffle.runs import in_eval
-from layershuffle.settings import EvalSettings, FitSettings, Precision
-from layershuffle.stack import blocks_of, depth_of
 from layershuffle.stats import ImageGroups
-from layershuffle.trie import build_trie, forward_trie, images_at_once
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -185,9 +167,9 @@ def evaluate(
 
     `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are converted to
     the dtype of the model's blocks, logits are compared in fp32. `modes` as in
-    "sequential,arbitrary,kept:9" (`layershuffle.modes`), or a list of them. A mode with a single
+    "sequential,arbitrary,kept:9" (`core.modes`), or a list of them. A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
-    (`layershuffle.trie`).
+    (`core.trie`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
@@ -252,7 +234,7 @@ def evaluate(
 
 def _check_classifier(model: nn.Module) -> None:
     # The features of such a model would be scored as if they were classes.
-    if getattr(host_of(model), "num_classes", None) == 0:
+    if getattr(backbone_of(model), "num_classes", None) == 0:
         raise UsageError(
             "The model has no classifier, so it has no accuracy",
             hint="layershuffle fit --model ... --data ... gives it one",
@@ -305,144 +287,3 @@ def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
         images = images.to(weight.dtype)
     size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))
     return zip(torch.split(images, size), torch.split(labels, size), strict=True)
-
-
-# --- by specs -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The scores of a model, the data that they were measured on, and how the blocks ran.
-
-    `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
-    `precision`: the dtype, and the reason if it was chosen automatically.
-    """
-
-    scores: list[Score]
-    data: ImageData
-    blocks: dict[str, Any]
-    precision: ChosenPrecision
-
-
-def evaluate_spec(
-    model_spec: str,
-    data_spec: str,
-    *,
-    settings: EvalSettings,
-    order: str | None = None,
-    device: Device = "auto",
-    progress: Progress = unheard,
-) -> Evaluation:
-    """Score the model on the test split under the modes of `settings`.
-
-    `order` (such as "3,0,2") replaces the modes. `progress` is called with the number of images.
-    Raises `DataError` if the classes of the data do not match the model's, `UsageError` for modes
-    or an order that do not fit its depth, and for a device that does not exist.
-    """
-    model = load(model_spec)
-    fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
-    # Misspelt modes and orders are refused before the data are opened, which may take minutes.
-    modes = parse_modes(settings.modes) if order is None else ()
-    options = DataOptions(
-        train=False,
-        max_test=settings.max_images,
-        skip_corrupt=settings.skip_corrupt,
-        streaming=settings.streaming,
-    )
-    view = resized_as(image_view(model), settings.resize)
-    data = open_data(data_spec, view, options=options)
-    # With other classes, or the same in another order, scores would be meaningless.
-    data = match_classes(
-        data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
-    )
-    place, size = device_of(device), data.splits["test"].size
-    if settings.precision == "auto":
-        images = settings.batch_size
-        chosen = choose_precision(model.to(place), device=place, training=False, images=images)
-    else:
-        warn_of_slow_bf16(settings.precision, place)
-        chosen = ChosenPrecision(precision=settings.precision)
-    compiler = compiler_for(settings.compile)
-    prepare(model.to(place), chosen.precision, compiler=compiler)
-    batches = DeviceBatches(
-        data.splits["test"],
-        data.finish,
-        batch_size=settings.batch_size,
-        device=place,
-        processes=loader_processes(data_spec),
-    )
-    scores = compiler.run(
-        lambda: evaluate(
-            model,
-            batches,
-            modes=modes,
-            orders=fixed,
-            num_orders=settings.num_orders,
-            seed=settings.seed,
-            draw=settings.draw,
-            groups=data.splits["test"].groups,
-            on_images=lambda done: progress("images", done, size),
-        )
-    )
-    report = compiler.report()
-    # `recompiles` counts training steps only, so it would always be 0 here.
-    blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(scores=scores, data=data, blocks=blocks, precision=chosen)
-
-
-def compiler_for(enabled: bool) -> BlockCompiler:
-    """A compiler for the blocks of scored models; if not `enabled`, it compiles nothing."""
-    return BlockCompiler(reason=None if enabled else "compile is off")
-
-
-def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:
-    """Cast `model` in place (bf16: all weights and floating buffers) and compile its blocks."""
-    if precision == "bf16":
-        model.to(torch.bfloat16)
-    compiler.add(model)
-    return model
-
-
-def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
-    # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    depth = fit_settings.kept or depth_of(load(fit_settings.model))
-    for mode in parse_modes(settings.modes):
-        mode.policy().draw(depth, seed=settings.seed, step=0)
-
-
-def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
-    """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
-
-    Raises `DataError` for a cross-entropy that is not finite, which would spoil every mean.
-    """
-    scores = list(scores)
-    for score in scores:
-        if not math.isfinite(score.cross_entropy):
-            raise DataError(
-                f"The cross-entropy of {method}, seed {seed}, is {score.cross_entropy} under the "
-                f"order {score.order or 'of a batch'}",
-                hint="score it with precision: fp32, or train it again with a lower lr",
-            )
-    return [
-        ScoreRow(
-            method=method,
-            seed=seed,
-            mode=score.mode.order,
-            kept=score.kept,
-            choose="" if score.mode.kept is None else score.mode.choose,
-            order_seed=score.index,
-            order="" if score.order is None else str(score.order),
-            n=score.images,
-            top1=score.top1,
-            top5=score.top5,
-            cross_entropy=score.cross_entropy,
-            draw=draw,
-            top1_n=score.top1_n,
-            top5_n=score.top5_n,
-            parallel=score.mode.parallel,
-            passes=score.mode.passes,
-        )
-        for score in scores
-        if score.mode is not None
-    ]

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
+from layershuffle.core.hooks import BlockHook
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import StackError
-from layershuffle.hooks import BlockHook
-from layershuffle.orders import ExecutionOrder
 
 # Makes the callables that replace the blocks in one run of the stack.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]

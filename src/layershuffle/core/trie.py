@@ -19,12 +19,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from layershuffle.chain import host_of_stack
-from layershuffle.entries import BlockCall, HostBehaviour
+from layershuffle.core.chain import host_of_stack
+from layershuffle.core.entries import BlockCall, HostBehaviour
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.residual import added
+from layershuffle.core.stack import depth_of, running, stack_of, walking
 from layershuffle.errors import StackError
-from layershuffle.orders import ExecutionOrder
-from layershuffle.residual import added
-from layershuffle.stack import depth_of, running, stack_of, walking
 
 _log = logging.getLogger("layershuffle")
 # Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import comb
 from typing import cast
 
+from layershuffle.core.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 from layershuffle.errors import UsageError
-from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 from layershuffle.text import did_you_mean
 
 _FORMS = (

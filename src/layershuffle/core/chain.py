@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from layershuffle.entries import (
+from layershuffle.core.entries import (
     HOSTS,
     Entry,
     Form,
@@ -34,8 +34,8 @@ from layershuffle.entries import (
     state_first,
     state_of,
 )
+from layershuffle.core.runs import apart, in_place
 from layershuffle.errors import StackError
-from layershuffle.runs import apart, in_place
 
 IMAGES = 2  # with one image, a mask for all samples looks like a mask per sample
 # The factors of the proper state that the stand-ins return. NaN is last, because a GPU may abort

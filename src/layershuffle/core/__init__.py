@@ -1,0 +1,1 @@
+"""The method alone: a vision transformer whose blocks run in any order."""
