@@ -74,7 +74,7 @@ GPU_TARGETS: dict[str, tuple[str, str, Bound | None]] = {
     "training step, plain": ("plain Trainer, as the authors' / ours", "", Bound("at_least", 2.5)),
     "training, four orders per batch": ("in groups of 160:", "images/s", None),
     "reading": ("JPEG files of 500 x 375, all cores:", "images/s", Bound("at_least", 3500)),
-    "leave-one-out and base": ("one by one / trie", "", Bound("at_least", 1.55)),
+    "leave-one-out and base": ("one by one / together", "", Bound("at_least", 1.55)),
 }
 
 
@@ -95,7 +95,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 class ClaimRow:
     """One thing that was measured: `values` in `unit`, or ratios (`unit` is "") of `pairs`.
 
-    `what` says it in words, "naive / trie" for a ratio. A row without `bound` promises nothing.
+    `what` says it in words, "naive / together" for a ratio. A row without `bound` promises nothing.
     `settings`: model, batch, dtype and the like. `facts`: what else was seen, such as counts.
     """
 

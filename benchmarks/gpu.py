@@ -34,7 +34,7 @@ from layershuffle.bench.workloads import (
     PICO,
     VIT_B,
     Workload,
-    compare_with_trie,
+    compare_forwards,
     converted,
     sweeps,
 )
@@ -247,7 +247,7 @@ def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     workload = converted(workload, config.precision)
     name = "leave-one-out and base"
     orders = sweeps(depth_of(workload.model))[name]
-    pairs, facts = compare_with_trie(workload, orders, effort=effort)
+    pairs, facts = compare_forwards(workload, orders, effort=effort)
     row = ratio_row(name, "", pairs=pairs, settings=workload.settings)
     yield as_target(name, replace(row, facts=facts))
 

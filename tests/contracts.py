@@ -234,7 +234,7 @@ def _positioned_step(
         # No switch of its own: the whole forward is checkpointed.
         run = partial(checkpoint, model, use_reentrant=False)
     elif checkpointed:
-        checkpointing(model.host, family=family)
+        checkpointing(model.backbone, family=family)
     with ls.running(model, order), model.guessing() as guesses:
         output = call(run)
         loss = score(output) + guesses.loss()
@@ -474,7 +474,7 @@ def check_an_exit_is_what_the_cut_orders_give(family: Family) -> None:
     batch = images(len(orders))
     model, single = family.wrapped(), family.wrapped()
     with ls.running(model, orders, exit_after=2):
-        together = call(model, batch)
+        together = torch.cat(call(model, batch))
     score(together).backward()
     outputs = []
     for several in (orders, cut):
@@ -643,7 +643,7 @@ def check_encoding_equals_the_slow_path(family: Family) -> None:
             gradients(model.encoding), gradients(twin), tolerance=GRADIENT_TOLERANCE
         )
         assert_close_gradients(
-            gradients(model.host), rebuilt.gradients(), tolerance=GRADIENT_TOLERANCE
+            gradients(model.backbone), rebuilt.gradients(), tolerance=GRADIENT_TOLERANCE
         )
 
 
@@ -674,9 +674,9 @@ def check_prediction_reads_every_output(family: Family) -> None:
 def check_parts_stay_out_of_the_host(family: Family) -> None:
     plain = family.plain()
     model = positioned(ls.wrap(copy.deepcopy(plain)))
-    _assert_same_state(model.host, plain)
+    _assert_same_state(model.backbone, plain)
     with torch.no_grad():
-        assert torch.equal(logits_of(call(model.host)), answer(plain))
+        assert torch.equal(logits_of(call(model.backbone)), answer(plain))
 
 
 # --- 7. export -------------------------------------------------------------------------

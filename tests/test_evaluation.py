@@ -174,8 +174,8 @@ def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
     model, seen = VIT.wrapped(), []
     whole = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
     ls.blocks_of(model)[0].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
-    monkeypatch.setattr("layershuffle.core.trie._CACHED_BYTES", 1)
-    monkeypatch.setattr("layershuffle.core.trie._LEAST_IMAGES", 2)
+    monkeypatch.setattr("layershuffle.core.forwards._CACHED_BYTES", 1)
+    monkeypatch.setattr("layershuffle.core.forwards._LEAST_IMAGES", 2)
     parts = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
     assert set(seen) == {1, 2}
     for score, other in zip(whole, parts, strict=True):
@@ -249,9 +249,8 @@ def test_the_way_of_an_order_is_short():
         "evaluation",
         "orders",
         "losses",
-        "position",
-        "trie",
-        "chain",
+        "forwards",
+        "sharing",
         "stack",
         "runs",
         "entries",

@@ -89,7 +89,7 @@ def test_operations_are_those_of_the_blocks_that_run() -> None:
         order = ls.ExecutionOrder(blocks, DEPTH)
         return open_questions.operations(model, image, order=order, backward=False)
 
-    linear = [m for m in blocks_of(model.host)[0].modules() if isinstance(m, torch.nn.Linear)]
+    linear = [m for m in blocks_of(model.backbone)[0].modules() if isinstance(m, torch.nn.Linear)]
     weights = sum(layer.in_features * layer.out_features for layer in linear)
     tokens = (SIZE // PATCH) ** 2 + 1
     # A product is a multiplication and an addition; attention has two of tokens x tokens x width.

@@ -287,11 +287,11 @@ def test_one_module_for_optimiser_device_and_mode() -> None:
     model = ls.add_position(VIT.plain(), encoding=ls.EncodingForm(dropout=0.1), prediction=MEAN)
     parts = [*model.encoding.modules(), *model.prediction.modules()]
     names = dict(model.named_parameters())
-    assert {n.split(".")[0] for n in names} == {"host", "encoding", "prediction"}
-    assert [n.removeprefix("host.") for n in names if n.startswith("host.")] == [
+    assert {n.split(".")[0] for n in names} == {"backbone", "encoding", "prediction"}
+    assert [n.removeprefix("backbone.") for n in names if n.startswith("backbone.")] == [
         name for name, _ in plain.named_parameters()
     ]
-    assert list(model.host.state_dict()) == list(plain.state_dict())
+    assert list(model.backbone.state_dict()) == list(plain.state_dict())
     for mode in (True, False):
         model.train(mode)
         assert all(module.training == mode for module in parts)
@@ -324,10 +324,10 @@ def test_wrong_answers_do_not_leak_between_calls() -> None:
     model = ls.add_position(VIT.plain(), encoding=ls.EncodingForm())
     encoded = model(images())
     assert not torch.equal(encoded, VIT.plain()(images()))
-    assert torch.equal(model.host(images()), VIT.plain()(images()))
+    assert torch.equal(model.backbone(images()), VIT.plain()(images()))
     with pytest.raises(RuntimeError):
         model(images()[:, :1])
-    assert torch.equal(model.host(images()), VIT.plain()(images()))
+    assert torch.equal(model.backbone(images()), VIT.plain()(images()))
 
 
 # --- refused --------------------------------------------------------------------------------------

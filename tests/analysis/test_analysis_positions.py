@@ -127,8 +127,8 @@ def test_accuracies_against_loops(predicting):
             for order in batch.orders:
                 with (
                     torch.inference_mode(),
-                    running(subject.model.host, order),
-                    ls.tap(subject.model.host) as tap,
+                    running(subject.model.backbone, order),
+                    ls.tap(subject.model.backbone) as tap,
                 ):
                     subject.model(batch.images)
                 at = order.blocks.index(block)
@@ -155,7 +155,7 @@ def test_accuracies_against_loops(predicting):
 
 
 def test_a_plain_model_is_probed_at_input_and_output(predicting):
-    subject = replace(predicting, model=predicting.model.host)
+    subject = replace(predicting, model=predicting.model.backbone)
     measured = position.measure(subject)
     sources = measured.facts["sources"]
     assert list(sources) == ["probe on the block's input", "probe on the block's output"]

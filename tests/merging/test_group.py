@@ -44,7 +44,7 @@ def rebuilt(donors, plan):
     """The slow path: a copy of the first donor, with every tensor replaced by hand."""
     model = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
-    host = model.host if isinstance(model, ls.PositionedModel) else model
+    host = model.backbone if isinstance(model, ls.PositionedModel) else model
     prefix = "host." if host is not model else ""
     keys = [prefix + key for key in host.state_dict()]
     place = {module: path for path, module in host.named_modules()}

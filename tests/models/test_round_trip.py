@@ -41,7 +41,7 @@ def test_the_round_trip_is_bit_exact_position_parts_included(name: str, saved: P
         model.encoding.form, model.prediction.form,
     )  # fmt: skip
     assert all(parameter.requires_grad for parameter in again.encoding.parameters())
-    with ls.running(model.host, (2, 0, 3, 1)), ls.running(again.host, (2, 0, 3, 1)):
+    with ls.running(model.backbone, (2, 0, 3, 1)), ls.running(again.backbone, (2, 0, 3, 1)):
         assert torch.equal(outputs(again), outputs(model))
     assert image_view(again) == image_view(model)
     assert num_classes_of(again) == CLASSES

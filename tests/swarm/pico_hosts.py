@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import layershuffle as ls
-from common import FAMILIES, WIDTH, images
-from layershuffle.core.stack import walking
+from common import FAMILIES, WIDTH, images, logits_of
+from layershuffle.core.forwards import run_stem
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.host import BlockHost
 from layershuffle.swarm.limits import Limits
@@ -43,15 +43,8 @@ def bundle_of(family):
 
 def entrance(model, batch=1):
     """The state before the first block, for `images(batch)`."""
-    seen = []
-
-    def walk(call, state):
-        seen.append(state.clone())
-        return call(0, 0, state, None)
-
-    with torch.no_grad(), walking(model, walk):
-        model(images(batch))
-    return seen[0].numpy()
+    with torch.no_grad():
+        return run_stem(model, images(batch), forward=model)[0].numpy()
 
 
 def in_process(model, order, batch=1):
@@ -65,7 +58,7 @@ def replay_error(model, batch, got):
     """Of a classification: the largest difference from its steps in the model itself."""
     order = ls.ExecutionOrder(got.route.order, got.route.depth, got.route.versions)
     with torch.no_grad(), ls.running(model, order):
-        return float((got.logits - ls.models.logits_of(model(batch))).abs().max())
+        return float((got.logits - logits_of(model(batch))).abs().max())
 
 
 async def check_side_by_side(model, router, *, reached, steps):

@@ -12,12 +12,12 @@ from gateway_site import VIT, picture, site
 import layershuffle as ls
 from common import DEPTH, FAMILIES
 from layershuffle.core.evaluation import Score
+from layershuffle.core.forwards import block_runs
 from layershuffle.core.modes import Mode
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running
-from layershuffle.core.trie import block_executions, build_trie
 from layershuffle.core.tying import tie
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
@@ -150,7 +150,7 @@ def test_all_numbers_of_blocks_cost_little_more_than_one():
 
     def runs(cells):
         orders = [overlapped(blocks, cell, depth=12) for cell in cells for blocks in draws]
-        return block_executions(build_trie(orders))
+        return block_runs(orders)
 
     cells = cells_of(12, parallel=4)
     once = [cell for cell in cells if cell.passes == cell.parallel == 1]

@@ -9,7 +9,7 @@ import torch
 from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES
+from common import DEPTH, FAMILIES, logits_of
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.core.stack import running
@@ -52,7 +52,7 @@ def test_it_equals_the_forward_of_the_route(family):
     assert ordered.route.order == (3, 0, 1)
     for classified in (free, ordered):
         with torch.inference_mode(), running(whole, classified.route.order):
-            wanted = ls.models.logits_of(whole(batch))
+            wanted = logits_of(whole(batch))
         assert torch.equal(classified.logits, wanted)
         assert min(classified.stem_ms, classified.swarm_ms, classified.head_ms) > 0
 
@@ -80,12 +80,12 @@ def test_it_drops_the_blocks():
 
 def test_drop_blocks_keeps_what_is_shared():
     model = VIT.wrapped()
-    model.blocks.block(0).norm1 = model.norm
+    model.blocks.blocks[0].norm1 = model.norm
     shared = sum(p.nbytes for p in model.norm.parameters())
     inside = sum(p.nbytes for p in model.blocks.parameters())
     assert drop_blocks(model) == inside - shared
     assert not any(p.is_meta for p in model.norm.parameters())
-    assert all(p.is_meta for p in model.blocks.block(1).norm1.parameters())
+    assert all(p.is_meta for p in model.blocks.blocks[1].norm1.parameters())
 
 
 def test_it_refuses_position_encoding_and_other_depths():

@@ -59,7 +59,7 @@ def train(model, order, batch=4):
 
 def test_a_model_that_is_compiled_whole_has_a_graph_per_order():
     """Right, and a reason to compile blocks instead (docs/python.md)."""
-    model, pixels = deep_model().host.eval(), images()[:, :, :16, :16]
+    model, pixels = deep_model().backbone.eval(), images()[:, :, :16, :16]
     compiled = torch.compile(model, backend="eager")
     for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0]), start=1):
         with ls.running(model, order), torch.no_grad():

@@ -159,8 +159,8 @@ def by_hand(run):
         adam.step()
         adam.zero_grad()
         totals.append(total)
-    parts = {k: v for k, v in model.state_dict().items() if not k.startswith("host.")}
-    return totals, {**model.host.state_dict(), **parts}
+    parts = {k: v for k, v in model.state_dict().items() if not k.startswith("backbone.")}
+    return totals, {**model.backbone.state_dict(), **parts}
 
 
 def cut(order, steps):

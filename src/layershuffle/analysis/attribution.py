@@ -32,10 +32,10 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
+from layershuffle.core.forwards import refuse_more_than_blocks, run_head
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.stack import running, walking, with_hooks
-from layershuffle.core.trie import refuse_loops
+from layershuffle.core.stack import running, with_hooks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +124,7 @@ def split_logits(
     Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
     for a host that computes something between its blocks.
     """
-    refuse_loops(subject.model, images, forward=subject.logits)
+    refuse_more_than_blocks(subject.model, images, forward=subject.logits)
     updates = _Updates()
     with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
         logit = _centred(subject.logits(images), labels)
@@ -154,9 +154,9 @@ def _head(
     subject: Subject, images: Tensor, labels: Tensor, state: Tensor, *, mode: _FrozenScale
 ) -> Tensor:
     """Centred logits `[batch]` if `state` is the state after the last block."""
-    # The host's own forward, with the blocks replaced by their final state.
-    with walking(subject.model, lambda _call, _initial: state), mode:
-        return _centred(subject.logits(images), labels)
+    with mode:
+        logits = run_head(subject.model, images, state=state, forward=subject.logits)
+        return _centred(logits, labels)
 
 
 def _centred(logits: Tensor, labels: Tensor) -> Tensor:

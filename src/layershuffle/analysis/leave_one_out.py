@@ -29,8 +29,8 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
+from layershuffle.core.forwards import block_runs, forward_many
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.trie import TrieNode, block_executions, build_trie, forward_trie
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def measure(subject: Subject) -> Measurement:
     loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
     images = orders = runs = executions = naive = 0
     whole_loss = whole_right = 0.0
-    with torch.inference_mode():
+    with torch.no_grad():
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)
             images, orders = images + count, orders + len(batch.orders)
@@ -66,10 +66,10 @@ def measure(subject: Subject) -> Measurement:
                 for order in batch.orders
             ]
             # Common prefixes of an order and its variants are about half of all block runs.
-            trie = build_trie([order for group in variants for order in group])
-            executions += block_executions(trie)
+            several = [order for group in variants for order in group]
+            executions += block_runs(several)
             naive += sum(len(order) for group in variants for order in group)
-            scores = _scores(subject, batch, trie)
+            scores = _scores(subject, batch, several)
             for number, order in enumerate(batch.orders):
                 first = number * (depth + 1)
                 loss_whole, right_whole = scores[first]
@@ -126,15 +126,17 @@ def _facts(
     }
 
 
-def _scores(subject: Subject, batch: Batch, trie: TrieNode) -> dict[int, tuple[Tensor, Tensor]]:
-    """(cross-entropies, right answers), each `[images]`, of every order in the trie."""
+def _scores(
+    subject: Subject, batch: Batch, orders: list[ExecutionOrder]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """(cross-entropies, right answers), each `[images]`, of every order by its index."""
     scores = {}
-    results = forward_trie(subject.model, batch.images, trie=trie, forward=subject.logits)
-    for indices, logits in results:
+    results = forward_many(subject.model, batch.images, orders, forward=subject.logits)
+    for index, logits in results:
         # In float64, because a change is a small difference of two large numbers.
         loss = F.cross_entropy(logits.double(), batch.labels, reduction="none")
         right = (logits.argmax(1) == batch.labels).double()
-        scores.update(dict.fromkeys(indices, (loss, right)))
+        scores[index] = (loss, right)
     return scores
 
 

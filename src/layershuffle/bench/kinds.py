@@ -21,7 +21,7 @@ from layershuffle.bench.training import bench_train
 from layershuffle.bench.workloads import (
     JPEG_QUALITY,
     PHOTO,
-    compare_with_trie,
+    compare_forwards,
     converted,
     memory_of_merges,
     merge_group,
@@ -114,7 +114,7 @@ def bench_orders(
     planned = sweeps(depth_of(workload.model))
     for name, orders in planned.items():
         progress("sweeps", len(facts), len(planned))
-        pairs, counts = compare_with_trie(workload, orders, effort=effort)
+        pairs, counts = compare_forwards(workload, orders, effort=effort)
         ratios, (naive, runs) = sorted(pairs.ratios), counts["block runs"]
         facts[name] = (
             f"{ratios[len(ratios) // 2]:.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f}), "

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
+from layershuffle.core.forwards import block_runs, forward_many
 from layershuffle.core.losses import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
-from layershuffle.core.trie import block_executions, build_trie, forward_trie
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup
@@ -150,10 +150,10 @@ def sweeps(depth: int) -> dict[str, Sequence[ExecutionOrder]]:
     }  # fmt: skip
 
 
-def compare_with_trie(
+def compare_forwards(
     workload: Workload, orders: Sequence[ExecutionOrder], *, effort: Effort
 ) -> tuple[Pairs, dict[str, Any]]:
-    """Compare separate forwards with the trie: times, and numbers of block runs.
+    """Compare separate forwards with `forward_many`: times, and numbers of block runs.
 
     Raises `AssertionError` unless both give the same logits, bit for bit.
     """
@@ -166,19 +166,14 @@ def compare_with_trie(
                 outputs.append(logits_of(model(images)))
         return outputs
 
-    def in_one_walk() -> list[Tensor]:
-        outputs = [images] * len(orders)
-        trie = build_trie(orders)
-        walk = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
-        for ends, logits in walk:
-            for end in ends:
-                outputs[end] = logits
-        return outputs
+    def together() -> list[Tensor]:
+        logits = dict(forward_many(model, images, orders))
+        return [logits[index] for index in range(len(orders))]
 
-    assert all(map(torch.equal, one_by_one(), in_one_walk())), "outputs are bit-equal"
-    sides = (timed_on(images.device.type, work) for work in (one_by_one, in_one_walk))
+    assert all(map(torch.equal, one_by_one(), together())), "outputs are bit-equal"
+    sides = (timed_on(images.device.type, work) for work in (one_by_one, together))
     pairs = paired(*sides, effort=effort)
-    runs = [sum(map(len, orders)), block_executions(build_trie(orders))]
+    runs = [sum(map(len, orders)), block_runs(orders)]
     return pairs, {"block runs": runs, "outputs": "bit-equal"}
 
 

@@ -1,69 +1,111 @@
-"""Proxies that a block stack passes to its host instead of bare blocks: a block with hooks, a
-walk that replaces all blocks, or a position at which every sample has its own block.
+"""What the stack hands to the backbone in place of its blocks: one entry per position.
+
+The backbone's own forward is the only loop over blocks, so whatever it does between them
+(read-outs, gates, a condition, its own autocast) is done by its own code. An entry runs its block
+with the hooks around it. It may also return what an earlier order with the same beginning computed,
+add its block's residual to a newer state (rounds), or run every sample of the batch by the block
+that its own order has at this position. `along` builds the entries of one order, `grouped` those of
+an order per sample.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.residual import States, added, refuse_other_sums
-from layershuffle.core.runs import Run, in_backward, in_checkpoint
+from layershuffle.core.runs import Run, in_backward
 from layershuffle.errors import StackError, UsageError
+from layershuffle.machine import to_device
 
-BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
-"""Runs a block at a position on the state of some rows of the batch, or of all (`None`)."""
-BlockWalk = Callable[[BlockCall, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Form:
-    """The form of a block's output: the state, or a tuple or list with `beside` other values."""
-
-    kind: type | None = None
-    beside: int = 0
-
-    def filled(self, state: Tensor, beside: Sequence[Any] | None = None) -> Any:
-        """`state` in the form of a block's output; the other values are `beside`, or `None`."""
-        if self.kind is None:
-            return state
-        return self.kind((state, *(beside or [None] * self.beside)))
+Call = Callable[..., Any]
+"""Called as a block is: the state, then whatever else the backbone passes to its blocks."""
 
 
-@dataclass(frozen=True)
-class HostBehaviour:
-    """What a trial showed about the host of a stack in one kind of call (`core.chain`).
+class Entry:
+    """Stands for the block `module`: a backbone may read its attributes and call it as a whole.
 
-    `chain`: between its blocks the host only passes the state on. `batched`: which of the other
-    arguments of a block may have a part per sample. `writes`: blocks change their input in place
-    and return it, so that the host's other references to it show the change.
+    `call(state, *args, **kwargs)` is what a call does. `one_block`: the block that runs is
+    `module`, so its weights may be read.
     """
 
-    chain: bool
-    form: Form
-    batched: tuple[bool, ...]
-    writes: bool
+    def __init__(self, module: nn.Module, call: Call, *, one_block: bool = True) -> None:
+        self._module, self._call, self._one_block = module, call, one_block
+
+    @property  # type: ignore[misc]  # that of objects can be set too
+    def __class__(self) -> type:
+        """The block's class, for `isinstance(block, Block)` and `nn.Sequential(*blocks)`."""
+        # torch.compile reads it from objects that have no attributes yet.
+        module = vars(self).get("_module")
+        return Entry if module is None else module.__class__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the entry on the state among the arguments; returns what the block returns."""
+        if not args:  # as in block(x=x)
+            name = next(iter(inspect.signature(self._module.forward).parameters), "")
+            if name not in kwargs:
+                raise StackError(
+                    f"A {self._module.__class__.__name__} was called without its first argument "
+                    f"{name!r}, the state",
+                    hint="pass the state as the first argument, or by that name",
+                )
+            args = (kwargs.pop(name),)
+        return self._call(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as a call, for backbones that call `block.forward` directly."""
+        return self(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        # A call of a part would bypass the hooks around the block, or run the part of a single
+        # block on samples that are at different blocks.
+        if isinstance(value, nn.Module):
+            return Entry(value, self._refuse, one_block=self._one_block)
+        if isinstance(value, Tensor) and not self._one_block:
+            self._refuse()
+        own = getattr(value, "__self__", None) is self._module and not hasattr(nn.Module, name)
+        return self._refuse if own else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A backbone may set what its blocks share in a forward.
+        if name in ("_module", "_call", "_one_block"):
+            object.__setattr__(self, name, value)
+        elif self._one_block:
+            setattr(self._module, name, value)
+        else:
+            self._refuse()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+        return iter(())
+
+    def __getitem__(self, index: object) -> Any:
+        self._refuse()
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
+        # As in `for attention, mlp in self.layers`: the backbone adds each part's output itself.
+        raise StackError(
+            f"The backbone takes the parts out of its blocks ({self._module.__class__.__name__}) "
+            "and runs them itself, so hooks around a block, rounds and an order per sample are "
+            "impossible",
+            hint="make a module of each group of parts, with their residual sums in its forward; "
+            "one order for the whole batch, and evaluate(), work without a change",
+        )
 
 
-# The behaviour in the latest call that was tried. Stored outside of the stack, because a copy of a
-# model may be changed before it runs.
-HOSTS: WeakKeyDictionary[nn.Module, HostBehaviour] = WeakKeyDictionary()
-
-
-def has_parts(leaf: Any, batch: int) -> bool:
-    """Whether an argument may be a tensor with a part for each of `batch` samples."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch
+def watched(entry: Call, call: Call) -> Entry:
+    """`call` in place of a block or an entry, of which the backbone may read as much as before."""
+    if type(entry) is Entry:
+        return Entry(entry._module, call, one_block=entry._one_block)
+    return Entry(entry, call)  # type: ignore[arg-type]  # a block
 
 
 def state_of(out: Any) -> Tensor:
@@ -80,227 +122,305 @@ def state_of(out: Any) -> Tensor:
     return state
 
 
-def form_of(out: Any) -> Form:
-    """The form of a block's output."""
-    if isinstance(out, tuple | list):
-        return Form(tuple if isinstance(out, tuple) else list, len(out) - 1)
-    return Form()
+def placed(block: nn.Module, step: Step, *, run: Run) -> Call:
+    """`block` at a position: with the hooks of `run` around it, and recomputed if `run` says so."""
+    if not run.hooks and not run.recompute:
+        return block
 
-
-def state_first(
-    block: nn.Module, *, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The state, the other positional and the named arguments of a call, as in `block(x=x)`."""
-    if args:
-        return args[0], args[1:], kwargs
-    name = next(iter(inspect.signature(block.forward).parameters), "")
-    if name not in kwargs:
-        raise StackError(
-            f"A {type(block).__name__} was called without its first argument {name!r}, the state",
-            hint="pass the state as the first argument, or by that name",
-        )
-    rest = {key: value for key, value in kwargs.items() if key != name}
-    return kwargs[name], (), rest
-
-
-class Entry(ABC):
-    """A proxy for the block `module`: a host may read its attributes and call it as a whole."""
-
-    one_block = True  # `module` is the block that runs, so that its weights may be read
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    @property  # type: ignore[misc]  # that of objects can be set too
-    def __class__(self) -> type:
-        """The block's class, for `isinstance(block, Block)` and `nn.Sequential(*blocks)`."""
-        # torch.compile reads it from objects that have no attributes yet.
-        return type(vars(self).get("_module", self))
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on the state among the arguments, and return what the block returns."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as `__call__`, for hosts that call `block.forward` directly."""
-        return self(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        # A call of a part would bypass the hooks around the block, or run the part of a single
-        # block on samples that are at different blocks.
-        if isinstance(value, nn.Module):
-            return Part(value, self)
-        if isinstance(value, Tensor) and not self.one_block:
-            raise self._in_parts()
-        own = getattr(value, "__self__", None) is self._module and not hasattr(nn.Module, name)
-        return self._refuse if own else value
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._in_parts()
-
-    def __getitem__(self, index: object) -> Any:
-        raise self._in_parts()
-
-    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise self._in_parts()
-
-    def _in_parts(self) -> StackError:
-        # As in `for attention, mlp in self.layers`: the host adds each part's output to the state.
-        return StackError(
-            f"The host model takes the parts out of its blocks ({type(self._module).__name__}) and "
-            "runs them itself, so hooks around a block and an order per sample are impossible",
-            hint="make a module of each group of parts, with their residual sums in its forward; "
-            "one order for the whole batch, and evaluate(), work without a change",
-        )
-
-
-class Part(Entry):
-    """A submodule of the block of `owner`: its attributes can be read, but it cannot be called."""
-
-    def __init__(self, module: nn.Module, owner: Entry) -> None:
-        super().__init__(module)
-        self._owner, self.one_block = owner, owner.one_block
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raises `StackError`."""
-        raise self._in_parts()
-
-    def _in_parts(self) -> StackError:
-        return self._owner._in_parts()
-
-
-class Placed(Entry):
-    """A block at a position with the hooks around it."""
-
-    def __init__(self, module: nn.Module, step: Step, run: Run) -> None:
-        super().__init__(module)
-        self._step, self._run = step, run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block and its hooks on the state among the arguments."""
-        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
-        if self._run.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
-        return self._compute(state, *args, **kwargs)
-
-    def _compute(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step = replace(self._step, replay=in_backward())
-        for hook in self._run.hooks:
-            state = hook.before(state, step)
-        out = self._module(state, *args, **kwargs)
-        for hook in self._run.hooks:
-            hook.after(state_of(out), step)
+    def compute(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        now = replace(step, replay=in_backward())
+        for hook in run.hooks:
+            state = hook.before(state, now)
+        out = block(state, *args, **kwargs)
+        for hook in run.hooks:
+            hook.after(state_of(out), now)
         return out
 
+    def recompute(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(state, *args, **kwargs)
+        return checkpoint(compute, state, *args, use_reentrant=False, **kwargs)
 
-class Versioned(Placed):
-    """A block at a position that reads a version of the state, possibly an older one."""
+    return recompute if run.recompute else compute
 
-    def __init__(
-        self, module: nn.Module, step: Step, run: Run, *, version: int, states: States
-    ) -> None:
-        super().__init__(module, step, run)
-        self._version, self._states = version, states
-        self._ran = False
-        self._again: Tensor | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The state after this step; the newest state is among the arguments."""
-        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
-        position, version = self._step.position, self._version
-        refuse_other_sums(self._module, state, args=args, kwargs=kwargs)
-        # If the host checkpoints, the same entry runs again in the backward pass, when the states
-        # of the forward are gone.
-        replay, self._ran = self._ran, True
-        if not replay:
-            self._states.keep(position, state)
-        if version == position:
-            return super().__call__(state, *args, **kwargs)
-        read = self._reread() if replay else self._states.read(version, position=position)
-        # Reentrant checkpointing runs without a graph first, and could not reach `read` later.
-        if not (replay or torch.compiler.is_compiling()) and torch.is_grad_enabled():
-            self._again = read if in_checkpoint() else None
-        return added(state, read=read, out=super().__call__(read, *args, **kwargs))
+# --- one order for the whole batch ----------------------------------------------------------------
 
-    def _reread(self) -> Tensor:
-        if self._again is None:
+
+@dataclass
+class Shared:
+    """What the blocks along the last order returned, as far as the next order begins alike.
+
+    The entries of an order return the first `reused` outputs instead of running their blocks, and
+    leave the first `kept` outputs for the order after it. Orders that are run in sorted order share
+    all that they can, and no more than one path of outputs is alive.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    reused: int = 0
+    kept: int = 0
+
+
+def along(
+    blocks: Sequence[nn.Module], order: ExecutionOrder, *, run: Run, shared: Shared | None = None
+) -> Sequence[Call]:
+    """The entries of one forward along `order`; `shared`: outputs in common with other orders.
+
+    A step that reads an older version v of the state returns `state + (block(state_v) - state_v)`
+    (core.orders).
+    """
+    if order.versions is None and shared is None:
+        # Bare blocks, so that torch.compile and torch's hooks see no wrapper.
+        if not run.hooks and not run.recompute:
+            return [blocks[block] for block in order]
+        steps = [Step(position, block) for position, block in enumerate(order)]
+        return [
+            Entry(blocks[step.block], placed(blocks[step.block], step, run=run)) for step in steps
+        ]
+    read_later = order.last_readers()
+    states: dict[int, Tensor] = {}
+
+    def entry(position: int, block: int, version: int) -> Entry:
+        call = placed(blocks[block], Step(position, block), run=run)
+        first_run: list[bool] = []  # whether it had a graph
+
+        def enter(state: Any, *args: Any, **kwargs: Any) -> Any:
+            # If the backbone checkpoints, the same entry runs again in the backward pass, when
+            # `states` must still be those of the forward.
+            replayed, graph = bool(first_run), torch.is_grad_enabled()
+            if not replayed:
+                first_run.append(graph)
+                if position in read_later:
+                    # A copy, because a backbone may write into the state between its blocks.
+                    states[position] = tensor_of(state).clone()
+            if shared is not None and position < shared.reused:
+                return shared.outputs[position]
+            if version == position:
+                out = call(state, *args, **kwargs)
+            else:
+                if replayed and graph and not first_run[0]:
+                    raise StackError(
+                        "Reentrant gradient checkpointing detaches a block from the older state "
+                        "that it reads",
+                        hint="checkpoint with use_reentrant=False, or use "
+                        "layershuffle.recomputing(model)",
+                    )
+                out = _older(call, state, states=states, version=version, others=(args, kwargs))
+            if shared is not None and position < shared.kept:
+                shared.outputs.append(out)
+            return out
+
+        return Entry(blocks[block], enter)
+
+    return [entry(position, *step) for position, step in enumerate(order.steps)]
+
+
+def _older(
+    call: Call, state: Any, *, states: dict[int, Tensor], version: int, others: tuple[Any, Any]
+) -> Any:
+    """`state` plus what a block adds to version `version` of it, in the form of its output."""
+    if version not in states:
+        raise StackError(
+            f"A step reads version {version} of the state, which the backbone has not computed in "
+            "this run of its blocks",
+            hint="iterate over the stack (for block in self.blocks) in its forward, or give an "
+            "order in which every step reads the newest version",
+        )
+    read = states[version]
+    # Other steps still have to read it, and a block may write into its input.
+    out = call(read.clone(), *others[0], **others[1])
+    added = state_of(out)
+    if added.shape != read.shape:
+        raise StackError(
+            f"A block made a state of shape {tuple(added.shape)} from {tuple(read.shape)}, so what "
+            "it adds to an older state cannot be added to the newest one",
+            hint="give an order in which every step reads the newest version",
+        )
+    after = tensor_of(state) + (added - read)
+    return after if isinstance(out, Tensor) else type(out)((after, *out[1:]))
+
+
+def tensor_of(state: Any) -> Tensor:
+    """`state` itself; raises `StackError` unless it is a tensor."""
+    if not isinstance(state, Tensor):
+        raise StackError(
+            f"The backbone passes a {type(state).__name__} to its blocks; rounds, older versions "
+            "and an order per sample need a tensor",
+            hint="pass the state to the blocks first and other values after it; one order for the "
+            "whole batch in which every step reads the newest state works without a change",
+        )
+    return state
+
+
+# --- an order per sample --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axes:
+    """On which axis the samples lie, for every tensor that passes in and out at a position.
+
+    `state` is that of the state. `inputs[k]` are for the state and the other arguments at position
+    k, `outputs[k]` for what a block returns; `None` for a tensor without samples. Later positions
+    are as the last one.
+    """
+
+    state: int = 0
+    inputs: tuple[tuple[int | None, ...], ...] = ((0,),)
+    outputs: tuple[tuple[int | None, ...], ...] = ((0,),)
+
+    def at(self, position: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+        """The axes of the inputs and of the outputs at `position`."""
+        place = min(position, len(self.inputs) - 1)
+        return self.inputs[place], self.outputs[place]
+
+
+def grouped(
+    blocks: Sequence[nn.Module],
+    orders: Sequence[ExecutionOrder],
+    *,
+    run: Run,
+    axes: Axes,
+    exit_after: int | None = None,
+) -> list[Entry]:
+    """The entries of one forward in which sample i runs along `orders[i]`.
+
+    At a position every block runs once, on the samples that need it there: the FLOPs of one shared
+    order. A sample whose order has ended waits. With `exit_after` the last entry returns twice as
+    many rows: the final states, then those after this number of steps.
+    """
+    groups: dict[ExecutionOrder, list[int]] = {}
+    for row, order in enumerate(orders):
+        groups.setdefault(order, []).append(row)
+    longest, axis = max(map(len, groups)), axes.state
+    read_later = {version for order in groups for version in order.last_readers()}
+    # A replay by gradient checkpointing leaves these as the forward set them.
+    states: dict[int, Tensor] = {}
+    left: dict[str, Tensor] = {}
+
+    def entry(position: int) -> Entry:
+        # Block -> the samples that run it here, by the version of the state that they read.
+        moves: dict[int, list[tuple[int, list[int]]]] = {}
+        for order, rows in groups.items():
+            if position < len(order):
+                block, version = order.steps[position]
+                moves.setdefault(block, []).append((version, rows))
+        waiting = [row for order, rows in groups.items() if position >= len(order) for row in rows]
+        inputs, outputs = axes.at(position)
+
+        def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+            samples = tensor_of(state).shape[axis]
+            if samples != len(orders):
+                raise UsageError(
+                    f"{len(orders)} orders were given for a batch of {samples} samples",
+                    hint="give one order per sample, or a single order for the whole batch",
+                )
+            if position in read_later:
+                states.setdefault(position, state.clone())
+            versions = {**states, position: state}
+            arranged: list[int] = []
+            outs, after = [], []
+            # Sorted, so that the sequence of kernels does not depend on which sample comes first.
+            for block, members in sorted(moves.items()):
+                here = tuple(row for _, rows in members for row in rows)
+                parts = [_rows(versions[version], rows, axis) for version, rows in members]
+                read = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+                others, named = _cut((args, kwargs), here, axes=inputs[1:], samples=samples)
+                step = Step(position, block, here)
+                out = placed(blocks[block], step, run=run)(read, *others, **named)
+                news = torch.split(state_of(out), [len(rows) for _, rows in members], axis)
+                for (version, rows), old, new in zip(members, parts, news, strict=True):
+                    newest = version == position
+                    after.append(new if newest else _rows(state, rows, axis) + (new - old))
+                outs.append(out)
+                arranged += here
+            if waiting:
+                after.append(_rows(state, waiting, axis))
+            arranged += waiting
+            result = _back(after, arranged, axis)
+            if position + 1 == exit_after:
+                left.setdefault("early", result)
+            if exit_after is not None and position + 1 == longest:
+                if not left:
+                    raise StackError(
+                        "The backbone runs its last block first, so no state leaves early",
+                        hint="run it without an exit",
+                    )
+                result = torch.cat([result, left["early"]], axis)
+            return _beside(outs, result, rows=arranged, axes=outputs)
+
+        return Entry(blocks[0], call, one_block=False)
+
+    return [entry(position) for position in range(longest)]
+
+
+def _rows(value: Tensor, rows: Sequence[int], axis: int) -> Tensor:
+    """The samples `rows` of a tensor; the same tensor if these are all, in their order."""
+    if len(rows) == value.shape[axis] and all(row == place for place, row in enumerate(rows)):
+        return value
+    return value.index_select(axis, to_device(torch.tensor(rows, dtype=torch.long), value.device))
+
+
+def _back(parts: list[Tensor], rows: Sequence[int], axis: int) -> Tensor:
+    """Parts that hold the samples `rows`, as one tensor with the samples in their own order."""
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    return _rows(joined, sorted(range(len(rows)), key=rows.__getitem__), axis)
+
+
+_UNKNOWN = -1
+
+
+def _cut(arguments: Any, rows: tuple[int, ...], *, axes: Sequence[int | None], samples: int) -> Any:
+    """`arguments` with the part of `rows` of every tensor that has a part per sample."""
+    known_axes = iter(axes)
+
+    def cut(leaf: Tensor) -> Tensor:
+        axis = next(known_axes, _UNKNOWN)
+        if axis == _UNKNOWN and leaf.dim() and len(leaf) == samples > 1:
             raise StackError(
-                "Reentrant gradient checkpointing detaches a block from the older state that it "
-                "reads",
-                hint="checkpoint with use_reentrant=False, or use layershuffle.recomputing(model)",
+                f"The backbone passes its blocks an argument of shape {tuple(leaf.shape)}, and a "
+                "compiled model cannot be tried for whether that has a part per sample",
+                hint="compile the blocks, not the whole model, or use one order for the batch",
             )
-        return self._again
+        if axis is None or axis == _UNKNOWN or len(rows) == samples:
+            return leaf
+        return _rows(leaf, rows, axis)
+
+    return mapped(arguments, cut)
 
 
-def versioned(
-    blocks: Sequence[nn.Module], order: ExecutionOrder, *, run: Run
-) -> Iterator[Versioned]:
-    """The entries of one forward along an order in which steps read older versions."""
-    states = States(order)
-    for position, (block, version) in enumerate(order.steps):
-        step = Step(position, block)
-        yield Versioned(blocks[block], step, run, version=version, states=states)
+def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, function) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([mapped(item, function) for item in value])
+    return value
 
 
-class Walked(Entry):
-    """The single entry of a stack whose blocks are all run by a walk."""
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    tensors: list[Tensor] = []
+    mapped(value, tensors.append)
+    return tensors
 
-    def __init__(
-        self,
-        stack: nn.Module,
-        walk: BlockWalk,
-        run: Run,
-        host: HostBehaviour | None,
-        *,
-        older: bool = False,
-    ) -> None:
-        self._blocks = list(stack._modules.values())
-        super().__init__(self._blocks[0])  # type: ignore[arg-type]
-        self._walk, self._run, self._host, self._older = walk, run, host, older
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the walk on the state among the arguments; return the output of its last block."""
-        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
-        if not isinstance(state, Tensor):
+def _beside(outs: list[Any], state: Tensor, *, rows: list[int], axes: Sequence[int | None]) -> Any:
+    """`state` in the form of the blocks' outputs, whose other values are put together by sample."""
+    if not isinstance(outs[0], tuple | list):
+        return state
+    values, later_axes = [], iter(axes[1:])
+    for several in zip(*(out[1:] for out in outs), strict=True):
+        axis = next(later_axes, None) if isinstance(several[0], Tensor) else None
+        if axis is not None and sum(value.shape[axis] for value in several) == len(rows):
+            values.append(_back(list(several), rows, axis))
+        elif len(several) == 1 or all(value is None for value in several):
+            values.append(several[0])
+        else:
             raise StackError(
-                f"The host model passes a {type(state).__name__} to its blocks; an order per "
-                "sample needs a tensor",
-                hint="pass the state to the blocks first and other values after it; one order for "
-                "the whole batch (layershuffle.running), and evaluate(), work without a change",
+                f"The blocks return a {type(several[0]).__name__} beside the state, which cannot "
+                "be combined from samples with different orders",
+                hint="use one order for the whole batch",
             )
-        if self._older:
-            for block in self._blocks:
-                refuse_other_sums(block, state, args=args, kwargs=kwargs)  # type: ignore[arg-type]
-        form = Form() if self._host is None else self._host.form
-
-        def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
-            nonlocal form
-            # Only a walk that regroups samples could pair a sample with another one's mask.
-            if rows is not None:
-                _refuse_batched((args, kwargs), batch=len(state), host=self._host)
-            module: Any = self._blocks[block]
-            placed = Placed(module, Step(position, block, rows), self._run)
-            out = placed(chunk, *args, **kwargs)
-            form = form_of(out)
-            return state_of(out)
-
-        after = self._walk(call, state)
-        # Other outputs belong to some of the samples or to one block, so they are dropped.
-        return form.filled(after)
-
-
-def _refuse_batched(arguments: Any, *, batch: int, host: HostBehaviour | None) -> None:
-    """Refuse attention masks and other arguments per sample, which cannot be regrouped here."""
-    leaves = tree_leaves(arguments)
-    batched = [True] * len(leaves) if host is None else host.batched
-    for index, leaf in enumerate(leaves):
-        # A tensor [tokens, width] is not a mask [batch, tokens], even if both numbers are equal.
-        # The trial had another number of samples, so it shows the difference.
-        parts = index >= len(batched) or batched[index]
-        if parts and batch > 1 and has_parts(leaf, batch):
-            raise UsageError(
-                f"The model passes its blocks an argument of shape {tuple(leaf.shape)} with one "
-                "part per sample, which an order per sample cannot split",
-                hint="use one order for the whole batch, or run the samples one by one",
-            )
+    return type(outs[0])((state, *values))

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layershuffle.core.forwards import forward_many, images_at_once
 from layershuffle.core.losses import logits_of
 from layershuffle.core.modes import Mode, parse_modes
 from layershuffle.core.orders import ExecutionOrder, order_of
-from layershuffle.core.position import backbone_of
 from layershuffle.core.runs import in_eval
+from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of
-from layershuffle.core.trie import build_trie, forward_trie, images_at_once
 from layershuffle.errors import DataError, UsageError
 from layershuffle.stats import ImageGroups
 
@@ -169,7 +169,7 @@ def evaluate(
     the dtype of the model's blocks, logits are compared in fp32. `modes` as in
     "sequential,arbitrary,kept:9" (`core.modes`), or a list of them. A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
-    (`core.trie`).
+    (`core.forwards`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
@@ -178,24 +178,20 @@ def evaluate(
     """
     _check_classifier(model)
     depth = depth_of(model)
-    columns = [
-        _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
-    ]
-    names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
-    for mode in parse_modes(",".join(names)) if names else ():
-        for index in range(mode.draws(num_orders, depth=depth)):
-            # Drawn even if every batch draws its own: this refuses a mode that does not fit.
-            order = mode.policy().draw(depth, seed=seed, step=index)
-            per_batch = draw == "batch" and mode.is_drawn(depth)
-            columns.append(_PendingScore(mode, index, None if per_batch else order))
+    columns = _columns(
+        depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw
+    )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
     if groups is not None:
         image_groups = ImageGroups(groups.numpy())
         for column in columns:
             column.tally.groups = image_groups
+    # A gate that was zero at the last verdict may have been trained since.
+    forget(model)
     # Training calls this between two steps: dropout must be off here and on again afterwards.
-    with in_eval(model), torch.inference_mode():
+    # Not inference_mode: backbones cache tensors (BEiT), with which they could not be trained.
+    with in_eval(model), torch.no_grad():
         for number, batch in enumerate(batches):
             for column in columns:
                 if column.order is None and column.mode is not None:
@@ -232,9 +228,31 @@ def evaluate(
     ]
 
 
+def _columns(
+    depth: int,
+    *,
+    modes: str | Sequence[str | Mode],
+    orders: Sequence[ExecutionOrder | str],
+    num_orders: int,
+    seed: int,
+    draw: Draw,
+) -> list[_PendingScore]:
+    columns = [
+        _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
+    ]
+    names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
+    for mode in parse_modes(",".join(names)) if names else ():
+        for index in range(mode.draws(num_orders, depth=depth)):
+            # Drawn even if every batch draws its own: this refuses a mode that does not fit.
+            order = mode.policy().draw(depth, seed=seed, step=index)
+            per_batch = draw == "batch" and mode.is_drawn(depth)
+            columns.append(_PendingScore(mode, index, None if per_batch else order))
+    return columns
+
+
 def _check_classifier(model: nn.Module) -> None:
     # The features of such a model would be scored as if they were classes.
-    if getattr(backbone_of(model), "num_classes", None) == 0:
+    if getattr(getattr(model, "backbone", model), "num_classes", None) == 0:
         raise UsageError(
             "The model has no classifier, so it has no accuracy",
             hint="layershuffle fit --model ... --data ... gives it one",
@@ -248,13 +266,11 @@ def _score_batch(
     columns: Sequence[_PendingScore],
     on_images: Callable[[int], object] | None,
 ) -> None:
-    # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
-    trie = build_trie([column.order or column.batch_orders[-1] for column in columns])
+    # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
+    orders = [column.order or column.batch_orders[-1] for column in columns]
     for images, labels in micro_batches(model, batch):
-        results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
-        for indices, logits in results:
-            for index in indices:
-                columns[index].tally.add(logits, labels)
+        for index, logits in forward_many(model, images, orders):
+            columns[index].tally.add(logits, labels)
         # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:
             on_images(columns[0].tally.images)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -150,6 +150,12 @@ class ExecutionOrder:
             for position, (_, version) in enumerate(self.steps)
             if version < position
         }
+
+    def common_beginning(self, other: ExecutionOrder) -> int:
+        """The number of first steps, with the version that each reads, shared with `other`."""
+        pairs = enumerate(zip(self.steps, other.steps, strict=False))
+        shorter = min(len(self), len(other))
+        return next((count for count, (step, same) in pairs if step != same), shorter)
 
     @property
     def is_permutation(self) -> bool:
@@ -339,3 +345,13 @@ def refuse_non_orders(order: object) -> None:
             hint="pass block ids (running(model, '3,0,2')), or omit running: then the blocks run "
             "in sequential order",
         )
+
+
+def is_per_sample(order: object) -> bool:
+    """Whether `order` is a sequence of orders, one per sample, and not a single order."""
+    return (
+        isinstance(order, Sequence)
+        and not isinstance(order, str)
+        and bool(order)
+        and isinstance(order[0], ExecutionOrder | Sequence)
+    )

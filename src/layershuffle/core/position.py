@@ -193,13 +193,13 @@ class PositionedModel(nn.Module):
 
     def __init__(
         self,
-        host: nn.Module,
+        backbone: nn.Module,
         *,
         encoding: PositionEncoding | None = None,
         prediction: PositionPrediction | None = None,
     ) -> None:
         super().__init__()
-        self.host = wrap(host)
+        self.backbone = wrap(backbone)
         self.encoding = encoding
         self.prediction = prediction
 
@@ -207,9 +207,9 @@ class PositionedModel(nn.Module):
         """The output of the host; with an encoding, every block receives its position."""
         # Hooks are set only around this call: the host alone runs without position parts.
         if self.encoding is None:
-            return self.host(*args, **kwargs)
-        with with_hooks(self.host, self.encoding):
-            return self.host(*args, **kwargs)
+            return self.backbone(*args, **kwargs)
+        with with_hooks(self.backbone, self.encoding):
+            return self.backbone(*args, **kwargs)
 
     @contextmanager
     def guessing(self) -> Iterator[Guesses]:
@@ -219,7 +219,7 @@ class PositionedModel(nn.Module):
                 "This model has no position prediction", hint="add_position(model, prediction=...)"
             )
         guesses = Guesses(self.prediction)
-        with with_hooks(self.host, guesses):
+        with with_hooks(self.backbone, guesses):
             yield guesses
 
 
@@ -313,4 +313,4 @@ def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) 
 
 def backbone_of(model: nn.Module) -> nn.Module:
     """The backbone of a `PositionedModel`; any other model unchanged."""
-    return model.host if isinstance(model, PositionedModel) else model
+    return model.backbone if isinstance(model, PositionedModel) else model

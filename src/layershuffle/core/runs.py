@@ -1,5 +1,4 @@
-"""How a block stack runs in the current context: the order, the hooks around its blocks, and which
-blocks the host model has requested so far.
+"""How a block stack runs in the current context: its entries, and the hooks around its blocks.
 
 The settings live in a context variable, not in the model, so two threads that run one model in two
 orders do not interfere. Every `with` block adds its own change and removes exactly that change, so
@@ -8,9 +7,8 @@ that `with` blocks which exit out of turn (an `ExitStack`, a generator) leave no
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -18,40 +16,39 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.graph import queue_callback
 
 from layershuffle.core.hooks import BlockHook
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import StackError
 
-# Makes the callables that replace the blocks in one run of the stack.
+# Makes what the backbone calls in place of its blocks, for one forward.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
 
 
 @dataclass
 class Asked:
-    """How many blocks of an order a host has requested from a stack of `depth` blocks."""
+    """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks."""
 
     depth: int
     whole: bool = False
     furthest: int = 0
     length: int = 0
     sliced: bool = False
+    entries: Sequence[Callable[..., Any]] = ()
 
     def note(self, count: int, length: int) -> None:
-        """The host has received `count` of `length` entries so far."""
+        """The backbone has received `count` of `length` entries so far."""
         self.furthest, self.length = max(self.furthest, count), length
 
     def note_index(self, index: int, length: int) -> None:
-        """The host requested the entry at a position."""
+        """The backbone requested the entry at a position."""
         # A negative index counts only after all others, as in blocks[:-1] followed by blocks[-1].
         others_ran = (self.furthest, self.length) == (length - 1, length)
         self.whole |= index == length - 1 or (index == -1 and others_ran)
         self.note(index % length + 1, length)
 
     def note_slice(self, index: slice, length: int) -> None:
-        """The host requested a slice."""
+        """The backbone requested a slice."""
         stop = index.indices(length)[1]
         self.note(stop, length)
         self.sliced, self.whole = True, self.whole or stop == length
@@ -68,9 +65,9 @@ class Asked:
         self.whole = True
 
     def refuse_cut(self, model: nn.Module) -> None:
-        """Raises `StackError` if the host ran some blocks of the order, but never all of them."""
-        # A host may read attributes of the first block alone. A short slice is an intended stop, as
-        # with timm's `stop_early`.
+        """Raises `StackError` if the backbone ran some blocks of the order, but never all."""
+        # A backbone may read attributes of the first block alone. A short slice is an intended
+        # stop, as with timm's `stop_early`.
         looked_at = self.furthest <= min(1, self.depth - 1)
         stopped = self.sliced and self.furthest < min(self.depth, self.length)
         if self.whole or looked_at or stopped:
@@ -85,24 +82,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """How one stack runs: an order, the hooks around its blocks, or replacements for the blocks.
+    """How one stack runs: the entries for the backbone (`None`: its blocks), and what is around.
 
-    `samples` are the orders of the samples in a batch, and `exit_after` is the number of steps
-    before their exit. `entries` makes callables that replace the blocks.
+    `way` is equal for two forwards that run the same blocks on the same states.
     """
 
-    order: ExecutionOrder | None = None
-    samples: tuple[ExecutionOrder, ...] | None = None
-    exit_after: int | None = None
-    hooks: tuple[BlockHook, ...] = ()
     entries: Entries | None = None
+    way: object = None
+    hooks: tuple[BlockHook, ...] = ()
     recompute: bool = False
     asked: Asked | None = None
-
-    @property
-    def way(self) -> tuple[object, ...]:
-        """A key that is equal for two forwards that run the same blocks on the same states."""
-        return self.order, self.samples, self.exit_after
 
 
 PLAIN = Run()
@@ -164,10 +153,11 @@ def _in_force() -> dict[nn.Module, tuple[_Change, ...]]:
     return {stack: changes for stack, changes in left.items() if changes}
 
 
-def in_place(stack: nn.Module, entries: Entries) -> AbstractContextManager[None]:
-    """Replace the blocks by `entries` in the `with` block, and ignore any order that is set."""
-    fields = {"order": None, "samples": None, "exit_after": None, "asked": None}
-    return changed(stack, **fields, entries=entries)
+def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
+    """`module` and the modules in it that contain `stack`, whose calls run it."""
+    children = [child for _, child in module.named_children()]
+    inner = [h for child in children if child is not stack for h in holders(child, stack)]
+    return [module, *inner] if inner or stack in children else []
 
 
 @contextmanager
@@ -183,36 +173,31 @@ def in_eval(*models: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def never_asked(module: nn.Module) -> StackError:
+    """The error for a call of `module` in which its stack was never used."""
+    return StackError(
+        f"{type(module).__name__} ran and never used its block stack, so the execution order and "
+        "the hooks around blocks would be ignored",
+        hint="iterate over the container itself (for block in self.blocks) in the forward, not "
+        "over its children(), its _modules or a list made earlier",
+    )
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of `module` runs a graph made by torch.compile."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
-@contextmanager
-def apart(devices: list[torch.device], model: nn.Module) -> Iterator[None]:
-    """Run without gradients, in eager mode; running statistics and generators do not change."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    compiled = any(map(is_compiled, model.modules()))
-    # One forward does not justify a graph.
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with torch.random.fork_rng(devices), in_eval(*norms), torch.no_grad(), eager:
-        yield
-
-
 def in_backward() -> bool:
-    """Whether this call is a replay by gradient checkpointing, tested as torch's own code does."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """Whether this code runs inside a backward pass, so as a replay by gradient checkpointing."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        queue_callback(_nothing)  # only a backward pass takes callbacks
+    except RuntimeError:
+        return False
+    return True
 
 
-def in_checkpoint() -> bool:
-    """Whether this call is inside a region that gradient checkpointing will replay as a whole."""
-    if torch.is_grad_enabled():
-        # Non-reentrant checkpointing hooks what autograd saves.
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    # Reentrant checkpointing can only be detected by its frame among the callers.
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-    return False
+def _nothing() -> None:
+    pass

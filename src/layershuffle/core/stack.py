@@ -1,4 +1,4 @@
-"""The block stack: run a host model's blocks along an explicit execution order.
+"""The block stack: run the blocks of a backbone along an explicit execution order.
 
 `wrap(model)` swaps the class of the model's block container for `BlockStack`, an `nn.ModuleList`
 whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Keys and
@@ -20,18 +20,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.core.discovery import find_blocks
-from layershuffle.core.entries import HOSTS, BlockWalk, Placed, Walked, versioned
-from layershuffle.core.hooks import BlockHook, Step, Tap
-from layershuffle.core.orders import ExecutionOrder, order_of, refuse_non_orders
-from layershuffle.core.per_sample import (
-    SampleOrders,
-    calls_seen,
-    hidden_states_refused,
-    holders,
+from layershuffle.core.entries import Axes, Shared, along, grouped, tensors_of
+from layershuffle.core.hooks import BlockHook, Tap
+from layershuffle.core.losses import logits_of
+from layershuffle.core.orders import (
+    ExecutionOrder,
+    is_integer,
     is_per_sample,
+    order_of,
+    refuse_non_orders,
 )
 from layershuffle.core.runs import (
     PLAIN,
@@ -39,28 +38,31 @@ from layershuffle.core.runs import (
     Run,
     changed,
     changed_stacks,
+    holders,
     in_backward,
-    in_checkpoint,
-    in_place,
     is_compiled,
+    never_asked,
     run_of,
 )
+from layershuffle.core.sharing import sample_axes
 from layershuffle.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass
 class _Forwards:
-    """Facts about the forwards of a stack since its last replay, used to check the next replay.
+    """Facts about the forwards of a stack: whether one ever had an order, and for replays.
 
-    `replayable` are the orders of the forwards that gradient checkpointing will rerun as a whole.
+    `ways` are those of the forwards since the last replay that gradient checkpointing may rerun.
     """
 
     ordered: bool = False
+    warned: bool = False
     replayed: bool = False
-    replayable: set[tuple[object, ...]] = field(default_factory=set)
+    ways: set[object] = field(default_factory=set)
 
 
 # Stored outside of the stack, because a copy of a model has not run anything.
@@ -68,96 +70,89 @@ _FORWARDS: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
 _BATCH_NORM_SAID: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
+class _Part(list[Any]):
+    """Some entries of a run, callable as a slice of an `nn.Sequential` is."""
+
+    def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        for entry in self:
+            state = entry(state, *args, **kwargs)
+        return state
+
+
 class BlockStack(nn.ModuleList):
     """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`."""
 
-    host_class: type[nn.Module]
-    # Until the host has iterated over the stack, hooks on the blocks catch one that runs anyway.
-    _unasked = False
+    container_class: type[nn.Module]
 
     def _run(self) -> Run:
         """The `Run` that is in force now; every access to the stack goes through here."""
         run = run_of(self)
         if torch.compiler.is_compiling():
             return run
-        self._refuse_lost_order(run)
-        if run is PLAIN:
-            self._refuse_replica()
-        if self._unasked:
-            self._unasked = False
-            _remove_watches(self)
-        return run
-
-    def _entries(self, run: Run) -> list[Callable[..., Any]]:
-        """The callables for the host model, in execution order."""
-        blocks = list(self._modules.values())
-        # `is` is faster than `==`, and this check runs before every forward; most have no order.
-        if run is PLAIN:
-            return [*blocks]
-        if run.entries is not None:
-            return [*run.entries(run)]
-        order = range(len(blocks)) if run.order is None else run.order
-        if run.order is not None and run.order.versions is not None:
-            return [*versioned(blocks, run.order, run=run)]
-        # Return the bare blocks, so that torch.compile and torch's hooks see no wrapper.
-        if not run.hooks and not run.recompute:
-            return [blocks[block] for block in order]
-        return [
-            Placed(blocks[block], Step(position, block), run)
-            for position, block in enumerate(order)
-        ]
-
-    def _part(self, index: slice) -> BlockStack:
-        part = BlockStack()
-        part.host_class = self.host_class
-        for place, (name, block) in enumerate(list(self._modules.items())[index]):
-            # As in the host class: a Sequential keeps the names, a ModuleList renumbers them.
-            key = name if issubclass(self.host_class, nn.Sequential) else str(place)
-            part.add_module(key, block)
-        return part
-
-    def _refuse_replica(self) -> None:
-        # DataParallel runs copies in threads where no order is set, so it would be ignored.
-        if getattr(self, "_is_replica", False):
+        if run is PLAIN and getattr(self, "_is_replica", False):
+            # DataParallel runs copies in threads where no order is set, so it would be ignored.
             raise StackError(
                 "nn.DataParallel copies the model into threads where no execution order is set",
                 hint="use DistributedDataParallel (torchrun), or one GPU",
             )
+        self._note_forward(run)
+        return run
 
-    def _refuse_lost_order(self, run: Run) -> None:
-        # If the whole stack is checkpointed, the backward pass needs the order again, where it may
-        # not be set: after `running`, or always on GPUs (autograd has its own threads). The blocks
-        # have equal shapes, so torch's own check of the replay would not notice.
+    def _entries(self, run: Run, *, begins: bool = True) -> Sequence[Callable[..., Any]]:
+        """The callables for the backbone, in execution order.
+
+        `begins`: the request begins a forward. A backbone that asks for its blocks one by one gets
+        all of them from the entries of that forward.
+        """
+        # `is` is faster than `==`, and this check runs before every forward; most have no order.
+        if run is PLAIN:
+            return self.blocks
+        if not begins and run.asked is not None and run.asked.entries:
+            return run.asked.entries
+        if run.entries is not None:
+            entries = run.entries(run)
+        else:
+            entries = along(self.blocks, ExecutionOrder.sequential(self.depth), run=run)
+        if run.asked is not None:
+            run.asked.entries = entries
+        return entries
+
+    def _part(self, index: slice) -> BlockStack:
+        part = BlockStack()
+        part.container_class = self.container_class
+        for place, (name, block) in enumerate(list(self._modules.items())[index]):
+            # As in the original class: a Sequential keeps the names, a ModuleList renumbers them.
+            key = name if issubclass(self.container_class, nn.Sequential) else str(place)
+            part.add_module(key, block)
+        return part
+
+    def _note_forward(self, run: Run) -> None:
         forwards = _FORWARDS.setdefault(self, _Forwards())
-        if not in_backward():
-            if forwards.replayed:
-                forwards.replayed, forwards.replayable = False, set()
-            # Two orders are enough for the error; all orders of a long training would fill the
-            # memory. The placeholders for blocks in a trial of the host have no backward pass.
-            tried = run.entries is not None and run.samples is None
-            if not tried and in_checkpoint() and len(forwards.replayable) < 2:
-                forwards.replayable.add(run.way)
-            forwards.ordered = run is not PLAIN
+        if in_backward():
+            forwards.replayed = True
+            _refuse_lost_order(run, forwards)
             return
-        forwards.replayed = True
-        if run is PLAIN and (forwards.ordered or forwards.replayable - {PLAIN.way}):
-            raise StackError(
-                "Gradient checkpointing reruns the whole stack in the backward pass, where its "
-                "execution order is not set",
-                hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
-                "`with running(...)` is enough",
-            )
-        if forwards.replayable - {run.way}:
-            raise StackError(
-                "Gradient checkpointing reruns the whole stack in the backward pass, and its "
-                "forwards had several execution orders, of which only one is set now",
-                hint="checkpoint the blocks one by one, or call backward() after each forward, "
-                "inside its `with running(...)`, and put other forwards under torch.no_grad()",
+        if forwards.replayed:
+            forwards.replayed, forwards.ways = False, set()
+        # Reentrant checkpointing runs its forward without gradients. Two ways are enough for the
+        # error; those of a long training would fill the memory.
+        if (torch.is_grad_enabled() or self.training) and len(forwards.ways) < 2:
+            forwards.ways.add(run.way)
+        forwards.ordered |= run.way is not None
+        learns = self.training and torch.is_grad_enabled()
+        if learns and not forwards.ordered and not forwards.warned:
+            forwards.warned = True
+            _log.warning(
+                "A wrapped model runs in training mode without an execution order, so it learns "
+                "the sequential order alone. Write `loss = layershuffle.Method().loss(model, "
+                "images, labels, step=step)`, or run it inside `with layershuffle.running(model, "
+                "order):`; model.eval() ends this warning where nothing is trained"
             )
 
-    def block(self, index: int) -> nn.Module:
-        """The block with id `index`, independent of the current order."""
-        return list(self._modules.values())[index]
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks in the order of their ids, independent of the current order."""
+        return [*self._modules.values()]
 
     @property
     def depth(self) -> int:
@@ -178,24 +173,27 @@ class BlockStack(nn.ModuleList):
         return run.asked.handed_out(entries)
 
     def __len__(self) -> int:
-        return len(self._entries(run_of(self)))
+        return len(self._entries(run_of(self), begins=False))
 
     def __getitem__(self, index: int | slice) -> Any:
         """The entry at a *position*; without an order, a slice returns a stack."""
         run = self._run()
-        entries = self._entries(run)
         if isinstance(index, slice):
             if run is PLAIN:
                 return self._part(index)
-            # Hosts write `blocks[:depth]` for all blocks, but an order with repeats may be longer.
+            entries = self._entries(run, begins=not index.start)
+            # Backbones write `blocks[:depth]` for all blocks, but an order with repeats may be
+            # longer.
             if index == slice(None, self.depth):
                 index = slice(None)
             if run.asked is not None:
                 run.asked.note_slice(index, len(entries))
-        elif run is not PLAIN:
+            return _Part(entries[index])
+        entries = self._entries(run, begins=index == 0)
+        if run is not PLAIN:
             if not -len(entries) <= index < len(entries):
                 raise StackError(
-                    f"The host model requests position {index} of {len(entries)}: it uses its own "
+                    f"The backbone requests position {index} of {len(entries)}: it uses its own "
                     "number of blocks",
                     hint="iterate over the stack (for block in self.blocks) in its forward, or up "
                     "to len(self.blocks)",
@@ -205,66 +203,24 @@ class BlockStack(nn.ModuleList):
         return entries[index]
 
 
-def _watched_parts(stack: nn.Module) -> Iterator[nn.Module]:
-    """The callable modules of the blocks: each block, or its parts if it is only a list of them."""
-    for block in stack._modules.values():
-        if block is not None:
-            runs = type(block).forward is not nn.Module.forward
-            yield from (block,) if runs else block.children()
-
-
-def _refuse_order(module: nn.Module, _args: object) -> None:
-    """A hook on the blocks of unused stacks: it detects a host that gets its blocks elsewhere."""
-    if torch.compiler.is_compiling():
-        return
-    for stack in changed_stacks():
-        if any(module is part for part in _watched_parts(stack)):
-            raise _never_asked(f"A block ({type(module).__name__}) runs, but the host model")
-
-
-def _never_asked(subject: str) -> StackError:
-    return StackError(
-        f"{subject} never used its block stack, so the execution order and the hooks around blocks "
-        "would be ignored",
-        hint="iterate over the container itself (for block in self.blocks) in the forward, not "
-        "over its children(), its _modules or a list made earlier",
-    )
-
-
-def _refuse_call(module: nn.Module, *_: object) -> None:
-    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
-
-    It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for stack in changed_stacks():
-        asked = run_of(stack).asked
-        if asked is not None and not asked.length:
-            around = holders(module, stack)
-            # A compiled model uses its stack only while it is being compiled.
-            if around and not any(map(is_compiled, around)):
-                raise _never_asked(f"{type(module).__name__} ran and")
-
-
-@contextmanager
-def _calls_watched(model: nn.Module) -> Iterator[None]:
-    # A hook would be compiled into the model.
-    if is_compiled(model):
-        yield
-        return
-    handle = model.register_forward_hook(_refuse_call)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _remove_watches(stack: nn.Module) -> None:
-    for part in _watched_parts(stack):
-        hooks = part._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _refuse_order]:
-            del hooks[key]
+def _refuse_lost_order(run: Run, forwards: _Forwards) -> None:
+    # If the whole stack is checkpointed, the backward pass needs the order again, where it may not
+    # be set: after `running`, or always on GPUs (autograd has its own threads). The blocks have
+    # equal shapes, so torch's own check of the replay would not notice.
+    if run is PLAIN and forwards.ways - {None}:
+        raise StackError(
+            "Gradient checkpointing reruns the whole stack in the backward pass, where its "
+            "execution order is not set",
+            hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
+            "`with running(...)` is enough",
+        )
+    if forwards.ways - {run.way}:
+        raise StackError(
+            "Gradient checkpointing reruns the whole stack in the backward pass, and its forwards "
+            "had several execution orders, of which only one is set now",
+            hint="checkpoint the blocks one by one, or call backward() after each forward, inside "
+            "its `with running(...)`, and put other forwards into eval mode and torch.no_grad()",
+        )
 
 
 def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str] = ()) -> ModelT:
@@ -274,6 +230,10 @@ def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str
     automatically for vision transformers of timm, transformers and torchvision. `may_differ`:
     attributes in which blocks may differ because a block's output does not depend on them (such as
     `index`). Raises `StackError` with the reason if the blocks are not interchangeable.
+
+        model = layershuffle.wrap(timm.create_model("vit_base_patch16_224", pretrained=True))
+        with layershuffle.running(model, "3,0,2,1,4,5,6,7,8,9,10,11"):
+            logits = model(images)
     """
     stacks = _stacks(model)
     if stacks:
@@ -284,23 +244,19 @@ def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str
             )
         return model
     _, container = find_blocks(model, blocks, may_differ=may_differ)
-    host_class = type(container)
-    # The class is swapped and the object stays, so that references to the container (in the host's
-    # own attributes, hooks or an optimiser) refer to the wrapped one too.
+    container_class = type(container)
+    # The class is swapped and the object stays, so that references to the container (in the
+    # backbone's own attributes, hooks or an optimiser) refer to the wrapped one too.
     container.__class__ = BlockStack
-    vars(container).update(host_class=host_class, _unasked=True)
-    for part in _watched_parts(container):
-        part.register_forward_pre_hook(_refuse_order)
+    vars(container).update(container_class=container_class)
     return model
 
 
 def unwrap(model: ModelT) -> ModelT:
     """Undo `wrap`, and return `model` itself with its original block container."""
     for stack in _stacks(model):
-        _remove_watches(stack)
-        vars(stack).pop("_unasked", None)
-        host_class = vars(stack).pop("host_class")
-        object.__setattr__(stack, "__class__", host_class)
+        container_class = vars(stack).pop("container_class")
+        object.__setattr__(stack, "__class__", container_class)
     return model
 
 
@@ -317,13 +273,15 @@ def stack_of(model: nn.Module) -> BlockStack:
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """The blocks in the order of their ids, independent of the current order."""
-    stack = stack_of(model)
-    return tuple(stack.block(index) for index in range(stack.depth))
+    return tuple(stack_of(model).blocks)
 
 
 def depth_of(model: nn.Module) -> int:
     """The number of blocks, whatever the current order."""
     return stack_of(model).depth
+
+
+# --- orders ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -338,44 +296,225 @@ def running(
     `order` is one order for the whole batch, or a sequence of one per sample (they are regrouped by
     their next block at every position). If you checkpoint the stack, call `backward` inside too.
 
-    `exit_after`, for an order per sample: the state after this number of steps also goes to the
-    head. The output then has twice as many rows: first those of the whole orders, then those of the
-    orders cut at the exit. Blocks run once for both.
+    With `exit_after=k` a call returns a pair `(logits, early)`, both `[batch, classes]`: those
+    after the whole order, and those of the state after k steps. Blocks run once for both.
 
-    Raises `UsageError` for orders of another depth, and `StackError` if the host ran only a part of
-    the order, or if no state can leave between its blocks.
+    Raises `UsageError` for orders of another depth, and `StackError` if the backbone ran only a
+    part of the order, or if samples do not get in one batch what they get alone.
+
+        with layershuffle.running(model, "3,0,2,1", exit_after=2):
+            logits, early = model(images)
     """
     refuse_non_orders(order)
-    stack, asked = stack_of(model), Asked(depth_of(model))
+    stack = stack_of(model)
+    asked = Asked(stack.depth)
+    several = is_per_sample(order)
+    orders = (
+        tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
+        if several
+        else (order_of(order, stack.depth),)  # type: ignore[arg-type]
+    )
     with ExitStack() as contexts:
-        if is_per_sample(order):
-            orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
-            samples = SampleOrders(stack, orders, exit_after=exit_after)
-            run = {"samples": samples.orders, "exit_after": exit_after, "entries": samples.entries}
-            contexts.enter_context(changed(stack, **run, order=None, asked=asked))
-            contexts.enter_context(calls_seen(model, stack, samples=samples))
-            contexts.enter_context(_calls_watched(model))
-            _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
-            yield orders
-        elif exit_after is not None:
-            raise UsageError("An exit needs an order per sample", hint="[order] * len(images)")
+        if several or exit_after is not None:
+            samples = _Samples(stack, orders, several=several, exit_after=exit_after)
+            entries, way = samples.entries, (orders, exit_after)
+            contexts.enter_context(changed(stack, entries=entries, way=way, asked=asked))
+            contexts.enter_context(samples.watching(model))
+            if several:
+                _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
         else:
-            shared = order_of(order, stack.depth)  # type: ignore[arg-type]
-            contexts.enter_context(
-                changed(stack, order=shared, samples=None, entries=None, asked=asked)
-            )
-            contexts.enter_context(_calls_watched(model))
-            if shared.versions is not None:
-                contexts.enter_context(hidden_states_refused(model, stack, order=shared))
-            yield shared
+            contexts.enter_context(in_order(stack, orders[0], asked=asked))
+            if orders[0].versions is not None:
+                contexts.enter_context(_hidden_states_refused(model, stack, orders[0]))
+        contexts.enter_context(_calls_watched(model))
+        yield orders if several else orders[0]
     asked.refuse_cut(model)
+
+
+@contextmanager
+def in_order(
+    stack: BlockStack, order: ExecutionOrder, *, asked: Asked, shared: Shared | None = None
+) -> Iterator[None]:
+    """Run `stack` along `order`; `shared`: outputs in common with other orders."""
+
+    def entries(run: Run) -> Sequence[Callable[..., Any]]:
+        return along(stack.blocks, order, run=run, shared=shared)
+
+    with changed(stack, entries=entries, way=order, asked=asked):
+        yield
+
+
+class _Samples:
+    """An order for every sample, or an exit: what calls of a model need to know and to check."""
+
+    def __init__(
+        self,
+        stack: BlockStack,
+        orders: tuple[ExecutionOrder, ...],
+        *,
+        several: bool,
+        exit_after: int | None,
+    ) -> None:
+        longest = max(map(len, orders))
+        if exit_after is not None and (
+            not is_integer(exit_after) or not 1 <= exit_after <= longest
+        ):
+            raise UsageError(
+                f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
+            )
+        self._stack, self._orders, self._exit = stack, orders, exit_after
+        self._several, self._calls, self._axes = several, 0, Axes()
+        self._uneven = len(set(map(len, orders))) > 1
+
+    def entries(self, run: Run) -> Sequence[Callable[..., Any]]:
+        """The entries for the backbone."""
+        return grouped(
+            self._stack.blocks, self._orders, run=run, axes=self._axes, exit_after=self._exit
+        )
+
+    def _ours(self) -> bool:
+        # The hooks belong to the model, so other threads and the trial call them too.
+        return not torch.compiler.is_compiling() and run_of(self._stack).entries == self.entries
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Look at every call of `model`: where its samples lie, and which rows come out."""
+        with ExitStack() as hooks:
+            for module in holders(model, self._stack) or [self._stack]:
+                before = module.register_forward_pre_hook(
+                    self._before, prepend=True, with_kwargs=True
+                )
+                hooks.callback(before.remove)
+                after = module.register_forward_hook(self._after, always_call=True)
+                hooks.callback(after.remove)
+            yield
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # torch adds a hook first and registers afterwards that it takes keywords. A forward of
+        # another thread in between calls it without them, but is never ours.
+        if kwargs is None or not self._ours():
+            return
+        self._calls += 1
+        _refuse_hidden_states(module, kwargs, "an order per sample")
+        if self._exit is not None and kwargs.get("labels") is not None:
+            raise UsageError(
+                f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
+                "output has twice as many rows as there are labels",
+                hint="leave out labels, and compute both losses from the pair that it returns",
+            )
+        if self._calls > 1:  # only the outermost call is tried; the calls inside follow from it
+            return
+        samples = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
+        if not self._several:
+            self._orders = self._orders[:1] * samples
+        elif samples != len(self._orders):
+            raise UsageError(
+                f"{len(self._orders)} orders were given for a batch of {samples} samples",
+                hint="give one order per sample, or a single order for the whole batch",
+            )
+        self._axes = sample_axes(
+            module,
+            self._stack,
+            blocks=self._stack.blocks,
+            arguments=(args, kwargs),
+            samples=samples,
+            forward=lambda call: module(*call[0], **call[1]),
+            uneven=self._uneven,
+            exits=self._exit is not None,
+        )
+
+    def _after(self, module: nn.Module, _args: object, output: Any) -> Any:
+        if not self._ours():
+            return None
+        self._calls -= 1
+        if self._exit is None or self._calls or output is None:
+            return None
+        logits = logits_of(output)
+        if len(logits) != 2 * len(self._orders):
+            raise StackError(
+                f"The head of {type(module).__name__} returned {len(logits)} rows for "
+                f"{2 * len(self._orders)} states, so the answers at the exit cannot be separated "
+                "from the others",
+                hint="let it take the number of samples from its input, not from the images",
+            )
+        return logits.chunk(2)
+
+
+@contextmanager
+def _hidden_states_refused(
+    model: nn.Module, stack: nn.Module, order: ExecutionOrder
+) -> Iterator[None]:
+    """Refuse to let a backbone record its states while a step of `order` reads an older one."""
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        del args
+        # As above: the hooks belong to the model, and other threads have their own orders.
+        if kwargs is None or torch.compiler.is_compiling() or run_of(stack).way is not order:
+            return
+        _refuse_hidden_states(module, kwargs, "blocks side by side")
+
+    with ExitStack() as hooks:
+        for module in holders(model, stack):
+            if hasattr(module, "config"):
+                handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                hooks.callback(handle.remove)
+        yield
+
+
+def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any], what: str) -> None:
+    # transformers records the states by hooks on the blocks, which see groups of samples, or what
+    # a block returns in place of the state after its step.
+    config = getattr(module, "config", None)
+    if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+        raise UsageError(
+            f"output_hidden_states cannot be combined with {what}",
+            hint="record the outputs of blocks with layershuffle.tap(model), whose records name "
+            "their steps and samples, or use one order for the whole batch in which every step "
+            "reads the newest state",
+        )
+
+
+def _refuse_call(module: nn.Module, *_: object) -> None:
+    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
+
+    It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for stack in changed_stacks():
+        asked = run_of(stack).asked
+        if asked is not None and not asked.length:
+            around = holders(module, stack)
+            # A compiled model uses its stack only while it is being compiled.
+            if around and not any(map(is_compiled, around)):
+                raise never_asked(module)
+
+
+@contextmanager
+def _calls_watched(model: nn.Module) -> Iterator[None]:
+    # A hook would be compiled into the model.
+    if is_compiled(model):
+        yield
+        return
+    handle = model.register_forward_hook(_refuse_call)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --- around the blocks ----------------------------------------------------------------------------
 
 
 def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
     """Log once that BatchNorm layers of blocks in training mode see other batches than usual."""
     if stack in _BATCH_NORM_SAID:
         return
-    norms = [module for module in stack.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in stack.modules() if isinstance(module, _BATCH_NORMS)]
     if not norms or any(norm.training for norm in norms):
         _BATCH_NORM_SAID[stack] = bool(norms)
     if _BATCH_NORM_SAID.get(stack):
@@ -383,24 +522,10 @@ def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
 
 
 @contextmanager
-def walking(model: nn.Module, walk: BlockWalk, *, older: bool = False) -> Iterator[None]:
-    """Run `walk(call, state) -> state` in place of the whole stack, in this thread.
-
-    `call(block, position, chunk, rows)` runs one block, including its hooks, with the other
-    arguments that the host model passed; `rows` are the samples in `chunk`, `None` for all.
-    `older`: whether a step reads an older version of the state than the newest.
-    """
-    stack = stack_of(model)
-    with in_place(stack, lambda run: [Walked(stack, walk, run, HOSTS.get(stack), older=older)]):
-        yield
-
-
-@contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
     """Keep no activations inside blocks; the backward pass computes every block again.
 
-    This is gradient checkpointing block by block. It works for every host model and under any order
-    or walk.
+    This is gradient checkpointing block by block. It works for every backbone and under any order.
     """
     stack = stack_of(model)
     _say_batch_norm(stack, "each batch counts twice in their running statistics")

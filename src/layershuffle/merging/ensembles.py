@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.evaluation import Batches, Draw, Score, Tally, micro_batches
-from layershuffle.core.losses import logits_of
+from layershuffle.core.forwards import forward_many
 from layershuffle.core.modes import Mode, parse_modes
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of
-from layershuffle.core.trie import build_trie, forward_trie
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import Combine, EnsembleOrders
 from layershuffle.stats import ImageGroups
@@ -89,7 +88,7 @@ def evaluate_ensembles(
         (combine, run): Tally(image_groups) for run in passes for combine, orders in variants
         if orders == run.orders
     }  # fmt: skip
-    with in_eval(*donors), torch.inference_mode():
+    with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
             orders = [run.at(number) for run in passes]
             for images, labels in micro_batches(donors[0], batch):
@@ -145,20 +144,14 @@ def _all_logits(
 ) -> list[Tensor]:
     """Logits `[members, batch, classes]` of every pass; `orders[pass][member]`.
 
-    A member runs the orders of all passes in one trie, and common prefixes once. The first member's
+    A member runs the orders of all passes, and common beginnings once. The first member's
     orders are the same in both kinds of orders, so it always shares them.
     """
     # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
-        trie = build_trie([members[member] for members in orders])
-
-        def forward(batch: Tensor, donor: nn.Module = donor) -> Tensor:
-            return logits_of(donor(batch))
-
-        for indices, logits in forward_trie(donor, images, trie=trie, forward=forward):
-            for index in indices:
-                outputs[index][member] = logits.float()
+        for index, logits in forward_many(donor, images, [members[member] for members in orders]):
+            outputs[index][member] = logits.float()
     return [torch.stack(members) for members in outputs]
 
 

@@ -136,7 +136,7 @@ class MergeGroup:
     def _positioned(self, host: nn.Module, first: PositionedModel, plan: MergePlan) -> nn.Module:
         donors = [cast(PositionedModel, donor) for donor in self.donors]
         model = twin_of(first)
-        model.host = host
+        model.backbone = host
         if first.encoding is not None:
             encodings = [cast(PositionEncoding, donor.encoding) for donor in donors]
             model.encoding = _spliced(first.encoding, encodings, plan)

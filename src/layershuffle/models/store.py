@@ -207,7 +207,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     before = dict(stack._modules)
     # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
-    shorter = dict(zip(names, [stack.block(block) for block in order], strict=True))
+    shorter = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
     _fill(stack, shorter)
     noted = False
     try:

@@ -351,14 +351,14 @@ def orders_of(settings: EvalSettings, depth: int) -> int:
 
 def block_runs(settings: EvalSettings, depth: int) -> int:
     """Block runs per image for all orders, shared prefixes counted once."""
-    from layershuffle.core.trie import block_executions, build_trie
+    from layershuffle.core.forwards import block_runs
 
     orders = [
         mode.policy().draw(depth, seed=settings.seed, step=index)
         for mode in parse_modes(settings.modes)
         for index in range(mode.draws(settings.num_orders, depth=depth))
     ]
-    return block_executions(build_trie(orders))
+    return block_runs(orders)
 
 
 def forecast_text(forecast: Forecast, out: Path) -> str:

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.chain import IMAGES
+from layershuffle.core.forwards import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.core.losses import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, wrap
-from layershuffle.core.trie import refuse_loops, run_head, run_stem
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import image_view
 from layershuffle.swarm.messages import Route, State
@@ -213,8 +212,8 @@ def served_host(model: nn.Module) -> nn.Module:
     # Dropped blocks cannot run; such a model was checked before they were dropped.
     if not weight.is_meta:
         view = image_view(host)
-        images = weight.new_zeros(IMAGES, view.channels, view.height, view.width)
-        refuse_loops(host, images, forward=lambda pixels: logits_of(host(pixels)))
+        images = weight.new_zeros(2, view.channels, view.height, view.width)
+        refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels)))
     return host
 
 

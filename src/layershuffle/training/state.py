@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,24 +116,29 @@ class TrainState:
         if weight is None:
             loss = F.cross_entropy(logits, labels)
         else:
-            logits, early = logits.chunk(2)  # the rows of the exit come last
+            logits, early = logits.chunk(2)  # `_forward` puts the rows of the exit last
             loss = F.cross_entropy(logits, labels) + weight * F.cross_entropy(early, labels)
         return (loss if position_loss is None else loss + position_loss), logits
 
     def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
         # Losses are computed in fp32 under every precision, so logits are widened here.
         if self.model.prediction is None:
-            return logits_of(model(images)).float(), None
+            return self._logits(model(images)), None
         # DDP treats parameters as unused if no output of the model's call depends on them. So the
         # loss of the position guesses must be an output: a hook inside the DDP wrapper adds it.
         with self.model.guessing() as guesses:
             hook = self.model.register_forward_hook(
-                # A trial of the host (core.chain) runs no block, and nothing is guessed.
+                # The trial of an order per sample is not recorded, and nothing is guessed.
                 lambda *call: (call[-1], guesses.loss() if guesses.items else None)
             )
             with hook:
                 output, position_loss = model(images)
-        return logits_of(output).float(), position_loss
+        return self._logits(output), position_loss
+
+    def _logits(self, output: Any) -> Tensor:
+        if self.job.method.exit_weight is None:
+            return logits_of(output).float()
+        return torch.cat(output).float()  # those of the exit come last
 
     def refuse_non_finite(self, value: float) -> None:
         """Raises `TrainingError` unless `value`, a loss or a score, is finite."""

@@ -1,5 +1,7 @@
-"""The prefix trie: exact counts, and outputs bit-equal to running the orders one by one."""
+"""Many orders in one go: exact counts, and outputs bit-equal to running the orders one by one."""
 
+import gc
+import weakref
 from itertools import combinations
 from random import Random
 
@@ -8,17 +10,20 @@ import torch
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
-from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.stack import running
-from layershuffle.core.trie import (
-    block_executions,
-    build_trie,
-    forward_trie,
+from deaf_models import CUTTING
+from layershuffle.core.entries import state_of
+from layershuffle.core.forwards import (
+    block_runs,
+    forward_many,
     images_at_once,
+    refuse_more_than_blocks,
     run_head,
     run_stem,
 )
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.stack import running
 from layershuffle.errors import StackError
+from own_models import CHAINS, LOOPS
 
 DEPTH = 12
 VIT = "timm-vit"
@@ -41,21 +46,21 @@ def ascending_without(missing):
     ],
 )
 def test_counts_of_sweeps(name, swept, runs):
-    assert block_executions(build_trie(orders(*swept))) == runs, name
+    assert block_runs(orders(*swept)) == runs, name
 
 
 def test_counts_of_missing_blocks():
     base = orders(range(DEPTH))
     singles = ascending_without([{b} for b in range(DEPTH)])
     pairs = ascending_without([set(pair) for pair in combinations(range(DEPTH), 2)])
-    assert block_executions(build_trie(base + singles)) == 78
-    assert block_executions(build_trie(pairs)) == 285
+    assert block_runs(base + singles) == 78
+    assert block_runs(pairs) == 285
 
 
 def test_count_of_random_orders():
     random = Random(0)
     drawn = orders(*(random.sample(range(DEPTH), DEPTH) for _ in range(64)))
-    assert block_executions(build_trie(drawn)) == 705
+    assert block_runs(drawn) == 705
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -66,12 +71,8 @@ def test_bit_equal_to_one_by_one(family):
         for blocks in [(0, 1, 2, 3), (2, 0, 3, 1), (2, 0), (2, 0, 3), (1,), (2, 0, 0, 3, 3), (2, 0)]
     ]
     batch = images(3)
-    logits = {}
-    with torch.inference_mode():
-        for ends, out in forward_trie(
-            model, batch, trie=build_trie(swept), forward=lambda x: logits_of(model(x))
-        ):
-            logits.update(dict.fromkeys(ends, out))
+    with torch.no_grad():
+        logits = dict(forward_many(model, batch, swept))
         assert sorted(logits) == list(range(len(swept)))
         for index, order in enumerate(swept):
             with running(model, order):
@@ -79,17 +80,14 @@ def test_bit_equal_to_one_by_one(family):
             assert torch.equal(logits[index], expected), f"{family}: order {order}"
 
 
-def test_position_encoding_reaches_the_trie():
+def test_position_encoding_is_shared_too():
     model = ls.add_position(FAMILIES[VIT].plain(), encoding=ls.EncodingForm()).eval()
     swept = [ExecutionOrder(blocks, 4) for blocks in [(2, 0, 3, 1), (2, 0), (0, 1, 2, 3)]]
     batch = images(2)
-    with torch.inference_mode():
-        for ends, out in forward_trie(
-            model, batch, trie=build_trie(swept), forward=lambda x: logits_of(model(x))
-        ):
-            for index in ends:
-                with running(model, swept[index]):
-                    assert torch.equal(out, logits_of(model(batch)))
+    with torch.no_grad():
+        for index, out in forward_many(model, batch, swept):
+            with running(model, swept[index]):
+                assert torch.equal(out, logits_of(model(batch)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes,
     with ls.tap(model) as tapped, torch.inference_mode():
         model(batch[:1])
     of_one = tapped.records[0].tensor.nbytes
-    monkeypatch.setattr("layershuffle.core.trie._CACHED_BYTES", int(kept_bytes * of_one))
+    monkeypatch.setattr("layershuffle.core.forwards._CACHED_BYTES", int(kept_bytes * of_one))
     with torch.inference_mode():
         size = images_at_once(model, batch, forward=lambda x: logits_of(model(x)))
     assert [*map(len, batch.split(size))] == sizes
@@ -110,18 +108,36 @@ def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes,
     assert images_at_once(model, on_meta, forward=logits_of) == 10
 
 
-def test_each_block_runs_once_per_node():
+def test_blocks_of_a_common_beginning_run_once():
     model = FAMILIES[VIT].wrapped()
-    runs = []
-    for number, block in enumerate(ls.blocks_of(model)):
-        block.register_forward_hook(lambda *_, number=number: runs.append(number))
-    swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,)]]
-    trie = build_trie(swept)
-    with torch.inference_mode():
-        for _ in range(2):
-            list(forward_trie(model, images(1), trie=trie, forward=lambda x: logits_of(model(x))))
-    assert block_executions(trie) == 7
-    assert len(runs) == 1 + 7 + 7, "the first time one block more: the trial of the host"
+    swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,), (0, 1)]]
+    with torch.no_grad():
+        list(forward_many(model, images(1), swept))  # the first time, the model is tried
+        runs = []
+        for block in ls.blocks_of(model):
+            block.register_forward_hook(lambda *_: runs.append(1))
+        list(forward_many(model, images(1), swept))
+    assert len(runs) == block_runs(swept) == 7
+
+
+def test_no_more_states_are_kept_than_the_next_order_shares():
+    model, alive = FAMILIES[VIT].wrapped(), []
+    states = weakref.WeakSet()
+    for block in ls.blocks_of(model):
+        block.register_forward_hook(lambda *call: states.add(call[-1]))
+    swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (1, 0, 2, 3)]]
+    with torch.no_grad():
+        for _ in forward_many(model, images(1), swept):
+            gc.collect()
+            alive.append(len(states))
+    # Two blocks are shared by the first two orders, none by the last; none stays for later.
+    assert alive == [2, 0, 0]
+
+
+def test_orders_that_a_backbone_cuts_are_refused():
+    model = CUTTING["own-counting"].wrapped()
+    with pytest.raises(StackError), torch.no_grad():
+        list(forward_many(model, images(1), ["0,1,2,3,3", "0,1,2,3,2"]))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -132,11 +148,30 @@ def test_stem_blocks_and_head_are_the_forward(family):
         return logits_of(model(pixels))
 
     with torch.inference_mode():
-        state, call = run_stem(model, batch, forward=forward)
-        for position, block in enumerate((2, 0, 3)):
-            state = call(block, position, state, None)
+        state, (args, kwargs) = run_stem(model, batch, forward=forward)
+        for block in (2, 0, 3):
+            state = state_of(ls.blocks_of(model)[block](state, *args, **kwargs))
         logits = run_head(model, batch, state=state, forward=forward)
         with running(model, (2, 0, 3)):
             assert torch.equal(logits, forward(batch))
     with pytest.raises(StackError, match="never called its block stack"):
         run_stem(model, batch, forward=lambda pixels: pixels)
+
+
+TWO_ENDS = {
+    f"own-{name}" for name in ("own", "named", "byforward", "ofitsclass", "checking", "backwards")
+}
+
+
+@pytest.mark.parametrize("family", [*CHAINS.values(), *LOOPS.values()], ids=lambda f: f.name)
+def test_only_a_backbone_that_hands_the_state_on_has_two_ends(family):
+    model = family.wrapped()
+
+    def forward(pixels):
+        return logits_of(model(pixels))
+
+    if family.name in TWO_ENDS:
+        refuse_more_than_blocks(model, images(2), forward=forward)
+    else:
+        with pytest.raises(StackError):
+            refuse_more_than_blocks(model, images(2), forward=forward)
