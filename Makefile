@@ -39,11 +39,11 @@ $(VENV)/.tests-installed: $(VENV)/.installed
 
 CLAIMS := $(filter-out benchmarks/_harness.py benchmarks/gpu.py benchmarks/swarm_load.py,$(wildcard benchmarks/*.py))
 
-bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md; each result file says how long it took
+bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md; claims.csv says how long it took
 	@for claim in $(CLAIMS); do \
 	  echo "== $$claim"; OMP_NUM_THREADS=1 $(BIN)/python $$claim || missed="$$missed $$claim"; \
 	done; \
-	$(BIN)/python scripts/performance_page.py; \
+	$(BIN)/python scripts/tables.py; \
 	test -z "$$missed" || { echo "Promises not kept:$$missed"; exit 1; }
 
 # No network where this environment, or $(PYTHON), has the package already.
@@ -53,7 +53,7 @@ bench-gpu: ## measure the GPU claims: one NVIDIA GPU, under 10 minutes, no netwo
 	done; \
 	test -n "$$python" || { $(MAKE) $(VENV)/.tests-installed && python=$(BIN)/python; } || exit; \
 	$$python benchmarks/gpu.py; code=$$?; $$python benchmarks/rounds.py || code=$$?; \
-	$$python scripts/performance_page.py; exit $$code
+	$$python scripts/tables.py; exit $$code
 
 clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

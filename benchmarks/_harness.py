@@ -1,15 +1,17 @@
 """The harness of `benchmarks/`: claims, their rows and bounds, and result files.
 
-A script states a `Claim` and calls `run_claim`, which measures its rows, judges them and writes
-`results/THEME_HARDWARE_DATE.json`. `scripts/performance_page.py` puts these files into the pages.
+A script states a `Claim` and calls `run_claim`, which measures its rows, judges them and puts them
+into `results/claims.csv`: the newest rows of every theme and machine. `scripts/tables.py` shows
+them on the pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +24,7 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
 
-SCHEMA = 1
+CLAIMS = "claims.csv"
 _NOISE_CAP = 1.05
 
 
@@ -153,7 +155,7 @@ def ratio_row(name: str, what: str, *, pairs: Pairs, settings: Mapping[str, Any]
     )
 
 
-# --- claims and result files ----------------------------------------------------------------------
+# --- claims and their results ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +174,8 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult:
-    """The content of a result file. `complete`: every row of the claim is there.
+    """The measured rows of a claim. `seconds`: how long that took, `None` if it was not noted."""
 
-    `seconds`: how long the measurement took, `None` in files of before that was noted.
-    """
-
-    schema: int
     theme: str
     claim: str
     date: str
@@ -185,8 +183,12 @@ class ClaimResult:
     hardware: Mapping[str, Any]
     versions: Mapping[str, str]
     rows: tuple[ClaimRow, ...]
-    complete: bool
     seconds: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a newer result of the same theme, measured on such a machine, replaces."""
+        return self.theme, self.hardware["gpu"] or self.hardware["processor"]
 
     @property
     def machine(self) -> str:
@@ -204,22 +206,21 @@ class ClaimResult:
 def run_claim(
     claim: Claim, file: str, *, tell: Callable[[str], object], argv: list[str] | None = None
 ) -> int:
-    """Measure `claim`, tell every row and write `results/THEME_HARDWARE_DATE.json` beside `file`.
+    """Measure `claim`, tell every row and put them into `results/claims.csv` beside `file`.
 
-    Until the last row is measured the rows go into a file of that name and ".part": a run that
-    fails keeps what it measured and replaces no whole result. Returns the exit code: 1 if a bound
-    does not hold. With `--smoke` nothing is judged, and nothing is written without `--out DIR`.
+    Until the last row is measured the rows go into `results/THEME.csv.part`: a run that fails keeps
+    what it measured and replaces no whole result. Returns the exit code: 1 if a bound does not
+    hold. With `--smoke` nothing is judged, and nothing is written without `--out DIR`.
     """
     parser = argparse.ArgumentParser(description=claim.text)
     parser.add_argument("--smoke", action="store_true", help="tiny, in seconds; judges nothing")
-    parser.add_argument("--out", type=Path, help="where the result file goes")
+    parser.add_argument("--out", type=Path, help="the directory of claims.csv")
     options = parser.parse_args(argv)
     effort = SMOKE if options.smoke else Effort()
     out = options.out or (None if options.smoke else Path(file).parent / "results")
     begun = time.monotonic()
     with torch_threads(claim.threads):
         result = ClaimResult(
-            schema=SCHEMA,
             theme=claim.theme,
             claim=claim.text,
             date=time.strftime("%Y-%m-%d"),
@@ -227,71 +228,119 @@ def run_claim(
             hardware=hardware(claim.precision),
             versions=versions(),
             rows=(),
-            complete=False,
         )
         for row in claim.rows(effort):
             tell(row.text(judged=not options.smoke))
             result = replace(result, rows=(*result.rows, row))
             if out is not None:
-                part = write_result(result, out)
+                part = out / f"{claim.theme}.csv.part"
+                write_results([result], part)
     if out is not None and result.rows:
-        result = replace(result, complete=True, seconds=round(time.monotonic() - begun, 1))
-        tell(f"Written: {write_result(result, out)}, after {result.seconds:.0f} s")
+        result = replace(result, seconds=round(time.monotonic() - begun, 1))
+        path = out / CLAIMS
+        others = [other for other in read_results(path) if other.key != result.key]
+        write_results([*others, result], path)
         part.unlink()
+        tell(f"Written: {path}, after {result.seconds:.0f} s")
     return int(not options.smoke and any(row.holds is False for row in result.rows))
 
 
-def write_result(result: ClaimResult, directory: Path) -> Path:
-    """Write the file of `result`, which ends in .part if it is not whole, and return its path."""
-    machine = result.hardware["gpu"] or result.hardware["processor"]
-    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    ending = ".json" if result.complete else ".json.part"
-    path = directory / f"{result.theme}_{name}_{result.date}{ending}"
-    rows = [{**asdict(row), "median": row.median, "holds": row.holds} for row in result.rows]
-    text = json.dumps({**asdict(result), "rows": rows}, indent=1)
-    # People read result files too: a list of numbers stands on one line.
-    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-    write_text(path, text + "\n")
-    return path
+def write_results(results: Sequence[ClaimResult], path: Path) -> None:
+    """Write one line per row, sorted by theme. The first columns are those that pages show."""
+    lines = [
+        {
+            "theme": result.theme,
+            "claim": result.claim,
+            "command": result.command,
+            "date": result.date,
+            "machine": result.machine,
+            "name": row.name,
+            "what": row.what.rstrip(",:"),
+            **_shown(row),
+            "unit": row.unit,
+            "bound": json.dumps(row.bound and asdict(row.bound)),
+            "values": json.dumps(row.values),
+            "pairs": json.dumps(row.pairs),
+            "settings": json.dumps(row.settings),
+            "facts": json.dumps(row.facts),
+            "seconds": json.dumps(result.seconds),
+            "hardware": json.dumps(result.hardware),
+            "versions": json.dumps(result.versions),
+        }
+        for result in sorted(results, key=lambda result: result.key)
+        for row in result.rows
+    ]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_text(path, file.getvalue())
 
 
-def read_result(path: Path) -> ClaimResult:
-    """The content of a file of `write_result`. Raises `LayerShuffleError` for anything else."""
+def _shown(row: ClaimRow) -> dict[str, str]:
+    """What was measured, in words."""
+    single = len(row.values) == 1
+    return {
+        "median": f"{_number(row.median)} {row.unit}".rstrip(),
+        "range": "" if single else f"{_number(min(row.values))} to {_number(max(row.values))}",
+        "times": "" if single else f"{len(row.values)}{' pairs' if row.pairs else ''}",
+        "promised": "" if row.bound is None else str(row.bound),
+        "verdict": {True: "holds", False: "missed", None: ""}[row.holds],
+    }
+
+
+def _number(value: float) -> str:
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def read_results(path: Path) -> list[ClaimResult]:
+    """The results in a file of `write_results`, none if it is not there.
+
+    Raises `LayerShuffleError` for any other file.
+    """
+    if not path.exists():
+        return []
+    results: dict[tuple[str, str], ClaimResult] = {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(_row(row) for row in fields.pop("rows"))
-        return ClaimResult(**fields, rows=rows)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                read = _read(line)
+                earlier = results.get(read.key)
+                rows = (*earlier.rows, *read.rows) if earlier else read.rows
+                results[read.key] = replace(read, rows=rows)
+        if not results:
+            raise ValueError("no rows")
+    except (ValueError, TypeError, KeyError) as error:
         raise LayerShuffleError(
-            f"This is no result of a benchmark ({error})",
+            f"This is no file of results of benchmarks ({error!r})",
             place=path,
             hint="delete it and run make bench",
         ) from error
+    return list(results.values())
 
 
-def _row(fields: dict[str, Any]) -> ClaimRow:
-    fields = {name: value for name, value in fields.items() if name not in ("median", "holds")}
-    fields["bound"] = None if fields["bound"] is None else Bound(**fields["bound"])
-    fields["values"] = tuple(fields["values"])
-    fields["pairs"] = tuple((a, b) for a, b in fields["pairs"])
-    return ClaimRow(**fields)
-
-
-def newest(directory: Path) -> list[ClaimResult]:
-    """The newest result in `directory` of every theme and machine, by theme.
-
-    Raises `LayerShuffleError` for an incomplete one: the page would be incomplete without a word.
-    """
-    results: dict[tuple[str, str], ClaimResult] = {}
-    for path in sorted(directory.glob("*.json")):  # dates sort as text
-        if '"theme"' not in path.read_text(encoding="utf-8"):
-            continue  # swarm_load.py keeps a file of another form there
-        result = read_result(path)
-        if not result.complete:
-            raise LayerShuffleError(
-                "This result is not complete: its benchmark stopped before its last row",
-                place=path,
-                hint=f"delete it and run {result.command}",
-            )
-        results[result.theme, result.machine] = result
-    return [results[key] for key in sorted(results)]
+def _read(line: Mapping[str, str]) -> ClaimResult:
+    """The result of one row."""
+    bound = json.loads(line["bound"])
+    row = ClaimRow(
+        name=line["name"],
+        what=line["what"],
+        unit=line["unit"],
+        bound=bound and Bound(**bound),
+        values=tuple(json.loads(line["values"])),
+        pairs=tuple((a, b) for a, b in json.loads(line["pairs"])),
+        settings=json.loads(line["settings"]),
+        facts=json.loads(line["facts"]),
+    )
+    return ClaimResult(
+        theme=line["theme"],
+        claim=line["claim"],
+        command=line["command"],
+        date=line["date"],
+        hardware=json.loads(line["hardware"]),
+        versions=json.loads(line["versions"]),
+        seconds=json.loads(line["seconds"]),
+        rows=(row,),
+    )

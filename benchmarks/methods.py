@@ -40,7 +40,7 @@ METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("layershuffle-tied", {"distinct": 3}),
     ("layershuffle-mixed", {"orders_per_batch": 4}),
     ("layershuffle-exit", {}),
-    # The two best recipes of docs/recipes.md.
+    # The two best recipes of docs/methods.md, after a longer training.
     ("layershuffle-mixed", {"orders_per_batch": 4, "exit_weight": 0.3}),
     (
         "layershuffle-tied",

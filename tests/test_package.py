@@ -128,7 +128,7 @@ def test_recipes_go_by_name_in_any_directory(
         recipe_file(Path("digit-quick"))
     with pytest.raises(UsageError, match=", ".join(recipe_names())):
         recipe_file(Path("x"))
-    words = ["reproduce", "digits-tune", "--data", "digit-pairs?train=640", "--dry-run"]
+    words = ["reproduce", "digits-quick", "--data", "digit-pairs?train=640", "--dry-run"]
     assert main(words) == 0
     assert "digit-pairs?train=640" in capsys.readouterr().out
 

@@ -121,7 +121,7 @@ def test_the_command_needs_no_network_where_the_package_is(installed, tmp_path):
     )
     ran = log.read_text().splitlines()
     measured = [f"benchmarks/{name}.py" for name in ("gpu", "rounds")]
-    measured.append("scripts/performance_page.py")
+    measured.append("scripts/tables.py")
     assert (ran[1:] == measured) is installed, done
     assert any("venv" in words for words in ran) is not installed
     assert (done.returncode == 0) is installed

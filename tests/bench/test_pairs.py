@@ -1,7 +1,6 @@
-"""Paired comparisons against closed forms, and round trips of result files."""
+"""Paired comparisons against closed forms, and round trips of results."""
 
 import gc
-import json
 import math
 import time
 
@@ -9,12 +8,13 @@ import pytest
 from _harness import (
     Bound,
     Claim,
+    ClaimResult,
     ClaimRow,
     compare,
     interval_of_median,
-    newest,
-    read_result,
+    read_results,
     run_claim,
+    write_results,
 )
 
 from layershuffle.bench.timing import Effort, cpu_timed
@@ -101,25 +101,54 @@ def claim_of(*values, bound):
     return Claim(theme="theme", text="It is so.", rows=lambda effort: [row])
 
 
-def test_a_result_file_is_complete_and_round_trips(tmp_path):
+def test_a_result_is_written_and_read(tmp_path):
     lines = []
     claim = claim_of(1.0, 1.5, 3.0, bound=Bound("at_most", 2.0))
     assert run_claim(claim, str(tmp_path / "x.py"), tell=lines.append, argv=[]) == 0
     (path,) = (tmp_path / "results").iterdir()
-    fields = json.loads(path.read_text())
-    theme, machine, date = path.stem.split("_")
-    assert (theme, date) == ("theme", fields["date"])
-    assert machine == machine.lower()
-    assert {"schema", "claim", "command", "hardware", "versions", "rows"} <= set(fields)
-    assert fields["command"] == "python benchmarks/x.py"
-    assert fields["hardware"]["threads"] == 1
-    assert fields["rows"][0]["median"] == 1.5
-    result = read_result(path)
-    assert result.complete
+    (result,) = read_results(path)
+    assert (result.theme, result.claim) == ("theme", "It is so.")
+    assert result.command == "python benchmarks/x.py"
+    assert result.hardware["threads"] == 1
+    assert result.seconds >= 0
     assert result.rows[0].values == (1.0, 1.5, 3.0)
     assert result.rows[0].bound == Bound("at_most", 2.0)
     assert result.rows[0].pairs == ((2.0, 1.0),)
     assert "a row: A / B 1.5 (1 to 3, 3 pairs); at most 2: holds" in lines
+    # What the pages show.
+    text = path.read_text()
+    assert ",a row,A / B,1.500,1 to 3,3 pairs,at most 2,holds," in text
+    write_results(read_results(path), path)
+    assert path.read_text() == text
+
+
+def result_on(processor, *, theme, value):
+    row = ClaimRow(name="row", what="w", values=(value,))
+    hardware = {"processor": processor, "cores": 2, "threads": 1, "gpu": None, "precision": "fp32"}
+    return ClaimResult(
+        theme=theme,
+        claim="It is so.",
+        date="2026-01-01",
+        command="python benchmarks/x.py",
+        hardware=hardware,
+        versions={"torch": "2.9"},
+        rows=(row,),
+    )
+
+
+def test_a_new_result_replaces_that_of_its_theme_and_machine_alone(tmp_path):
+    path = tmp_path / "results" / "claims.csv"
+    claim = claim_of(7.0, bound=None)
+    run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+    (own,) = read_results(path)
+    others = [
+        result_on("another one", theme="theme", value=1.0),
+        result_on(own.hardware["processor"], theme="another theme", value=2.0),
+    ]
+    write_results([*others, result_on(own.hardware["processor"], theme="theme", value=3.0)], path)
+    run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+    found = {result.key: result.rows[0].median for result in read_results(path)}
+    assert found == {others[0].key: 1.0, others[1].key: 2.0, own.key: 7.0}
 
 
 def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
@@ -146,38 +175,21 @@ def test_rows_before_a_failure_are_saved_beside_the_complete_result(tmp_path):
     script, fails = str(tmp_path / "x.py"), False
     run_claim(claim, script, tell=lambda _: None, argv=[])
     (whole,) = (tmp_path / "results").iterdir()
-    assert json.loads(whole.read_text())["complete"] is True
     fails = True
     with pytest.raises(LayerShuffleError, match="second"):
         run_claim(claim, script, tell=lambda _: None, argv=[])
-    part = whole.with_name(f"{whole.name}.part")
+    part = whole.with_name("theme.csv.part")
     assert sorted((tmp_path / "results").iterdir()) == [whole, part]
-    assert [row.name for row in read_result(whole).rows] == ["first", "second"]
-    assert [row.name for row in read_result(part).rows] == ["first"]
-    assert read_result(part).complete is False
-    assert [len(result.rows) for result in newest(tmp_path / "results")] == [2]
-    part.rename(whole)
-    with pytest.raises(LayerShuffleError, match=r"not complete.*run python benchmarks/x\.py"):
-        newest(tmp_path / "results")
+    assert [row.name for row in read_results(whole)[0].rows] == ["first", "second"]
+    assert [row.name for row in read_results(part)[0].rows] == ["first"]
     fails = False
     run_claim(claim, script, tell=lambda _: None, argv=[])
     assert [*(tmp_path / "results").iterdir()] == [whole]
 
 
-def test_a_file_without_the_mark_is_no_result(tmp_path):
-    claim = claim_of(1.0, bound=None)
-    run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
-    (path,) = (tmp_path / "results").iterdir()
-    fields = json.loads(path.read_text())
-    del fields["complete"]
-    path.write_text(json.dumps(fields))
-    with pytest.raises(LayerShuffleError, match="complete"):
-        read_result(path)
-
-
-def test_other_files_are_no_results(tmp_path):
-    path = tmp_path / "x.json"
-    for text in ("{", "{}", '{"rows": [1]}', '{"rows": []}'):
-        path.write_text(text)
-        with pytest.raises(LayerShuffleError, match="no result of a benchmark"):
-            read_result(path)
+@pytest.mark.parametrize("text", ["", "{", "theme,claim\na,b\n"])
+def test_other_files_are_no_results(tmp_path, text):
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(LayerShuffleError, match="no file of results"):
+        read_results(path)

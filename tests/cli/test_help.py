@@ -231,7 +231,7 @@ def test_help_is_quick(command):
 
 # --- the docs -------------------------------------------------------------------------------------
 
-HISTORY = ("docs/log.md", "docs/decisions/")
+HISTORY = ("docs/decisions/",)
 """Pages that name flags as they once were."""
 OTHERS = {
     "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "

@@ -1,7 +1,6 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and their dependencies."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -368,20 +367,6 @@ def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
     assert base["data"] == read_recipe(asset("recipes", f"{name}.yaml"))["data"]
     most = int(text.split("training steps, and ")[1].split()[0].replace(",", ""))
     assert most <= runs  # orders that begin alike share work
-
-
-def test_every_size_of_formulas_begins_with_a_base_of_its_own():
-    """It has the same classes, and the architecture of its name."""
-    study = read_recipe(asset("recipes", "formula-sizes.yaml"))
-    for arm in study["arms"]:
-        fit = arm.get("fit", {})
-        name = fit.get("model", study["model"]).removeprefix("dir:runs/")
-        base = read_recipe(asset("recipes", f"{name}.yaml"))
-        assert base["data"] == fit.get("data", study["data"])
-        classes, width = re.search(r"(-\d+)?(?:-width(-\d+))?$", arm["name"]).groups("")
-        assert name == f"formula{classes}{width}-base"
-        assert f"&num_classes={(classes or '-300')[1:]}&" in base["model"]
-        assert f"&embed_dim={(width or '-128')[1:]}&" in base["model"]
 
 
 @pytest.mark.parametrize(

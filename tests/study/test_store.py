@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import keep_study
 import pytest
 from fixture import merging_rows, write_merging, write_study
 
@@ -94,17 +93,6 @@ def test_runs_that_were_kept_before_arms_had_lines_are_read(whole: Path, kept: P
         assert (run.pop("versions"), run["settings"].pop("lr")) == (shared["versions"], 0.001)
     (kept / "runs.json").write_text(json.dumps({"schema": 1, "shared": shared, "runs": runs}))
     assert read_study(kept).results == results
-
-
-def test_a_kept_study_that_is_kept_again_stays_as_it_is(kept: Path, tmp_path: Path):
-    """So a repository can follow a change of the format without the models."""
-    again = shutil.copytree(kept, tmp_path / "again")
-    keep_study.keep(again, again)
-    names = {path.name for path in kept.iterdir() if path.is_file()}
-    assert names - {path.name for path in again.iterdir()} == {"report.html", "table.md"}
-    for name in ("runs.json", "results.csv", "merging.csv", "analysis.csv", "report.md"):
-        assert (again / name).read_bytes() == (kept / name).read_bytes(), name
-    assert (again / "figure1.png").stat().st_size < (kept / "figure1.png").stat().st_size
 
 
 def test_fields_that_this_version_does_not_know_are_kept(whole: Path, tmp_path: Path):

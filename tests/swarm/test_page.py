@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import runpy
 
 import httpx
 import pytest
@@ -28,7 +27,6 @@ from layershuffle.swarm.server.workbench import (
     Workbench,
     digits_workbench,
     pair_names,
-    pair_pixels,
 )
 
 SHUFFLED = "7,2,10,0,5,11,3,8,1,9,4,6"
@@ -92,13 +90,6 @@ def test_every_file_of_the_page_goes_out_under_its_policy(workbench):
 )
 def test_other_names_are_not_looked_up_on_the_disk(workbench, name):
     assert ask(workbench, "GET", f"/page/{name}").status_code == 404
-
-
-def test_the_packaged_pairs_are_the_first_of_the_test_split(repository):
-    pixels, names = runpy.run_path(str(repository / "scripts" / "page_pairs.py"))["sheet"]()
-    assert tuple(names) == pair_names()
-    sheet = pair_pixels().view(10, 10, 12, 20).transpose(1, 2).reshape(120, 200)
-    assert torch.equal(sheet, pixels)
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Every claim has a criterion, written down before the study was scored but with smaller studies
 known. The criteria of claims 4, 6, 7, 16 and 17 were rewritten when the reasons for their failures
-had been measured (docs/log.md).
+had been measured (research/log.md).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _SCHEMA = 2
 _OF_ONE_RUN = ("run", "arm", "seed")
 """Fields that identify the run of a line."""
 _MERGING_COLUMNS = ("arm", *COLUMNS)
-_HINT = "keep the study again with scripts/keep_study.py"
+_HINT = "restore the files of the study from the repository that keeps it"
 
 
 def read_study(out: Path) -> Study:
