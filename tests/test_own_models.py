@@ -186,7 +186,13 @@ def test_orders_of_one_length_per_sample(family: Family) -> None:
 
 
 # What these do after a block shows in a sample that waits for the others.
-WAITING_SHOWS = ("own-readout", "own-injection", "own-injectioninplace", "own-backwards")
+WAITING_SHOWS = (
+    "own-readout",
+    "own-injection",
+    "own-injectioninplace",
+    "own-backwards",
+    "own-inplace",
+)
 
 
 @pytest.mark.parametrize("family", PER_SAMPLE.values(), ids=lambda f: f.name)

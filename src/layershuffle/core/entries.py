@@ -295,17 +295,17 @@ def grouped(
     read_later = {version for order in groups for version in order.last_readers()}
     # A replay by gradient checkpointing leaves these as the forward set them.
     states: dict[int, Tensor] = {}
-    left: dict[str, Tensor] = {}
+    left: list[Tensor] = []
 
     def entry(position: int) -> Entry:
-        # Block -> the samples that run it here, by the version of the state that they read.
-        moves: dict[int, list[tuple[int, list[int]]]] = {}
-        for order, rows in groups.items():
+        # Block -> the groups that run it here, each with the version of the state that it reads.
+        moves: dict[int, list[tuple[int, int]]] = {}
+        for group, order in enumerate(groups):
             if position < len(order):
                 block, version = order.steps[position]
-                moves.setdefault(block, []).append((version, rows))
-        waiting = [row for order, rows in groups.items() if position >= len(order) for row in rows]
+                moves.setdefault(block, []).append((group, version))
         inputs, outputs = axes.at(position)
+        rows = [*groups.values()]
 
         def call(state: Any, *args: Any, **kwargs: Any) -> Any:
             samples = tensor_of(state).shape[axis]
@@ -316,41 +316,52 @@ def grouped(
                 )
             if position in read_later:
                 states.setdefault(position, state.clone())
-            versions = {**states, position: state}
-            arranged: list[int] = []
-            outs, after = [], []
+            parts = {version: _split(past, rows, axis) for version, past in states.items()}
+            parts[position] = _split(state, rows, axis)
+            after, outs = [*parts[position]], {}
             # Sorted, so that the sequence of kernels does not depend on which sample comes first.
             for block, members in sorted(moves.items()):
-                here = tuple(row for _, rows in members for row in rows)
-                parts = [_rows(versions[version], rows, axis) for version, rows in members]
-                read = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+                read = [parts[version][group] for group, version in members]
+                here = tuple(row for group, _ in members for row in rows[group])
                 others, named = _cut((args, kwargs), here, axes=inputs[1:], samples=samples)
-                step = Step(position, block, here)
-                out = placed(blocks[block], step, run=run)(read, *others, **named)
-                news = torch.split(state_of(out), [len(rows) for _, rows in members], axis)
-                for (version, rows), old, new in zip(members, parts, news, strict=True):
+                run_block = placed(blocks[block], Step(position, block, here), run=run)
+                joined = read[0] if len(read) == 1 else torch.cat(read, axis)
+                outs[here] = run_block(joined, *others, **named)
+                sizes = [len(rows[group]) for group, _ in members]
+                news = torch.split(state_of(outs[here]), sizes, axis)
+                for (group, version), old, new in zip(members, read, news, strict=True):
                     newest = version == position
-                    after.append(new if newest else _rows(state, rows, axis) + (new - old))
-                outs.append(out)
-                arranged += here
-            if waiting:
-                after.append(_rows(state, waiting, axis))
-            arranged += waiting
-            result = _back(after, arranged, axis)
-            if position + 1 == exit_after:
-                left.setdefault("early", result)
+                    after[group] = new if newest else after[group] + (new - old)
+            result = _joined(after, rows, axis)
+            if position + 1 == exit_after and not left:
+                left.append(result)
             if exit_after is not None and position + 1 == longest:
                 if not left:
                     raise StackError(
                         "The backbone runs its last block first, so no state leaves early",
                         hint="run it without an exit",
                     )
-                result = torch.cat([result, left["early"]], axis)
-            return _beside(outs, result, rows=arranged, axes=outputs)
+                result = torch.cat([result, left[0]], axis)
+            return _beside(outs, result, axes=outputs, samples=samples)
 
         return Entry(blocks[0], call, one_block=False)
 
     return [entry(position) for position in range(longest)]
+
+
+def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:
+    """The samples of every group; without a copy where groups lie side by side."""
+    if [row for group in rows for row in group] == list(range(state.shape[axis])):
+        return torch.split(state, [len(group) for group in rows], axis)
+    return [_rows(state, group, axis) for group in rows]
+
+
+def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[int]], axis: int) -> Tensor:
+    """One tensor of the samples in their own order; part i holds the samples `rows[i]`."""
+    ordered = sorted(zip(rows, parts, strict=True), key=lambda item: item[0][0])
+    joined = parts[0] if len(parts) == 1 else torch.cat([part for _, part in ordered], axis)
+    arranged = [row for several, _ in ordered for row in several]
+    return _rows(joined, sorted(range(len(arranged)), key=arranged.__getitem__), axis)
 
 
 def _rows(value: Tensor, rows: Sequence[int], axis: int) -> Tensor:
@@ -358,12 +369,6 @@ def _rows(value: Tensor, rows: Sequence[int], axis: int) -> Tensor:
     if len(rows) == value.shape[axis] and all(row == place for place, row in enumerate(rows)):
         return value
     return value.index_select(axis, to_device(torch.tensor(rows, dtype=torch.long), value.device))
-
-
-def _back(parts: list[Tensor], rows: Sequence[int], axis: int) -> Tensor:
-    """Parts that hold the samples `rows`, as one tensor with the samples in their own order."""
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-    return _rows(joined, sorted(range(len(rows)), key=rows.__getitem__), axis)
 
 
 _UNKNOWN = -1
@@ -406,15 +411,18 @@ def tensors_of(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _beside(outs: list[Any], state: Tensor, *, rows: list[int], axes: Sequence[int | None]) -> Any:
+def _beside(
+    outs: dict[tuple[int, ...], Any], state: Tensor, *, axes: Sequence[int | None], samples: int
+) -> Any:
     """`state` in the form of the blocks' outputs, whose other values are put together by sample."""
-    if not isinstance(outs[0], tuple | list):
+    form = next(iter(outs.values()))
+    if not isinstance(form, tuple | list):
         return state
     values, later_axes = [], iter(axes[1:])
-    for several in zip(*(out[1:] for out in outs), strict=True):
+    for several in zip(*(out[1:] for out in outs.values()), strict=True):
         axis = next(later_axes, None) if isinstance(several[0], Tensor) else None
-        if axis is not None and sum(value.shape[axis] for value in several) == len(rows):
-            values.append(_back(list(several), rows, axis))
+        if axis is not None and sum(map(len, outs)) == samples:
+            values.append(_joined(several, list(outs), axis))
         elif len(several) == 1 or all(value is None for value in several):
             values.append(several[0])
         else:
@@ -423,4 +431,4 @@ def _beside(outs: list[Any], state: Tensor, *, rows: list[int], axes: Sequence[i
                 "be combined from samples with different orders",
                 hint="use one order for the whole batch",
             )
-    return type(outs[0])((state, *values))
+    return type(form)((state, *values))
