@@ -24,8 +24,8 @@ from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 from transformers.utils import logging as hf_logging
 
 from layershuffle.core.discovery import check_architecture
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (
     CONFIG,

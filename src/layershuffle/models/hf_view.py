@@ -15,9 +15,8 @@ from typing import Any
 from timm.data import resolve_data_config
 from transformers import AutoImageProcessor
 
-from layershuffle.data.transforms import uncropped_size
-from layershuffle.data.view import ImageView, Resize
 from layershuffle.errors import ModelFileError
+from layershuffle.image_view import ImageView, Resize, uncropped_size
 from layershuffle.models.files import PROCESSORS, check_numbers, read_json
 from layershuffle.models.origin import HostModel, per_channel, size_pair
 from layershuffle.models.timm_view import view_of_config

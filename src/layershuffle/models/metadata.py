@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, Valid
 
 from layershuffle.core.policies import policy_from_json
 from layershuffle.core.position_forms import EncodingForm, PredictionForm, form_from_json
-from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView, resized_as
 from layershuffle.models.files import check_numbers, read_json
 from layershuffle.models.origin import view_from_json
 from layershuffle.text import did_you_mean, one_line

@@ -18,8 +18,8 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 
 LOG = logging.getLogger("layershuffle")
 # An nn.Module of a host library, with attributes that nn.Module does not declare.

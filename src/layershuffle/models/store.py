@@ -30,9 +30,9 @@ from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
-from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
+from layershuffle.image_view import ImageView, resized_as
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,

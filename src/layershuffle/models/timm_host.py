@@ -28,8 +28,8 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from layershuffle.core.discovery import check_architecture
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
     CONFIG,
     WEIGHTS,

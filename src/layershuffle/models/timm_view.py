@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from timm.data import resolve_data_config
 
-from layershuffle.data.view import INTERPOLATIONS, ImageView, Resize
 from layershuffle.errors import UsageError
+from layershuffle.image_view import INTERPOLATIONS, ImageView, Resize
 from layershuffle.models.origin import HostModel, per_channel, size_pair
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours

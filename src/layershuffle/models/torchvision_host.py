@@ -22,8 +22,8 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from layershuffle.core.discovery import check_architecture
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
     CONFIG,
     WEIGHTS,

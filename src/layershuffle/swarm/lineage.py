@@ -15,8 +15,8 @@ from torch import nn
 
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import blocks_of, stack_of
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
     Shape,
     read_json,

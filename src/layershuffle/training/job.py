@@ -20,8 +20,8 @@ from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import device_of, warn_of_slow_bf16
 from layershuffle.models import (
     class_names_of,
