@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from layershuffle.errors import UsageError
 
@@ -26,6 +26,9 @@ class ImageView:
     are); `crop_pct` is the share of the resized sides that the central crop keeps at evaluation.
     Raises UsageError if the numbers do not fit together.
     """
+
+    # pydantic reads this when it checks a file; otherwise it ignores unknown fields.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
     channels: int
     height: int

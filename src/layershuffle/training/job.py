@@ -33,8 +33,7 @@ from layershuffle.models import (
     set_image_view,
     truncate,
 )
-from layershuffle.models.files import weights_digest
-from layershuffle.models.origin import LOG
+from layershuffle.models.files import LOG, weights_digest
 from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.text import counted
