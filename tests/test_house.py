@@ -21,15 +21,15 @@ PACKAGE = "layershuffle"
 
 # The ground needs nothing of the project but itself.
 GROUND = (
-    "_version", "bundled", "errors", "extras", "files", "machine", "plotting", "progress",
-    "ray_cluster", "recipes", "results", "stats", "text",
+    "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "plotting",
+    "progress", "ray_cluster", "recipes", "results", "stats", "text",
 )  # fmt: skip
 # A part of the house -> the parts that its modules may import, beside the ground and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "settings": ("core",),
     "data": ("core", "settings"),
-    "models": ("core", "settings", "data"),
+    "models": ("core",),
     "precision": ("core", "models"),
     "predict": ("core", "models", "data"),
     "scoring": ("core", "models", "data", "settings", "precision"),

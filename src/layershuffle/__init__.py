@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from layershuffle.errors import TrainingError as TrainingError
     from layershuffle.errors import UsageError as UsageError
     from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
-    from layershuffle.merging.group import Family as Family
     from layershuffle.merging.group import MergeGroup as MergeGroup
     from layershuffle.merging.group import merge as merge
     from layershuffle.merging.plans import MergePlan as MergePlan
@@ -78,7 +77,6 @@ _HOME = {
     "MergePlan": "merging.plans",
     "sample_plans": "merging.plans",
     "MergeGroup": "merging.group",
-    "Family": "merging.group",
     "merge": "merging.group",
     "uniform_soup": "merging.soups",
     "greedy_soup": "merging.soups",

@@ -18,8 +18,8 @@ from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.precision import ChosenPrecision, choose_precision

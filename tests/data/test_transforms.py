@@ -27,8 +27,8 @@ from layershuffle.data.transforms import (
     resized_size,
     seeded_globals,
 )
-from layershuffle.data.view import Resize, resized_as
 from layershuffle.errors import UsageError
+from layershuffle.image_view import Resize, resized_as
 
 VIEW = ImageView(
     channels=3,

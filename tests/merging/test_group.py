@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import tracemalloc
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from torch import nn
 import layershuffle as ls
 from common import DEPTH, FAMILIES, ORDERS, images, logits_of, redraw
 from layershuffle.core.evaluation import evaluate
+from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import running
-from layershuffle.errors import UsageError
+from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
 from layershuffle.merging.plans import MergePlan, sample_plans
 from layershuffle.models.files import weights_digest
@@ -44,11 +46,12 @@ def rebuilt(donors, plan):
     """The slow path: a copy of the first donor, with every tensor replaced by hand."""
     model = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
-    host = model.backbone if isinstance(model, ls.PositionedModel) else model
-    prefix = "host." if host is not model else ""
-    keys = [prefix + key for key in host.state_dict()]
-    place = {module: path for path, module in host.named_modules()}
-    stack = next(m for m in host.modules() if type(m).__name__ == "BlockStack")
+    backbone = backbone_of(model)
+    # The name of the attribute that holds the backbone of a model with position parts.
+    prefix = next((f"{n}." for n, part in model.named_children() if part is backbone), "")
+    keys = [prefix + key for key in backbone.state_dict()]
+    place = {module: path for path, module in backbone.named_modules()}
+    stack = next(m for m in backbone.modules() if type(m).__name__ == "BlockStack")
     inside = [f"{prefix}{place[stack]}.{name}." for name in stack._modules]
     first = min(i for i, key in enumerate(keys) if key.startswith(tuple(inside)))
     state = {}
@@ -203,7 +206,7 @@ def storages_of(models):
 def test_base_ends():
     donors, base = donors_of("timm-vit"), redraw(FAMILIES["timm-vit"].wrapped(), seed=99).eval()
     plan = MergePlan((2, 0, 3, 1), stem="base", head="average")
-    with pytest.raises(UsageError, match="stem is to come from the base checkpoint, but none"):
+    with pytest.raises(UsageError, match="the base checkpoint"):
         merge(donors, plan)
     view = MergeGroup(donors, base=base).merge(plan)
     stem, head = ends_of(view)
@@ -211,13 +214,13 @@ def test_base_ends():
     assert torch.equal(head["head.weight"], averaged([d.head.weight for d in donors]))
     other = copy.deepcopy(base)
     other.head = nn.Linear(32, 7)
-    with pytest.raises(UsageError, match=r"its head.weight has the shape \(7, 32\), the donors'"):
+    with pytest.raises(UsageError, match=r"head\.weight"):
         MergeGroup(donors, base=other).merge(replace(plan, head="base"))
     encoded = [
         ls.add_position(d, encoding=ls.EncodingForm(table="shared")).eval()
         for d in donors_of("timm-vit")
     ]
-    with pytest.raises(UsageError, match="no such table of positions"):
+    with pytest.raises(UsageError, match=r"encoding\.table"):
         MergeGroup(encoded, base=base).merge(plan)
 
 
@@ -336,3 +339,58 @@ def test_digest_of_weights():
     assert weights_digest(first) == weights_digest(copy.deepcopy(first)) != weights_digest(second)
     half = copy.deepcopy(first).to(torch.bfloat16)
     assert weights_digest(half) != weights_digest(first)
+
+
+def with_other_constants():
+    model = changed(VIT)
+    model.register_buffer("frequencies", torch.arange(3.0), persistent=False)
+    return model
+
+
+# Of one shape, and yet other functions.
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: changed(VIT, act_layer="relu"), "blocks.0.mlp.act"),
+        (lambda: changed(VIT, norm_layer="layernorm", num_heads=4), "num_heads"),
+        (with_other_constants, "frequencies"),
+    ],
+    ids=["activation", "heads", "constants"],
+)
+def test_donors_that_compute_something_else_are_neither_merged_nor_averaged(make, named):
+    donors = [changed(VIT), make()]
+    for combine in (MergeGroup, ls.uniform_soup):
+        with pytest.raises(UsageError, match=re.escape(named)):
+            combine(donors)
+
+
+def test_donors_of_several_dtypes_become_float32(caplog):
+    donors = donors_of("timm-vit", count=2)
+    donors[1].bfloat16()
+    wanted = copy.deepcopy(donors[1]).float()
+    soup = ls.uniform_soup([copy.deepcopy(donor) for donor in donors])
+    assert {tensor.dtype for tensor in soup.parameters()} == {torch.float32}
+    mean = (donors[0].head.weight.double() + wanted.head.weight.double()) / 2
+    assert torch.equal(soup.head.weight, mean.float())
+    merged = merge(donors, MergePlan((1, 1, 1, 1), stem=1, head=1))
+    assert torch.equal(answers(merged), answers(wanted))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        MergeGroup,
+        ls.uniform_soup,
+        lambda donors: ls.greedy_soup(donors, lambda _: 1.0),
+        lambda donors: ls.evaluate_ensemble(donors, [(images(3), torch.tensor([0, 1, 2]))]),
+    ],
+    ids=["merge", "uniform soup", "greedy soup", "ensemble"],
+)
+def test_a_donor_that_is_not_finite_is_refused(combine):
+    donors = donors_of("timm-vit", count=2)
+    with torch.no_grad():
+        donors[1].blocks[2].norm1.weight[3] = float("nan")
+    with pytest.raises(ModelFileError, match=r"blocks\.2\.norm1\.weight") as caught:
+        combine(donors)
+    assert caught.value.place == "1"

@@ -13,6 +13,7 @@ from layershuffle.core.stack import running
 from layershuffle.errors import DataError, UsageError
 from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
+from layershuffle.models import set_class_names
 from layershuffle.models.files import weights_digest
 
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(2)]
@@ -145,3 +146,15 @@ def test_nothing_to_score():
         evaluate_ensemble(donors, [])
     with pytest.raises(UsageError, match="one mode, not in 2"):
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
+
+
+def test_members_whose_classes_stand_in_another_order_are_refused():
+    """The mean of their logits would be of different classes."""
+    first, second = donors_of("hf-vit", count=2)
+    names = ("ant", "bee", "cat", "dog", "elk")
+    set_class_names(first, names)
+    set_class_names(second, names[::-1])
+    with pytest.raises(UsageError, match="names of the classes"):
+        evaluate_ensemble([first, second], BATCHES)
+    set_class_names(second, names)
+    assert len(evaluate_ensemble([first, second], BATCHES, num_orders=1)) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from saved_models import (
     CONFIG,
     FACTS,
@@ -22,6 +23,7 @@ from saved_models import (
     cut,
     edit,
     extra,
+    not_finite,
     put,
     refused,
     rename,
@@ -71,6 +73,7 @@ BROKEN_WEIGHTS = {
     "overlapping tensors": put(WEIGHTS, header({"x": ENTRY, "y": ENTRY}, b"\0" * 8)),
     "cut in the header": cut(WEIGHTS, keep=0.01),
     "cut in the data": cut(WEIGHTS, keep=0.9),
+    "bytes after the end": lambda place: put(WEIGHTS, (place / WEIGHTS).read_bytes() + b"x")(place),
 }
 
 
@@ -79,29 +82,30 @@ BROKEN_WEIGHTS = {
 def test_broken_safetensors(what: str, name: str, good: Callable[[str], Path]) -> None:
     place = good(name)
     BROKEN_WEIGHTS[what](place)
-    text = refused(place)
-    assert "not a whole safetensors file" in text
-    assert str(place / WEIGHTS) in text
+    error = refused(place)
+    assert error.place == place / WEIGHTS
+    assert isinstance(error.__cause__, SafetensorError | OSError)
 
 
+# What is wrong, and a name that every message has.
 OTHER_TENSORS = {
-    "renamed": (retensor(WEIGHTS, rename), "strange"),
-    "extra": (retensor(WEIGHTS, extra), "unexpected backdoor"),
-    "one block fewer": (
-        retensor(WEIGHTS, without_the_last_block),
-        "holds 3 blocks, 4 are expected",
-    ),
+    "renamed": (retensor(WEIGHTS, rename), ""),
+    "extra": (retensor(WEIGHTS, extra), "backdoor"),
+    "one block fewer": (retensor(WEIGHTS, without_the_last_block), "3."),
     "another shape": (retensor(WEIGHTS, wider), "shape"),
-    "none": (retensor(WEIGHTS, lambda _: {}), "holds 0 blocks, 4 are expected"),
+    "none": (retensor(WEIGHTS, lambda _: {}), ""),
+    "a number that is none": (retensor(WEIGHTS, not_finite), "nan"),
 }
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("what", OTHER_TENSORS)
 def test_tensors_of_another_model(what: str, name: str, good: Callable[[str], Path]) -> None:
-    place, (change, expected) = good(name), OTHER_TENSORS[what]
+    place, (change, named) = good(name), OTHER_TENSORS[what]
     change(place)
-    assert expected in refused(place)
+    error = refused(place)
+    assert Path(error.place) == place
+    assert named in error.cause
 
 
 BROKEN_JSON = {
@@ -122,7 +126,7 @@ def test_broken_json(what: str, file: str, good: Callable[[str], Path]) -> None:
     for name in LIBRARIES:
         place = good(name)
         (place / file).write_bytes(BROKEN_JSON[what])
-        assert str(place / file) in refused(place)
+        assert refused(place).place in (place, place / file)
 
 
 @pytest.mark.parametrize("file", [FACTS, CONFIG, WEIGHTS, PARTS])
@@ -130,198 +134,138 @@ def test_missing_files(file: str, good: Callable[[str], Path]) -> None:
     for name in LIBRARIES:
         place = good(name)
         (place / file).unlink()
-        assert str(place) in refused(place)
+        assert refused(place).place in (place, place / file)
 
 
+# Of layershuffle.json: the file that the error names.
 WRONG_FACTS: dict[str, tuple[Change, str]] = {
-    "schema of the future": (edit(FACTS, "schema", value=2), "schema 2, this version reads 1"),
-    "no schema": (edit(FACTS, "schema", value=...), "schema None"),
-    "unknown key": (edit(FACTS, "polciy", value={}), "did you mean 'policy'?"),
-    "unknown library": (edit(FACTS, "library", value="pickle"), "'library' is wrong"),
-    "another library": (edit(FACTS, "library", value="torchvision"), "torchvision's configuration"),
-    "name of another type": (edit(FACTS, "name", value=3), "'name' is wrong"),
-    "another name": (edit(FACTS, "name", value="vit_huge"), "says 'vit_huge'"),
-    "another depth": (edit(FACTS, "depth", value=12), "holds 4 blocks, 12 are expected"),
-    "depth as text": (edit(FACTS, "depth", value="4"), "'depth' is wrong"),
-    "depth as truth": (edit(FACTS, "depth", value=True), "'depth' is wrong"),
-    "absurd depth": (edit(FACTS, "depth", value=10**12), "beyond any vision transformer"),
-    "other classes": (edit(FACTS, "num_classes", value=1000), "says 1000"),
-    "other blocks": (edit(FACTS, "blocks", value="head"), "not a Sequential"),
-    "no such blocks": (edit(FACTS, "blocks", value="a.b"), "no module 'a.b'"),
-    "policy that is none": (edit(FACTS, "policy", value={"policy": "evil"}), "not an order policy"),
-    "policy with a list for a name": (
-        edit(FACTS, "policy", value={"policy": ["layerdrop"]}), "order policy is invalid",
-    ),
-    "policy of other types": (
-        edit(FACTS, "policy", value={"policy": "layerdrop", "p": "x"}), "drop probability",
-    ),
-    "view without numbers": (edit(FACTS, "image_view", "mean", value="abc"), "image_view"),
-    "view with zero std": (edit(FACTS, "image_view", "std", value=[0, 0, 0]), "image_view"),
-    "view with more keys": (edit(FACTS, "image_view", "evil", value=1), "image_view"),
-    "view with text": (edit(FACTS, "image_view", "height", value="32"), "image_view"),
-    "position that is none": (edit(FACTS, "position", value=[1]), "'position' is wrong"),
-    "unknown part": (edit(FACTS, "position", "evil", value={}), "unknown"),
-    "encoding without a form": (edit(FACTS, "position", "encoding", value=None), "unexpected"),
+    "schema of the future": (edit(FACTS, "schema", value=2), FACTS),
+    "no schema": (edit(FACTS, "schema", value=...), FACTS),
+    "unknown key": (edit(FACTS, "polciy", value={}), FACTS),
+    "unknown library": (edit(FACTS, "library", value="pickle"), FACTS),
+    "another library": (edit(FACTS, "library", value="torchvision"), CONFIG),
+    "name of another type": (edit(FACTS, "name", value=3), FACTS),
+    "another name": (edit(FACTS, "name", value="vit_huge"), FACTS),
+    "another depth": (edit(FACTS, "depth", value=12), FACTS),
+    "depth as text": (edit(FACTS, "depth", value="4"), FACTS),
+    "depth as truth": (edit(FACTS, "depth", value=True), FACTS),
+    "absurd depth": (edit(FACTS, "depth", value=10**12), FACTS),
+    "other classes": (edit(FACTS, "num_classes", value=1000), FACTS),
+    "other blocks": (edit(FACTS, "blocks", value="head"), FACTS),
+    "no such blocks": (edit(FACTS, "blocks", value="a.b"), FACTS),
+    "view without numbers": (edit(FACTS, "image_view", "mean", value="abc"), FACTS),
+    "view with zero std": (edit(FACTS, "image_view", "std", value=[0, 0, 0]), FACTS),
+    "view with more keys": (edit(FACTS, "image_view", "evil", value=1), FACTS),
+    "view with text": (edit(FACTS, "image_view", "height", value="32"), FACTS),
+    "position that is none": (edit(FACTS, "position", value=[1]), FACTS),
+    "unknown part": (edit(FACTS, "position", "evil", value={}), FACTS),
+    "encoding without a form": (edit(FACTS, "position", "encoding", value=None), PARTS),
     "no parts at all": (
-        edit(FACTS, "position", value={"encoding": None, "prediction": None}), "does not mention",
+        edit(FACTS, "position", value={"encoding": None, "prediction": None}), PARTS,
     ),
     "encoding of other features": (
-        edit(FACTS, "position", "encoding", "features", value=5), "shape",
+        edit(FACTS, "position", "encoding", "features", value=5), PARTS,
     ),
-    "absurd features": (
-        edit(FACTS, "position", "encoding", "features", value=10**9), "beyond any",
-    ),
-    "large features": (
-        edit(FACTS, "position", "encoding", "features", value=10**7), "shape",
-    ),
-    "features as text": (
-        edit(FACTS, "position", "encoding", "features", value="many"), "EncodingForm",
-    ),
-    "negative features": (
-        edit(FACTS, "position", "encoding", "features", value=-4), "features=-4",
-    ),
-    "unknown table": (edit(FACTS, "position", "encoding", "table", value="x"), "EncodingForm"),
-    "unknown field": (edit(FACTS, "position", "prediction", "x", value=1), "PredictionForm"),
-    "dropout as text": (edit(FACTS, "position", "encoding", "dropout", value="x"), "EncodingForm"),
-    "dropout beyond one": (edit(FACTS, "position", "encoding", "dropout", value=7), "EncodingForm"),
+    "absurd features": (edit(FACTS, "position", "encoding", "features", value=10**9), FACTS),
+    "large features": (edit(FACTS, "position", "encoding", "features", value=10**7), PARTS),
+    "features as text": (edit(FACTS, "position", "encoding", "features", value="many"), FACTS),
+    "negative features": (edit(FACTS, "position", "encoding", "features", value=-4), FACTS),
+    "unknown table": (edit(FACTS, "position", "encoding", "table", value="x"), FACTS),
+    "unknown field": (edit(FACTS, "position", "prediction", "x", value=1), FACTS),
+    "dropout as text": (edit(FACTS, "position", "encoding", "dropout", value="x"), FACTS),
+    "dropout beyond one": (edit(FACTS, "position", "encoding", "dropout", value=7), FACTS),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG_FACTS)
 def test_wrong_metadata_is_refused(what: str, good: Callable[[str], Path]) -> None:
-    place, (change, expected) = good("timm-vit"), WRONG_FACTS[what]
+    place, (change, file) = good("timm-vit"), WRONG_FACTS[what]
     change(place)
-    text = refused(place)
-    assert expected in text
-    assert str(place) in text
+    assert refused(place).place == place / file
 
 
-WRONG_CONFIG: dict[str, tuple[str, Change, str]] = {
-    "timm: unknown architecture": (
-        "timm-vit", edit(CONFIG, "architecture", value="evil_net"), "no timm model 'evil_net'",
-    ),
-    "timm: architecture elsewhere": (
-        "timm-vit", edit(CONFIG, "architecture", value="hf-hub:evil/net"), "no timm model",
-    ),
-    "timm: architecture of another type": (
-        "timm-vit", edit(CONFIG, "architecture", value=["vit"]), "needs architecture",
-    ),
-    "timm: a checkpoint elsewhere": (
-        "timm-vit", edit(CONFIG, "model_args", "checkpoint_path", value="evil.pth"),
-        "'checkpoint_path' is not an argument",
-    ),
-    "timm: unknown argument": (
-        "timm-vit", edit(CONFIG, "model_args", "evil", value=1), "unexpected keyword",
-    ),
-    "timm: another depth": (
-        "timm-vit", edit(CONFIG, "model_args", "depth", value=6), "holds 4 blocks, 6 are expected",
-    ),
-    "timm: depth of millions": (
-        "timm-vit", edit(CONFIG, "model_args", "depth", value=10**7), "beyond any",
-    ),
-    "timm: huge width": (
-        "timm-vit", edit(CONFIG, "model_args", "embed_dim", value=1 << 22), "shape",
-    ),
-    "timm: width as text": (
-        "timm-vit", edit(CONFIG, "model_args", "embed_dim", value="wide"), "cannot build",
-    ),
-    "timm: another activation that is none": (
-        "timm-vit", edit(CONFIG, "model_args", "act_layer", value="os.system"), "cannot build",
-    ),
-    "transformers: unknown model": (
-        "hf-vit", edit(CONFIG, "model_type", value="evil"), "cannot build",
-    ),
-    "transformers: another model": (
-        "hf-vit", edit(CONFIG, "model_type", value="beit"), "no model of transformers",
-    ),
-    "transformers: no classifier": (
-        "hf-vit", edit(CONFIG, "model_type", value="bert"), "no model of transformers",
-    ),
-    "transformers: another depth": (
-        "hf-vit", edit(CONFIG, "num_hidden_layers", value=6), "holds 4 blocks, 6 are expected",
-    ),
-    "transformers: depth of millions": (
-        "hf-vit", edit(CONFIG, "num_hidden_layers", value=10**7), "beyond any",
-    ),
-    "transformers: huge width": (
-        "hf-vit", edit(CONFIG, "hidden_size", value=1 << 22), "other shapes",
-    ),
-    "transformers: width as text": (
-        "hf-vit", edit(CONFIG, "hidden_size", value="wide"), "cannot build",
-    ),
-    "transformers: billions of labels": (
-        "hf-vit", edit(CONFIG, "num_labels", value=10**10), "beyond any",
-    ),
-    "transformers: fewer labels": (
-        "hf-vit", edit(CONFIG, "id2label", value={"0": "a"}), "other shapes",
-    ),
-    "transformers: unknown activation": (
-        "hf-vit", edit(CONFIG, "hidden_act", value="os.system"), "cannot build",
-    ),
-    "transformers: attention from a repository": (
-        "hf-vit", edit(CONFIG, "attn_implementation", value="evil/kernels"), "code from elsewhere",
-    ),
-    "transformers: hidden attention": (
-        "hf-vit", edit(CONFIG, "_attn_implementation", value="evil/kernels"), "code from elsewhere",
-    ),
-    "transformers: attention of another type": (
-        "hf-vit", edit(CONFIG, "attn_implementation", value={"": "evil/x"}), "code from elsewhere",
-    ),
-    "transformers: quantised": (
-        "hf-vit", edit(CONFIG, "quantization_config", value={"quant_method": "x"}), "quantization",
-    ),
-    "transformers: an adapter": (
-        "hf-vit", put("adapter_config.json", b"{}"), "an adapter",
-    ),
-    "torchvision: another class": (
-        "torchvision-vit", edit(CONFIG, "name", value="Sequential"), '"name": "VisionTransformer"',
-    ),
-    "torchvision: no arguments": (
-        "torchvision-vit", edit(CONFIG, "kwargs", value=[]), 'an object "kwargs"',
-    ),
-    "torchvision: unknown argument": (
-        "torchvision-vit", edit(CONFIG, "kwargs", "evil", value=1), "cannot build",
-    ),
-    "torchvision: another depth": (
-        "torchvision-vit", edit(CONFIG, "kwargs", "num_layers", value=6),
-        "holds 4 blocks, 6 are expected",
-    ),
-    "torchvision: depth of millions": (
-        "torchvision-vit", edit(CONFIG, "kwargs", "num_layers", value=10**7), "beyond any",
-    ),
-    "torchvision: huge width": (
-        "torchvision-vit", edit(CONFIG, "kwargs", "hidden_dim", value=1 << 22), "shape",
-    ),
-    "torchvision: no heads": (
-        "torchvision-vit", edit(CONFIG, "kwargs", "num_heads", value=0), "cannot build",
-    ),
-}  # fmt: skip
+# Of config.json, by library. Its own words come with the directory, ours with the file.
+WRONG_CONFIG: dict[str, dict[str, Change]] = {
+    "timm-vit": {
+        "unknown architecture": edit(CONFIG, "architecture", value="evil_net"),
+        "architecture elsewhere": edit(CONFIG, "architecture", value="hf-hub:evil/net"),
+        "architecture of another type": edit(CONFIG, "architecture", value=["vit"]),
+        "a checkpoint elsewhere": edit(CONFIG, "model_args", "checkpoint_path", value="evil.pth"),
+        "unknown argument": edit(CONFIG, "model_args", "evil", value=1),
+        "another depth": edit(CONFIG, "model_args", "depth", value=6),
+        "depth of millions": edit(CONFIG, "model_args", "depth", value=10**7),
+        "huge width": edit(CONFIG, "model_args", "embed_dim", value=1 << 22),
+        "width as text": edit(CONFIG, "model_args", "embed_dim", value="wide"),
+        "an activation that is none": edit(CONFIG, "model_args", "act_layer", value="os.system"),
+    },
+    "hf-vit": {
+        "unknown model": edit(CONFIG, "model_type", value="evil"),
+        "another model": edit(CONFIG, "model_type", value="beit"),
+        "no classifier": edit(CONFIG, "model_type", value="bert"),
+        "another depth": edit(CONFIG, "num_hidden_layers", value=6),
+        "depth of millions": edit(CONFIG, "num_hidden_layers", value=10**7),
+        "huge width": edit(CONFIG, "hidden_size", value=1 << 22),
+        "width as text": edit(CONFIG, "hidden_size", value="wide"),
+        "billions of labels": edit(CONFIG, "num_labels", value=10**10),
+        "fewer labels": edit(CONFIG, "id2label", value={"0": "a"}),
+        "labels that are no names": edit(CONFIG, "id2label", value=3),
+        "unknown activation": edit(CONFIG, "hidden_act", value="os.system"),
+        "attention from a repository": edit(CONFIG, "attn_implementation", value="evil/kernels"),
+        "hidden attention": edit(CONFIG, "_attn_implementation", value="evil/kernels"),
+        "attention of a type": edit(CONFIG, "attn_implementation", value={"": "evil/x"}),
+        "quantised": edit(CONFIG, "quantization_config", value={"quant_method": "x"}),
+        "an adapter": put("adapter_config.json", b"{}"),
+    },
+    "torchvision-vit": {
+        "another class": edit(CONFIG, "name", value="Sequential"),
+        "no arguments": edit(CONFIG, "kwargs", value=[]),
+        "unknown argument": edit(CONFIG, "kwargs", "evil", value=1),
+        "another depth": edit(CONFIG, "kwargs", "num_layers", value=6),
+        "depth of millions": edit(CONFIG, "kwargs", "num_layers", value=10**7),
+        "huge width": edit(CONFIG, "kwargs", "hidden_dim", value=1 << 22),
+        "no heads": edit(CONFIG, "kwargs", "num_heads", value=0),
+    },
+}
+CONFIG_CASES = [(name, what) for name, cases in WRONG_CONFIG.items() for what in cases]
 
 
-@pytest.mark.parametrize("what", WRONG_CONFIG)
-def test_wrong_configurations_are_refused(what: str, good: Callable[[str], Path]) -> None:
-    name, change, expected = WRONG_CONFIG[what]
+@pytest.mark.parametrize(("name", "what"), CONFIG_CASES)
+def test_wrong_configurations_are_refused(
+    name: str, what: str, good: Callable[[str], Path]
+) -> None:
     place = good(name)
-    change(place)
-    assert expected in refused(place)
+    WRONG_CONFIG[name][what](place)
+    assert refused(place).place in (place, place / CONFIG)
+
+
+def test_a_refusal_names_what_differs(good: Callable[[str], Path]) -> None:
+    """The one sentence that a user of another number of classes needs."""
+    place = good("hf-vit")
+    WRONG_CONFIG["hf-vit"]["fewer labels"](place)
+    cause = refused(place).cause
+    assert all(part in cause for part in ("classifier.", "(5", "(1", CONFIG))
 
 
 WRONG_PARTS = {
-    "empty": (put(PARTS, b""), "not a whole safetensors file"),
-    "cut": (cut(PARTS, keep=0.5), "not a whole safetensors file"),
-    "extra": (retensor(PARTS, extra), "unexpected backdoor"),
-    "renamed": (retensor(PARTS, rename), "strange"),
-    "another shape": (retensor(PARTS, wider), "shape"),
+    "empty": put(PARTS, b""),
+    "cut": cut(PARTS, keep=0.5),
+    "extra": retensor(PARTS, extra),
+    "renamed": retensor(PARTS, rename),
+    "another shape": retensor(PARTS, wider),
 }
 
 
 @pytest.mark.parametrize("what", WRONG_PARTS)
 def test_wrong_position_parts_are_refused(what: str, good: Callable[[str], Path]) -> None:
-    place, (change, expected) = good("timm-vit"), WRONG_PARTS[what]
-    change(place)
-    text = refused(place)
-    assert expected in text
-    assert PARTS in text
+    place = good("timm-vit")
+    WRONG_PARTS[what](place)
+    assert refused(place).place == place / PARTS
+
+
+def test_a_position_part_that_is_not_finite_is_refused(good: Callable[[str], Path]) -> None:
+    place = good("timm-vit")
+    retensor(PARTS, not_finite)(place)
+    assert "encoding" in refused(place).cause
 
 
 @pytest.mark.parametrize("part", ["encoding", "prediction"])
@@ -336,7 +280,7 @@ def test_position_parts_of_another_depth(
     forms: dict[str, Any] = {part: ls.EncodingForm() if part == "encoding" else ls.PredictionForm()}
     ls.save(ls.add_position(deeper, **forms), tmp_path / "deep")
     shutil.copy(tmp_path / "deep" / PARTS, place / PARTS)
-    assert "holds 6 blocks, 4 are expected" in refused(place)
+    assert refused(place).place == place / PARTS
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -350,16 +294,14 @@ def test_a_pickle_alone_is_refused_and_never_read(
     place = good(name)
     (place / WEIGHTS).unlink()
     (place / file).write_bytes(pickle.dumps(Sentinel(tmp_path / "ran")))
-    text = refused(f"{scheme}{place}")
-    assert f"{file}, a pickle" in text
-    assert "weights_only=True" in text
+    assert refused(f"{scheme}{place}").place == place / file
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_pickle_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(pickle.dumps(Sentinel(tmp_path / "ran")))
-    assert "a pickle" in refused(tmp_path / "model.pt")
-    assert "a pickle" in refused(tmp_path)
+    assert refused(tmp_path / "model.pt").place == tmp_path / "model.pt"
+    assert refused(tmp_path).place == tmp_path / "model.pt"
     assert not (tmp_path / "ran").exists()
 
 
@@ -396,5 +338,5 @@ def test_timm_inside_transformers_reads_no_other_files(
     edit(CONFIG, "model_args", "checkpoint_path", value=str(tmp_path / "x.pth"))(
         tmp_path / "wrapper"
     )
-    assert "other files" in refused(f"hf:{tmp_path / 'wrapper'}")
+    assert refused(f"hf:{tmp_path / 'wrapper'}").place == tmp_path / "wrapper" / CONFIG
     assert not (tmp_path / "ran").exists()

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import httpx
 import pytest
 import timm
 import torch
 import torchvision
-from huggingface_hub import constants
+import transformers
+from huggingface_hub import HfApi, RepoUrl, constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
-from saved_models import Sentinel, assert_same_model, front_matter
+from saved_models import RECORD, Sentinel, assert_same_model, front_matter, positioned
+from timm.models import save_for_hf
 
 import layershuffle as ls
 from common import FAMILIES, global_generators_untouched, redraw
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.models import (
+    class_names_of,
+    image_view,
+    push_to_hub,
     read_record,
+    set_class_names,
+    set_image_view,
 )
 
 
@@ -93,8 +104,9 @@ def test_a_trained_timm_model_loses_its_head_loudly(
 
 @pytest.mark.usefixtures("timm_weights")
 def test_weights_that_do_not_fit_the_arguments_are_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="Missing key"):
+    with pytest.raises(UsageError) as caught:
         ls.load("timm:test_vit?depth=8")
+    assert "depth" in str(caught.value.place)
 
 
 def poison(path: Path, sentinel: Path) -> None:
@@ -119,8 +131,9 @@ def test_a_hub_model_with_a_pickle_alone_is_refused(hub: Path, tmp_path: Path) -
     place = snapshot(hub, "someone/model")
     FAMILIES["hf-vit"].plain().config.save_pretrained(place)
     poison(place / "pytorch_model.bin", tmp_path / "ran")
-    with pytest.raises(ModelFileError, match="a pickle"):
+    with pytest.raises(ModelFileError) as caught:
         ls.load("hf:someone/model")
+    assert caught.value.place == place / "pytorch_model.bin"
     assert not (tmp_path / "ran").exists()
 
 
@@ -136,7 +149,7 @@ def test_a_hub_model_in_the_cache_is_read_like_a_directory(hub: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("spec", "next_step"),
     [
-        ("timm:test_vit", "hf download timm/test_vit.r160_in1k model.safetensors"),
+        ("timm:test_vit", "hf download timm/test_vit.r160_in1k"),
         ("timm:test_vit", "timm:test_vit?pretrained=false for random weights"),
         ("hf:google/vit-base-patch16-224", "hf download google/vit-base-patch16-224"),
     ],
@@ -157,9 +170,10 @@ def test_a_network_failure_is_reported(hub: Path, monkeypatch: pytest.MonkeyPatc
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("layershuffle.models.timm_host.hf_hub_download", down)
-    with pytest.raises(ModelFileError, match="cannot be reached over the network"):
+    monkeypatch.setattr("layershuffle.models.hub.snapshot_download", down)
+    with pytest.raises(ModelFileError) as caught:
         ls.load("timm:test_vit")
+    assert caught.value.place == str(hub)
 
 
 def test_torchvision_weights_are_read_with_the_hash_checked_and_tensors_only(
@@ -176,3 +190,82 @@ def test_torchvision_weights_are_read_with_the_hash_checked_and_tensors_only(
         ls.load("torchvision:vit_b_32")
     assert asked["weights_only"] is True
     assert asked["check_hash"] is True
+
+
+# --- models that are put on the hub ---------------------------------------------------------------
+
+NAMES = ("ant", "bee", "cat", "dog", "elk")
+
+
+@pytest.fixture
+def pushed(hub: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A hub that takes what is pushed into the cache of this machine; the calls that it got."""
+    calls: dict[str, Any] = {}
+
+    def create_repo(_: HfApi, repo_id: str, **options: Any) -> RepoUrl:
+        calls["create_repo"] = options
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(_: HfApi, *, repo_id: str, folder_path: str, **options: Any) -> None:
+        calls["upload_folder"] = options
+        place = hub / f"models--{repo_id.replace('/', '--')}"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folder_path, snapshot(hub, repo_id), dirs_exist_ok=True)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+def test_a_pushed_model_comes_back_whole(name: str, pushed: dict[str, Any], hub: Path) -> None:
+    model = positioned(FAMILIES[name].wrapped())
+    set_class_names(model, NAMES)
+    set_image_view(model, resized_as(image_view(model), "squash"))
+    url = push_to_hub(model, "someone/any-order", private=True, record=RECORD)
+    assert url == "https://huggingface.co/someone/any-order"
+    assert pushed["create_repo"] == {"private": True, "exist_ok": True}
+    again = ls.load("hf:someone/any-order")
+    assert_same_model(again, model)
+    assert class_names_of(again) == NAMES
+    assert image_view(again) == image_view(model)
+    place = hub / "models--someone--any-order" / "snapshots" / ("0" * 40)
+    assert {key: read_record(place)[key] for key in RECORD} == RECORD
+    assert 'ls.load("hf:someone/any-order")' in (place / "README.md").read_text()
+    # The next push removes what it does not bring, and nothing of others.
+    gone = filter_repo_objects(
+        ["layershuffle.safetensors", "model-1-of-2.safetensors", "thesis.tex"],
+        allow_patterns=pushed["upload_folder"]["delete_patterns"],
+    )
+    assert list(gone) == ["layershuffle.safetensors", "model-1-of-2.safetensors"]
+
+
+@pytest.mark.usefixtures("pushed")
+def test_others_load_a_pushed_model_as_they_load_any(hub: Path) -> None:
+    for name in ("timm-vit", "hf-vit"):
+        push_to_hub(FAMILIES[name].wrapped(), f"someone/{name}")
+    stock = timm.create_model("hf-hub:someone/timm-vit", pretrained=True, cache_dir=hub)
+    assert_same_model(stock, FAMILIES["timm-vit"].plain())
+    stock = transformers.AutoModelForImageClassification.from_pretrained(
+        "someone/hf-vit", cache_dir=hub
+    )
+    assert_same_model(stock, FAMILIES["hf-vit"].plain())
+
+
+def test_what_the_hub_refuses_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    with pytest.raises(ModelFileError) as caught:
+        push_to_hub(FAMILIES["timm-vit"].wrapped(), "someone/model")
+    assert "hf auth login" in str(caught.value)
+    with pytest.raises(UsageError):
+        push_to_hub(torch.nn.Linear(2, 2), "someone/model")
+
+
+def test_a_timm_repository_loads_by_hf(hub: Path) -> None:
+    save_for_hf(
+        FAMILIES["timm-vit"].plain(), snapshot(hub, "someone/timm"), safe_serialization=True
+    )
+    assert_same_model(ls.load("hf:someone/timm"), FAMILIES["timm-vit"].wrapped())

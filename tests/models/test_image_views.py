@@ -13,7 +13,7 @@ from saved_models import DIGITS, positioned
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.data.view import ImageView
+from layershuffle.image_view import ImageView
 from layershuffle.models import (
     image_view,
 )

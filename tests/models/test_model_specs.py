@@ -36,40 +36,46 @@ def test_a_path_that_exists_is_a_directory(tmp_path: Path) -> None:
     assert (spec.scheme, spec.place) == ("dir", str(tmp_path / "odd:name?x"))
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("tim:vit_tiny_patch16_224", "did you mean timm?"),
-        ("vit_tiny_patch16_224", "neither a path that exists nor a model spec"),
-        ("gs:bucket", "The forms are bundled:digits"),
-        ("timm:", "names no model"),
-        ("timm:vit_tiny_patch16_224?img_size", "is not one setting"),
-        ("timm:vit_tiny_patch16_224?depth=2&depth=3", "is not one setting"),
-        ("timm:vit_tiny_patch16_224?img_size=[1", "is not a value"),
-        ("timm:vit_tiny_patch16_24", "did you mean vit_tiny_patch16_224"),
-        ("timm:vit_tiny_patch16_224.agreg_in21k", "did you mean vit_tiny_patch16_224.augreg_in21k"),
-        ("timm:hf-hub:someone/model", "There is no timm model"),
-        ("timm:vit_tiny_patch16_224?pretrained=perhaps", "true or false"),
-        ("timm:vit_tiny_patch16_224?pretrained=false&colour=3", "unexpected keyword argument"),
-        ("timm:vit_tiny_patch16_224?pretrained=false&img_size=abc", "cannot build"),
-        ("timm:vit_tiny_patch16_224?checkpoint_path=x.pth", "'checkpoint_path' is not an argument"),
-        ("timm:vit_tiny_patch16_224?pretrained_cfg_overlay=x", "is not an argument of a model"),
-        (f"timm:vit_tiny_patch16_224?{TINY}&mean=abc", "cannot be fitted"),
-        (f"timm:vit_tiny_patch16_224?{TINY}&std=0", "must be above 0"),
-        (f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic", "interpolation is one of"),
-        ("timm:vit_huge_patch14_gap_224", "no weights of 'vit_huge_patch14_gap_224' in"),
-        ("hf:someone/model?colour=3", "no setting 'colour'"),
-        ("torchvision:vit_b_17", "did you mean vit_b_16"),
-        ("torchvision:vit_b_16?weights=BEST", "DEFAULT, IMAGENET1K_V1"),
-        ("torchvision:vit_b_16?weights=none&image_size=15", "indivisible"),
-        ("bundled:cats", "There is no bundled model 'cats'"),
-        ("bundled:../data", "There is no bundled model"),
-    ],
-)
-def test_bad_specs_are_usage_errors(spec: str, expected: str) -> None:
+# What is wrong, and a word that helps: the error names it.
+BAD_SPECS = {
+    "tim:vit_tiny_patch16_224": "timm",
+    "vit_tiny_patch16_224": "timm:vit_tiny_patch16_224",
+    "vit_tiny_patch16_224.augreg_in21k?depth=2": "timm:vit_tiny_patch16_224.augreg_in21k?depth=2",
+    "vit_b_16": "torchvision:vit_b_16",
+    "google/vit-base-patch16-224": "hf:google/vit-base-patch16-224",
+    "vit_tiny": "bundled:digits",
+    "gs:bucket": "bundled:digits",
+    "timm:": "timm:NAME",
+    "timm:vit_tiny_patch16_224?img_size": "img_size=224",
+    "timm:vit_tiny_patch16_224?depth=2&depth=3": "depth=3",
+    "timm:vit_tiny_patch16_224?img_size=[1": "[1",
+    "timm:vit_tiny_patch16_24": "vit_tiny_patch16_224",
+    "timm:vit_tiny_patch16_224.agreg_in21k": "agreg_in21k",
+    "timm:hf-hub:someone/model": "list_models",
+    "timm:vit_tiny_patch16_224?pretrained=perhaps": "perhaps",
+    "timm:vit_tiny_patch16_224?pretrained=false&colour=3": "colour",
+    "timm:vit_tiny_patch16_224?pretrained=false&img_size=abc": "abc",
+    "timm:vit_tiny_patch16_224?checkpoint_path=x.pth": "checkpoint_path",
+    "timm:vit_tiny_patch16_224?pretrained_cfg_overlay=x": "pretrained_cfg_overlay",
+    f"timm:vit_tiny_patch16_224?{TINY}&mean=abc": "mean",
+    f"timm:vit_tiny_patch16_224?{TINY}&std=0": "std",
+    f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic": "bicubic",
+    "timm:vit_huge_patch14_gap_224": "pretrained=false",
+    "hf:someone/model?colour=3": "colour",
+    "torchvision:vit_b_17": "vit_b_16",
+    "torchvision:vit_b_16?weights=BEST": "IMAGENET1K_V1",
+    "torchvision:vit_b_16?weights=none&image_size=15": "image_size",
+    "bundled:cats": "digits",
+    "bundled:../data": "digits",
+}
+
+
+@pytest.mark.parametrize("spec", BAD_SPECS)
+def test_bad_specs_are_usage_errors(spec: str) -> None:
     with pytest.raises(UsageError) as caught:
         ls.load(spec)
-    assert expected in str(caught.value)
+    assert BAD_SPECS[spec] in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 def test_swin_is_refused_with_the_reason() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from layershuffle.core.policies import Shuffled, policy_from_json
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
-from layershuffle.models import image_view, num_classes_of, read_record, timm_host
+from layershuffle.models import image_view, num_classes_of, read_record, timm_models
+from layershuffle.models.files import check_finite
 
 
 def environment() -> dict[str, str]:
@@ -41,7 +43,7 @@ def test_the_round_trip_is_bit_exact_position_parts_included(name: str, saved: P
         model.encoding.form, model.prediction.form,
     )  # fmt: skip
     assert all(parameter.requires_grad for parameter in again.encoding.parameters())
-    with ls.running(model.backbone, (2, 0, 3, 1)), ls.running(again.backbone, (2, 0, 3, 1)):
+    with ls.running(model, (2, 0, 3, 1)), ls.running(again, (2, 0, 3, 1)):
         assert torch.equal(outputs(again), outputs(model))
     assert image_view(again) == image_view(model)
     assert num_classes_of(again) == CLASSES
@@ -107,10 +109,82 @@ def test_saving_changes_nothing_in_the_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "torchvision-vit", "hf-vit"])
-def test_half_precision_and_strided_weights_survive(name: str, tmp_path: Path) -> None:
+def test_a_model_is_stored_in_its_dtype_and_loaded_in_float32(name: str, tmp_path: Path) -> None:
     model = FAMILIES[name].wrapped().to(torch.float16).to(memory_format=torch.channels_last)
-    ls.save(model, tmp_path / "m")
-    assert_same_model(ls.load(str(tmp_path / "m")), model)
+    ls.save(positioned(model).to(torch.float16), tmp_path / "m")
+    for file in ("model.safetensors", "layershuffle.safetensors"):
+        stored = load_file(tmp_path / "m" / file).values()
+        assert {t.dtype for t in stored if t.is_floating_point()} == {torch.float16}
+    again = ls.load(str(tmp_path / "m"))
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert_same_model(backbone_of(again), model.float())
+
+
+# Settings that no shape shows: each gives other answers.
+def other_epsilon(model: nn.Module) -> None:
+    norm = next(part for part in model.modules() if isinstance(part, nn.LayerNorm))
+    norm.eps = 0.3
+
+
+def other_activation(model: nn.Module) -> None:
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, part in module.named_children()
+        if "GELU" in type(part).__name__
+    ]
+    for module, name in places:
+        setattr(module, name, nn.ReLU())
+
+
+def other_heads(model: nn.Module) -> None:
+    for part in model.modules():
+        for key in ("num_heads", "num_attention_heads", "head_dim", "attention_head_size"):
+            if isinstance(getattr(part, key, None), int):
+                setattr(part, key, 1 if key.startswith("num") else 32)
+
+
+HIDDEN = [
+    (change, name)
+    for change in (other_epsilon, other_activation, other_heads)
+    for name in ("timm-vit", "hf-vit", "hf-timm-wrapper", "torchvision-vit")
+    # Its files have the number of heads.
+    if (change, name) != (other_heads, "torchvision-vit")
+]
+
+
+@pytest.mark.parametrize(("change", "name"), HIDDEN)
+def test_settings_that_the_files_do_not_have_are_refused(
+    change: Callable[[nn.Module], None], name: str, tmp_path: Path
+) -> None:
+    """Otherwise the saved model would load as another one."""
+    model = FAMILIES[name].wrapped()
+    change(model)
+    assert not torch.equal(outputs(model), outputs(FAMILIES[name].wrapped()))
+    with pytest.raises(UsageError):
+        ls.save(model, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+def test_weights_that_are_not_finite_are_not_saved(value: float, name: str, tmp_path: Path) -> None:
+    model = FAMILIES[name].wrapped()
+    path, parameter = list(model.named_parameters())[5]
+    with torch.no_grad():
+        parameter.view(-1)[0] = value
+    with pytest.raises(ModelFileError, match=re.escape(path)):
+        ls.save(model, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_may_be_infinite_and_no_buffer_nan() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    check_finite(model)
+    model.register_buffer("mean", torch.tensor([0.0, float("nan")]))
+    with pytest.raises(ModelFileError, match="mean"):
+        check_finite(model)
 
 
 CONFIG = {
@@ -160,7 +234,7 @@ def test_a_head_that_is_taken_off_is_not_called_a_new_one(
 ) -> None:
     """As timm:NAME?num_classes=0 does with stored weights."""
     model = FAMILIES["timm-vit"].wrapped()
-    timm_host.resize_head(model, 0, seed=0)
+    timm_models.resize_head(model, 0, seed=0)
     assert caplog.text == ""
     ls.save(model, tmp_path / "m")
     assert_same_model(ls.load(f"dir:{tmp_path / 'm'}"), model)
@@ -168,7 +242,7 @@ def test_a_head_that_is_taken_off_is_not_called_a_new_one(
 
 def test_a_model_that_its_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
     config = transformers.ViTConfig(**CONFIG)
-    with pytest.raises(UsageError, match="add_pooling_layer=False"):
+    with pytest.raises(UsageError):
         ls.save(transformers.ViTModel(config, add_pooling_layer=False), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -205,7 +279,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     model = FAMILIES["timm-vit"].wrapped()
     with pytest.raises(UsageError, match="'colour'"):
         ls.save(model, tmp_path / "m", record={"colour": 1})
-    with pytest.raises(UsageError, match="cannot build"):
+    with pytest.raises(UsageError):
         ls.save(model, tmp_path / "m", model_args={"colour": 1})
     assert list(tmp_path.iterdir()) == []
 
@@ -254,7 +328,7 @@ def test_a_timm_model_built_past_the_factory_needs_its_name(tmp_path: Path) -> N
 
 def test_arguments_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, norm_layer=nn.LayerNorm)
-    with pytest.raises(UsageError, match="no file can hold"):
+    with pytest.raises(UsageError):
         ls.save(model, tmp_path / "m")
 
 
@@ -326,7 +400,7 @@ def test_the_card_says_how_to_load_with_and_without_us(
 @pytest.fixture
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the same name whose assets are empty."""
-    monkeypatch.setattr("layershuffle.models.store.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("layershuffle.bundled.resources.files", lambda _: tmp_path)
     (tmp_path / "assets").mkdir()
     return tmp_path / "assets"
 
@@ -338,8 +412,8 @@ def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> 
 
 
 @pytest.mark.usefixtures("assets")
-def test_a_missing_bundled_model_names_the_command() -> None:
-    with pytest.raises(ModelFileError, match="layershuffle pretrain"):
+def test_a_missing_bundled_model_is_named() -> None:
+    with pytest.raises(UsageError, match="digits"):
         ls.load("bundled:digits")
 
 

@@ -13,8 +13,8 @@ from common import DEPTH, FAMILIES, logits_of
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.core.stack import running
-from layershuffle.data.transforms import uncropped_size
 from layershuffle.errors import StackError, UsageError
+from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view, image_view
 from layershuffle.swarm.remote_model import (
     NotAnswered,

@@ -22,8 +22,8 @@ from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with

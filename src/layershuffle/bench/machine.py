@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from layershuffle.core.losses import logits_of
-from layershuffle.data.view import ImageView
+from layershuffle.image_view import ImageView
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5

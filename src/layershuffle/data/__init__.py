@@ -6,7 +6,7 @@
 from layershuffle.data.class_names import match_classes
 from layershuffle.data.contract import DataOptions, ImageData, Split
 from layershuffle.data.loading import SOURCES, DataSource, open_data, parse_spec
-from layershuffle.data.view import ImageView
+from layershuffle.image_view import ImageView
 
 __all__ = [
     "SOURCES",

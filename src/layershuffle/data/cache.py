@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, Dataset
 from layershuffle.data.contract import DataOptions
 from layershuffle.data.loading import loader_processes, open_data, parse_spec
 from layershuffle.data.transforms import ImageTable, TransformedImages
-from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.files import (
     explained,
@@ -43,6 +42,7 @@ from layershuffle.files import (
     write_bytes,
     write_text,
 )
+from layershuffle.image_view import ImageView
 from layershuffle.progress import Progress, unheard
 from layershuffle.settings import CacheSettings
 from layershuffle.text import shortened

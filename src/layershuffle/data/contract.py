@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import ImageView
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
 

@@ -32,8 +32,8 @@ from layershuffle.data.contract import (
     limited_test,
 )
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
+from layershuffle.image_view import ImageView
 
 CANVAS = (12, 20)
 DIGIT = 8

@@ -37,8 +37,8 @@ from layershuffle.data.formula_kinds import (
     units,
 )
 from layershuffle.data.transforms import fit_images
-from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.text import did_you_mean
 
 DATA_SEED = 0

@@ -22,9 +22,9 @@ from typing import cast
 from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
-from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
+from layershuffle.image_view import ImageView
 from layershuffle.text import did_you_mean, nearest
 
 

@@ -8,7 +8,6 @@ batches become normalised floats, on the model's device (`PixelFinish`).
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, SharedEpoch, derived_seed
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor
-from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import ImageView, uncropped_size
 
 Transform = Callable[[Image.Image], Tensor]
 _Size = tuple[int, int]
@@ -109,13 +108,6 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     if goal_width * height >= goal_height * width:  # the width is the tight side
         return goal_width, max(goal_height, whole(goal_width * height / width))
     return max(goal_width, whole(goal_height * width / height)), goal_height
-
-
-def uncropped_size(view: ImageView) -> tuple[int, int]:
-    """(width, height) of which the crop keeps the share `crop_pct`."""
-    # 43 / (43 / 50) is slightly less than 50, but must not become 49.
-    across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
-    return across, down
 
 
 def plain_training_transform(view: ImageView, notes: list[str]) -> PlainTransform | PixelTransform:

@@ -3,34 +3,36 @@
 An ensemble needs less: its members have the same classes and the same image view.
 
 The paper (section 4.4) merges models of one method, "refined from the same base model on the same
-data". Shape, image view, position parts and base must always agree, method and data unless the
-caller allows mixed donors.
+data". Shape, settings, image view, position parts and base must always agree, method and data
+unless the caller allows mixed donors.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from layershuffle.core.position import backbone_of, width_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
-from layershuffle.models.files import shapes_of
+from layershuffle.models.files import LOG, check_finite, shapes_of
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 
-# Settings of modules without effect on evaluation.
-_REASONS = {
+# Fact -> what to do about it; facts of shapes, settings and buffers share the last words below.
+_HINTS = {
     "kind of model": "merge models of one architecture",
     "number of blocks": "block i of a merge is block i of a donor",
     "width": "blocks of other widths cannot follow each other",
     **dict.fromkeys(
         ("number of classes", "names of the classes"),
-        "take models with the same classes",
+        "take models with the same classes in the same order",
     ),
     "image view": "take models with the same image view, because all get the same images",
     "position parts": "blocks that learnt with different position parts do not fit together",
@@ -41,8 +43,8 @@ _REASONS = {
         "the paper never mixes them; --mixed (mixed: true in a recipe) allows it",
     ),
 }
-_LONGEST = 300  # characters of a value in a message: there may be a thousand classes
-_SHAPE_REASON = "merge models of one shape and with the same settings"
+_LONGEST = 200  # characters of a value in a message: there may be a thousand classes
+_SHARED = ("base", "base_sha256", "blocks_of_base", "data")  # of the provenance
 
 
 def check_compatible(
@@ -50,7 +52,9 @@ def check_compatible(
 ) -> None:
     """Raises `UsageError` with the reason if the donors cannot be merged.
 
-    `mixed` allows donors of several methods, order policies and data.
+    `mixed` allows donors of several methods, order policies and data. Donors of several dtypes are
+    converted to float32, in place, which is logged. Raises `ModelFileError` for weights that are
+    not finite.
     """
     if len(donors) < 2:
         raise UsageError(
@@ -67,33 +71,35 @@ def check_compatible(
             )
     # Cheap and informative comparisons come first: a model of another width also differs in the
     # shape of every tensor.
-    parts = (
-        _architecture,
-        _answers,
-        _positions,
-        _base if mixed else _records,
-        _shapes,
-        settings_of,
-    )
-    _check_agree(donors, names, parts)
+    facts = (_architecture, _answers, _records, _shapes, settings_of, _constants)
+    _check_agree(donors, names, facts, ignored=("method", "order policy", "data") if mixed else ())
+    dtypes = {tensor.dtype for donor in donors for tensor in donor.parameters()}
+    if len(dtypes) > 1:
+        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        LOG.warning("The donors have weights of several dtypes (%s): all become float32.", kinds)
+        for donor in donors:
+            donor.float()
 
 
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:
-    """Raises `UsageError` for fewer than two models, or different classes or image views."""
-    if len(members) < 2:
-        raise UsageError(
-            f"At least two models are needed, got {len(members)}", hint="name two or more"
-        )
+    """Raises `UsageError` unless the members of an ensemble have the same classes and image view.
+
+    Raises `ModelFileError` for weights that are not finite.
+    """
     _check_agree(members, names, (_answers,))
 
 
 def _check_agree(
     donors: Sequence[nn.Module],
     names: Sequence[str],
-    parts: Sequence[Callable[[nn.Module], dict[str, Any]]],
+    facts: Sequence[Callable[[nn.Module], dict[str, Any]]],
+    *,
+    ignored: Sequence[str] = (),
 ) -> None:
-    """Raises `UsageError` for the first fact of `parts` in which a donor differs from the first."""
-    for describe in parts:
+    """Raises `UsageError` for the first of `facts` in which a donor differs from the first."""
+    for name, donor in zip(names, donors, strict=True):
+        check_finite(donor, name)
+    for describe in facts:
         first = describe(donors[0])
         for name, donor in zip(names[1:], donors[1:], strict=True):
             other = describe(donor)
@@ -101,24 +107,22 @@ def _check_agree(
                 ours, theirs = first.get(key), other.get(key)
                 # A head whose classes have no names is matched by index, as with data.
                 unnamed = key == "names of the classes" and None in (ours, theirs)
-                if ours != theirs and not unnamed:
+                if ours != theirs and not unnamed and key not in ignored:
+                    values = ("not recorded" if v is None else str(v) for v in (ours, theirs))
+                    first_value, other_value = (value[:_LONGEST] for value in values)
                     raise UsageError(
                         f"{names[0]} and {name} do not fit together: they differ in {key} "
-                        f"({'not recorded' if ours is None else str(ours)[:_LONGEST]} and "
-                        f"{'not recorded' if theirs is None else str(theirs)[:_LONGEST]})",
-                        hint=_REASONS.get(key, _SHAPE_REASON),
+                        f"({first_value} and {other_value})",
+                        hint=_HINTS.get(key, "merge models of one shape and the same settings"),
                     )
 
 
 def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     """The entries of the donors' records (method, policy, base, data) that all of them share."""
     records = [origin_of(backbone_of(donor)).record for donor in donors]
-    provenances = [_provenance(record) for record in records]
-    keys = ("base", "base_sha256", "blocks_of_base", "data")
-    return {
-        **_shared(records, ("method", "policy")),
-        "provenance": _shared(provenances, keys),
-    }
+    provenances = [record.get("provenance") or {} for record in records]
+    shared: dict[str, Any] = _shared(records, ("method", "policy"))
+    return {**shared, "provenance": _shared(provenances, _SHARED)}
 
 
 def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
@@ -131,47 +135,39 @@ def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[s
 
 
 def _architecture(donor: nn.Module) -> dict[str, Any]:
-    host = backbone_of(donor)
+    backbone = backbone_of(donor)
     return {
-        "kind of model": f"{type(host).__module__.partition('.')[0]} {type(host).__name__}",
+        "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
         "number of blocks": depth_of(donor),
-        "width": width_of(host),
+        "width": width_of(backbone),
     }
 
 
 def _answers(donor: nn.Module) -> dict[str, Any]:
     """The classes and the image view of the model; empty if they are unknown."""
-    host = backbone_of(donor)
     try:
-        library_of(host)
+        library_of(backbone_of(donor))
     except UsageError:
         return {}  # a model of the user
     return {
-        "number of classes": num_classes_of(host),
-        "names of the classes": class_names_of(host),
-        "image view": image_view(host),
+        "number of classes": num_classes_of(donor),
+        "names of the classes": class_names_of(donor),
+        "image view": image_view(donor),
     }
-
-
-def _positions(donor: nn.Module) -> dict[str, Any]:
-    return {"position parts": position_to_json(donor)}
-
-
-def _base(donor: nn.Module) -> dict[str, Any]:
-    provenance = _provenance(origin_of(backbone_of(donor)).record)
-    # A digest of the weights identifies a base; the name of a randomly initialised one does not.
-    base = provenance.get("base_sha256") or provenance.get("base")
-    blocks = provenance.get("blocks_of_base")
-    return {"base": f"{base}, blocks {blocks}" if blocks else base}
 
 
 def _records(donor: nn.Module) -> dict[str, Any]:
     record = origin_of(backbone_of(donor)).record
+    provenance = record.get("provenance") or {}
+    # A digest of the weights identifies a base; the name of a randomly initialised one does not.
+    base = provenance.get("base_sha256") or provenance.get("base")
+    blocks = provenance.get("blocks_of_base")
     return {
-        **_base(donor),
+        "position parts": position_to_json(donor),
+        "base": f"{base}, blocks {blocks}" if blocks else base,
         "method": record.get("method"),
         "order policy": record.get("policy"),
-        "data": _provenance(record).get("data"),
+        "data": provenance.get("data"),
     }
 
 
@@ -179,6 +175,13 @@ def _shapes(donor: nn.Module) -> dict[str, Any]:
     return {f"the shape of {k}": v for k, v in shapes_of(donor.state_dict()).items()}
 
 
-def _provenance(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    provenance = record.get("provenance")
-    return provenance if isinstance(provenance, Mapping) else {}
+def _constants(donor: nn.Module) -> dict[str, Any]:
+    """Digests of the buffers that no file holds, such as rotary frequencies."""
+    stored = donor.state_dict().keys()
+    constants = {n: b.detach().cpu() for n, b in donor.named_buffers() if n not in stored}
+    return {
+        f"the buffer {name}": hashlib.sha256(
+            tensor.float().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:12]
+        for name, tensor in constants.items()
+    }

@@ -16,6 +16,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of
 from layershuffle.errors import UsageError
+from layershuffle.merging.compatibility import check_members
 from layershuffle.merging.settings import Combine, EnsembleOrders
 from layershuffle.stats import ImageGroups
 
@@ -45,7 +46,8 @@ def evaluate_ensemble(
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
     probabilities. `groups` as in `evaluate`; `mode` is a single mode. Raises `UsageError` for an
-    unsuitable mode, `DataError` if there is no image.
+    unsuitable mode and for donors with other classes (by name, where both have names) or another
+    image view, `DataError` if there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
@@ -63,13 +65,15 @@ def evaluate_ensembles(
     seed: int = 0,
     draw: Draw = "pass",
     groups: Tensor | None = None,
+    names: Sequence[str] | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
     """As `evaluate_ensemble`, for several variants, of which those with equal orders share work.
 
-    "same": the orders of a single model in `evaluate` with the same seed. `on_images` as in
-    `evaluate`.
+    "same": the orders of a single model in `evaluate` with the same seed. `names`: the donors' in
+    messages. `on_images` as in `evaluate`.
     """
+    check_members(donors, names=names or tuple(map(str, range(len(donors)))))
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
         raise UsageError(

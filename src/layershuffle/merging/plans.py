@@ -8,7 +8,6 @@ text also allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count as counting
 from typing import Literal
@@ -89,7 +88,12 @@ def sample_plans(
     """
     _check_count(num_donors, depth, count, replacement)
     plans: dict[tuple[int, ...], None] = {}
-    for donors in _draws(num_donors, depth, seed, replacement):
+    for attempt in counting():
+        stream = Stream(seed, attempt, rank=_BLOCKS)
+        if replacement:
+            donors = tuple(stream.below(num_donors) for _ in range(depth))
+        else:
+            donors = stream.shuffled(range(num_donors))[:depth]
         # With replacement, a draw of one donor for all blocks is the donor itself.
         if len(set(donors)) > 1:
             plans.setdefault(donors)
@@ -97,37 +101,22 @@ def sample_plans(
             break
     merges = []
     for index, donors in enumerate(plans):
-        ends = _source(end, donors, seed, index)
+        drawn = donors[Stream(seed, index, rank=_ENDS).below(depth)]
+        sources: dict[End, Source] = {
+            "first": donors[0], "last": donors[-1], "donor": drawn,
+            "average": "average", "base": "base",
+        }  # fmt: skip
+        source = sources[end]
         blocks = None
         if slots == "random":
             blocks = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
-        merges.append(MergePlan(donors, ends, ends, blocks))
+        merges.append(MergePlan(donors, source, source, blocks))
     return merges
 
 
 def orders_seed(seed: int, group: int, *, index: int) -> int:
     """The seed of the execution orders of model `index` of a `group` (merges, donors, ...)."""
     return Stream(seed, index, rank=_ORDERS + group).below(1 << 32)
-
-
-def _draws(num: int, depth: int, seed: int, replacement: bool) -> Iterator[tuple[int, ...]]:
-    for attempt in counting():
-        stream = Stream(seed, attempt, rank=_BLOCKS)
-        if replacement:
-            yield tuple(stream.below(num) for _ in range(depth))
-        else:
-            yield stream.shuffled(range(num))[:depth]
-
-
-def _source(end: End, donors: tuple[int, ...], seed: int, index: int) -> Source:
-    match end:
-        case "first":
-            return donors[0]
-        case "last":
-            return donors[-1]
-        case "donor":
-            return donors[Stream(seed, index, rank=_ENDS).below(len(donors))]
-    return end
 
 
 def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:

@@ -57,8 +57,13 @@ class MergeRecipe(Settings):
         twice = sorted({block for block in blocks if blocks.count(block) > 1})
         if twice:
             raise ValueError(f"two donors give block {twice[0]}; a block comes from one")
-        for place in (self.stem, self.head):
-            self._source(place)
+        words = ["average", "base", *self.models]
+        for word in (self.stem, self.head):
+            if word not in words:
+                raise ValueError(
+                    f"stem and head come from average, base or one of the models, not from "
+                    f"{word!r}; {did_you_mean(word, words)}".rstrip("; ")
+                )
         return self
 
     @property
@@ -69,10 +74,9 @@ class MergeRecipe(Settings):
     def plan(self, depth: int) -> MergePlan:
         """The plan for models of `depth` blocks. Raises `UsageError` unless it names each once."""
         donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
-        missing = sorted(set(range(depth)) - donor_of.keys())
-        beyond = sorted(donor_of.keys() - set(range(depth)))
-        if missing or beyond:
-            fault = f"no donor gives block {missing[0]}" if missing else f"{beyond[0]} is no block"
+        if sorted(donor_of) != list(range(depth)):
+            odd = sorted(donor_of.keys() ^ set(range(depth)))[0]
+            fault = f"no donor gives block {odd}" if odd < depth else f"{odd} is no block"
             raise UsageError(
                 f"The slices do not make a model of {depth} blocks: {fault}",
                 hint=f"name each of 0..{depth - 1} once",
@@ -83,15 +87,7 @@ class MergeRecipe(Settings):
     def _source(self, word: str) -> Source:
         if word == "average":
             return "average"
-        if word == "base":
-            return "base"
-        if word not in self.models:
-            hint = did_you_mean(word, ["average", "base", *self.models])
-            raise ValueError(
-                f"stem and head come from average, base or one of the models, not from {word!r}"
-                + (f"; {hint}" if hint else "")
-            )
-        return self.models.index(word)
+        return "base" if word == "base" else self.models.index(word)
 
 
 def read_merge_recipe(path: Path) -> MergeRecipe:
@@ -136,7 +132,7 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
 def file_digests(spec: str) -> dict[str, str]:
     """SHA-256 of the weight files of the model `spec`, by file name.
 
-    Empty for models that the host libraries download or create.
+    Empty for models that the libraries download or create.
     """
     from layershuffle.models.files import weight_files
     from layershuffle.models.output import own_directory
@@ -146,10 +142,9 @@ def file_digests(spec: str) -> dict[str, str]:
     place = own_directory(spec)
     if place is None:
         return {}
-    parts = [place / PARTS] if (place / PARTS).is_file() else []
-    return {file.name: _sha256(file) for file in (*weight_files(place), *parts)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digests = {}
+    for path in (*weight_files(place), place / PARTS):
+        if path.is_file():
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -24,21 +23,19 @@ from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
-from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
+from layershuffle.merging.plans import orders_seed, sample_plans
 from layershuffle.merging.rows import MergingRow
 from layershuffle.merging.settings import (
     Combine,
-    End,
     EnsembleOrders,
     EnsembleSettings,
     MergingSettings,
-    Slots,
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
@@ -71,9 +68,9 @@ def score_merging(
 
     `donors` and `base` are model specs; `base` is used for "base" ends (default: the base that the
     donors name). `names` replace the specs in the rows. The greedy soup is chosen on the held-out
-    split. `progress` is called with the passes over the images, `note` with every remark for the
-    reader. Raises `UsageError` for donors that do not fit together or impossible settings,
-    `DataError` if the data have another number of classes than the models.
+    split. `progress` is called with the models scored, `note` with every remark for the reader.
+    Raises `UsageError` for donors that do not fit together or impossible settings, `DataError` if
+    the data have another number of classes than the models.
     """
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
@@ -91,7 +88,7 @@ def score_merging(
     group.to(place)
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
-    scorer = MergeScorer(
+    scorer = _Scorer(
         group=group,
         settings=settings,
         mode=Mode(order=mode),
@@ -102,9 +99,16 @@ def score_merging(
     # A base of another shape is refused here, not after hours of scoring.
     for drawn in plans:
         group.merge(drawn[0])
-    scorer.score_donors()
+    for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
+        scores = scorer.evaluate(donor, scorer.test, kind=_DONORS, index=index)
+        scorer.add(scores, kind="donor", index=index, name=name, donors=str(index))
     for (end, slots), drawn in zip(settings.variants, plans, strict=True):
-        scorer.score_merges(drawn, end=end, slots=slots)
+        fields = {"name": "random slots" if slots == "random" else "", "ends": end}
+        main = int((end, slots) == settings.variants[0])
+        for index, plan in enumerate(drawn):
+            merged = group.merge(plan)
+            scores = scorer.evaluate(merged, scorer.test, kind=_MERGES, index=index, draws=1)
+            scorer.add(scores, kind="merge", index=index, donors=str(plan), main=main, **fields)
     notes = list(opened.notes)
     if settings.soups:
         scorer.score_soups(_batches(opened, "holdout", settings.batch_size, device=place))
@@ -114,8 +118,8 @@ def score_merging(
                 "images that they have trained on"
             )
     scorer.score_ensembles()
-    if note is not None:
-        for sentence in (*notes, *_eager_notes(settings, scorer.compiler)):
+    for sentence in (*notes, *_eager_notes(settings, scorer.compiler)):
+        if note is not None:
             note(sentence)
     return scorer.rows
 
@@ -134,7 +138,7 @@ def score_ensemble(
     the images done. Raises as `score_merging`.
     """
     models = load_donors(donors)
-    check_members(models, names=donors)
+    check_members(models, names=donors)  # before the data are opened
     opened = _open(models, data, settings=settings, holdout=False, names=donors)
     place = device_of(device)
     warn_of_slow_bf16(settings.precision, place)
@@ -155,7 +159,7 @@ def score_ensemble(
 
 
 @dataclass(kw_only=True)
-class MergeScorer:
+class _Scorer:
     """Scores one model after the other on the same images and collects the rows."""
 
     group: MergeGroup
@@ -165,73 +169,21 @@ class MergeScorer:
     compiler: BlockCompiler
     progress: Progress
     rows: list[MergingRow] = field(default_factory=list)
-    passes: int = 0
+    done: int = 0
+    """Models scored so far, the ensemble as one."""
 
-    @cached_property
-    def stand_in(self) -> nn.Module | None:
-        """A compiled model in the settings' precision that gets the weights of each scored model.
-
-        So averages are computed in fp32, merges need no memory, and only one model is compiled.
-        `None` if models are scored directly.
-        """
-        if self.settings.precision == "fp32" and not self.compiler.on:
-            return None
-        copied = copy.deepcopy(self.group.donors[0])
-        return prepare(copied, self.settings.precision, compiler=self.compiler)
-
-    @property
-    def draws(self) -> int:
-        """Orders per donor, soup and ensemble."""
-        return self.mode.draws(self.settings.num_orders, depth=self.group.depth)
-
-    @property
-    def variants(self) -> list[Variant]:
-        """The variants of an ensemble; with a single order, only "same" orders."""
-        orders = _ORDERS if self.mode.is_drawn(self.group.depth) else _ORDERS[:1]
-        return list(product(_COMBINE, orders))
-
-    @property
-    def ensemble_passes(self) -> int:
-        """Passes of an ensemble: all members, for every draw and every kind of orders."""
-        kinds = len({orders for _, orders in self.variants})
-        return len(self.group.donors) * self.draws * kinds
-
-    @property
-    def all_passes(self) -> int:
-        """All passes over images, including the held-out ones."""
-        count, settings = len(self.group.donors), self.settings
-        # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
-        soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
-        merges = settings.merges * len(settings.variants)
-        return count * self.draws + merges + soups + self.ensemble_passes
-
-    def watch(self, passes: int, batches: DeviceBatches) -> Callable[[int], None]:
-        """A callback for the images done in `passes` parallel passes, which reports progress."""
-
-        def heard(images: int) -> None:
-            # Parts of a pass count, because a pass over ImageNet takes minutes.
-            share = images / (batches.split.size or images)
-            self.progress("passes", self.passes + passes * share, self.all_passes)
-
-        return heard
-
-    def score_donors(self) -> None:
-        """Score every donor alone."""
-        group = self.group
-        for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
-            scores = self.evaluate(donor, self.test, kind=_DONORS, index=index)
-            self.add(scores, kind="donor", index=index, name=name, donors=str(index))
-
-    def score_merges(self, plans: Sequence[MergePlan], *, end: End, slots: Slots) -> None:
-        """Score the merges of `plans`, each in one order."""
-        name = "random slots" if slots == "random" else ""
-        main = int((end, slots) == self.settings.variants[0])
-        for index, plan in enumerate(plans):
-            merged = self.group.merge(plan)
-            scores = self.evaluate(merged, self.test, kind=_MERGES, index=index, draws=1)
-            self.add(
-                scores, kind="merge", index=index, name=name, ends=end, donors=str(plan), main=main
-            )
+    def __post_init__(self) -> None:
+        settings, count = self.settings, len(self.group.donors)
+        self.draws = self.mode.draws(settings.num_orders, depth=self.group.depth)
+        # Of the greedy soup every donor alone, then a soup with each other donor, are held out.
+        soups = count + (count - 1) + 2 if settings.soups else 0
+        self.total = count + settings.merges * len(settings.variants) + soups + 1
+        # A compiled model in the settings' precision that gets the weights of each scored model:
+        # so averages are computed in fp32, merges need no memory, and only one model is compiled.
+        self.stand_in: nn.Module | None = None
+        if settings.precision != "fp32" or self.compiler.on:
+            copied = copy.deepcopy(self.group.donors[0])
+            self.stand_in = prepare(copied, settings.precision, compiler=self.compiler)
 
     def score_soups(self, holdout: DeviceBatches) -> None:
         """Score the uniform soup and the greedy one, which is chosen on `holdout`."""
@@ -252,23 +204,24 @@ class MergeScorer:
         settings, donors = self.settings, self.group.donors
         for donor in donors:
             prepare(donor, settings.precision, compiler=self.compiler)
+        drawn = self.mode.is_drawn(self.group.depth)
+        # With a single order, "independent" would give the same scores again.
+        variants: list[Variant] = list(product(_COMBINE, _ORDERS if drawn else _ORDERS[:1]))
         results = self.compiler.run(
             lambda: evaluate_ensembles(
                 donors, self.test, mode=self.mode, num_orders=self.draws,
                 seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
-                draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
-                groups=self.test.split.groups,
-                on_images=self.watch(self.ensemble_passes, self.test),
+                draw="batch" if settings.draw == "batch" else "pass", variants=variants,
+                groups=self.test.split.groups, on_images=self.watch(self.test),
             )
         )  # fmt: skip
-        # With a single order, "independent" would give the same scores again.
-        orders = settings.ensemble_orders if self.mode.is_drawn(self.group.depth) else "same"
-        everyone = _numbers(range(len(donors)))
+        self.done += 1
+        main = (settings.ensemble_combine, settings.ensemble_orders if drawn else "same")
         for index, (variant, scores) in enumerate(results.items()):
-            main = int(variant == (settings.ensemble_combine, orders))
-            name = "-".join(variant)
-            self.add(scores, kind="ensemble", index=index, name=name, donors=everyone, main=main)
-        self.passes += self.ensemble_passes
+            self.add(
+                scores, kind="ensemble", index=index, name="-".join(variant),
+                donors=_numbers(range(len(donors))), main=int(variant == main),
+            )  # fmt: skip
 
     def evaluate(
         self,
@@ -285,17 +238,22 @@ class MergeScorer:
             scored = self.stand_in
             # The copy rounds to the stand-in's dtype; its compiled graphs stay valid.
             scored.load_state_dict(model.state_dict())
-        number = self.draws if draws is None else draws
         scores = self.compiler.run(
             lambda: evaluate(
-                scored, batches, modes=[self.mode], num_orders=number,
+                scored, batches, modes=[self.mode], num_orders=draws or self.draws,
                 seed=orders_seed(self.settings.seed, kind, index=index),
                 draw="batch" if self.settings.draw == "batch" else "pass",
-                groups=batches.split.groups, on_images=self.watch(number, batches),
+                groups=batches.split.groups, on_images=self.watch(batches),
             )
         )  # fmt: skip
-        self.passes += number
+        self.done += 1
         return scores
+
+    def watch(self, batches: DeviceBatches) -> Callable[[int], object]:
+        """What hears of images: parts of a model count, because ImageNet takes minutes."""
+        return lambda images: self.progress(
+            "models", self.done + images / (batches.split.size or images), self.total
+        )
 
     def add(self, scores: Sequence[Score], **fields: Any) -> None:
         """Append a row per score; `fields` are the columns that identify the model."""
@@ -303,18 +261,10 @@ class MergeScorer:
             order = "" if score.order is None else str(score.order)
             if isinstance(score, EnsembleScore) and score.order is None:
                 order = ";".join(map(str, score.member_orders))
+            numbers = ("top1", "top5", "cross_entropy", "top1_n", "top5_n")
+            measured = {name: getattr(score, name) for name in numbers}
             self.rows.append(
-                MergingRow(
-                    mode=self.mode.order,
-                    order=order,
-                    n=score.images,
-                    top1=score.top1,
-                    top5=score.top5,
-                    cross_entropy=score.cross_entropy,
-                    top1_n=score.top1_n,
-                    top5_n=score.top5_n,
-                    **fields,
-                )
+                MergingRow(mode=self.mode.order, order=order, n=score.images, **measured, **fields)
             )
 
 
@@ -343,15 +293,14 @@ def load_group(
     Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
     models = load_donors(donors)
-    if not needs_base:
-        return MergeGroup(models, names=names or donors, mixed=mixed)
     base = base or shared_record(models)["provenance"].get("base")
-    if not base:
+    if needs_base and not base:
         raise UsageError(
             "The donors do not name the base checkpoint that they were refined from",
             hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
         )
-    return MergeGroup(models, names=names or donors, base=load(base), mixed=mixed)
+    loaded = load(base) if needs_base and base else None
+    return MergeGroup(models, names=names or donors, base=loaded, mixed=mixed)
 
 
 def load_donors(specs: Sequence[str]) -> list[nn.Module]:
@@ -382,10 +331,9 @@ def _open(
     )
     view = resized_as(image_view(first), settings.resize)
     opened = open_data(data, view, options=options)
-    opened = match_classes(
+    return match_classes(
         opened, class_names_of(first), outputs=num_classes_of(first), place=names[0]
     )
-    return opened
 
 
 def _batches(data: ImageData, name: str, batch_size: int, *, device: str) -> DeviceBatches:

@@ -21,12 +21,12 @@ class _Scored(Settings):
     """Settings of scores: images, orders and precision."""
 
     num_orders: Positive = 5
-    """Orders drawn for each donor, soup and ensemble (a merge gets one)."""
+    """Orders drawn for each model; a merge gets one, an ensemble one for each member."""
     seed: Seed = 0
-    """Seed of all draws: merges, ends, orders."""
+    """Seed of all draws: orders, merges and their ends."""
     precision: Precision = "fp32"
     """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
-    Merges and soups are averaged in fp32 in any case."""
+    Weights and outputs are averaged in fp32 in any case."""
     compile: bool = False
     """Compile the blocks: for GPUs (on a CPU it takes minutes and gains little)."""
     batch_size: Positive = 250
@@ -89,14 +89,6 @@ class MergingSettings(MergingOptions):
 class EnsembleSettings(_Scored):
     """One ensemble."""
 
-    # Repeated, because the texts on merges and soups do not apply.
-    num_orders: Positive = 5
-    """Number of draws: one order for all members, or one for each, as --orders says."""
-    seed: Seed = 0
-    """Seed of the drawn orders."""
-    precision: Precision = "fp32"
-    """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
-    Outputs are averaged in fp32 in any case."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
     orders: EnsembleOrders = "independent"

@@ -18,7 +18,7 @@ def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
     """The average of all donors, including position parts, as an independent model.
 
     Sums are taken in float64 in the order of the donors; integer tensors are the first donor's.
-    Raises `UsageError` if the donors do not fit together.
+    Raises `UsageError` if the donors do not fit together: other shapes, settings or activations.
     """
     # The source averages models with different settings, so methods and data may differ.
     check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
@@ -47,11 +47,12 @@ def greedy_soup(
 
 
 def _average(donors: Sequence[nn.Module]) -> nn.Module:
-    # `check_compatible` has ensured that all hosts have the same keys.
+    # `check_compatible` has ensured that all donors have the same keys.
     soup = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
     soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})
-    host, record = backbone_of(soup), shared_record(donors)
+    backbone, record = backbone_of(soup), shared_record(donors)
     provenance = {**record["provenance"], "soup": f"average of {len(donors)} models"}
-    remember(host, replace(origin_of(host), record={**record, "provenance": provenance}))
+    record = {**record, "provenance": provenance}
+    remember(backbone, replace(origin_of(backbone), record=record))
     return soup

@@ -1,7 +1,7 @@
-"""Load and save host models by spec string, and common functions on them.
+"""Load and save models by spec string, and common functions on them.
 
-`store` loads and saves; each host library has its adapter (`timm_host`, `hf_host`,
-`torchvision_host`); `files` and `metadata` check everything that is read.
+`store` loads and saves; each library has its adapter (`timm_models`, `hf_models`,
+`torchvision_models`); `files` and `metadata` check everything that is read.
 """
 
 from layershuffle.models.metadata import read_record
@@ -11,6 +11,7 @@ from layershuffle.models.store import (
     image_view,
     load,
     num_classes_of,
+    push_to_hub,
     replace_head,
     save,
     set_class_names,
@@ -24,6 +25,7 @@ __all__ = [
     "image_view",
     "load",
     "num_classes_of",
+    "push_to_hub",
     "read_record",
     "replace_head",
     "save",

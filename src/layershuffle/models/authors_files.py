@@ -3,7 +3,7 @@
 Their models keep the parts inside of the encoder of transformers' ViT or DeiT: one table of
 positions for all blocks (`encoder.embedding`), a LayerNorm and a Linear before each block
 (`encoder.layer.N.projection.net.0` and `.1`), or after it (`encoder.layer.N.position_mlp.net`).
-Here they become position parts beside the host.
+Here they become position parts beside the backbone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
-from layershuffle.errors import ModelFileError
-from layershuffle.models.files import check_tensors, shapes_of, weight_files
-from layershuffle.models.position_files import parts_of
+from layershuffle.models.files import WRAPPERS, weight_files
+from layershuffle.models.position_files import with_parts
 
 _TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
 # In its reports of unknown names transformers calls the blocks `layers`.
@@ -42,45 +40,25 @@ def our_name(name: str) -> str | None:
     return f"{_OURS[match[2], match[3]]}.{match[1]}.{match[4]}" if match else None
 
 
-def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
-    """`host`, or a `PositionedModel` with the position parts of its checkpoint in `directory`.
+def with_authors_parts(backbone: nn.Module, directory: Path) -> nn.Module:
+    """`backbone`, or a `PositionedModel` with the position parts of its checkpoint in `directory`.
 
     Raises `ModelFileError` if they are incomplete.
     """
-    tensors = _stored(directory)
-    if not tensors:
-        return host
-    encoding = prediction = None
-    if any(name.startswith("encoding.") for name in tensors):
-        encoding = replace(AUTHORS_ENCODING, features=_features(tensors, directory))
-    if any(name.startswith("prediction.") for name in tensors):
-        prediction = AUTHORS_PREDICTION
-    # The initial values are replaced by the stored tensors.
-    model = add_position(host, encoding=encoding, prediction=prediction)
-    parts = parts_of(model)
-    check_tensors(shapes_of(tensors), shapes_of(parts.state_dict()), place=directory)
-    parts.load_state_dict(tensors, strict=True, assign=True)
-    return model
-
-
-def _stored(directory: Path) -> dict[str, Tensor]:
-    """The stored tensors of position parts, by our names."""
     tensors = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 -- not a mapping
-                ours = our_name(name)
+                ours = our_name(WRAPPERS.sub("", name))
                 if ours is not None:
                     tensors[ours] = file.get_tensor(name)
-    return tensors
-
-
-def _features(tensors: dict[str, Tensor], directory: Path) -> int:
-    table = tensors.get("encoding.table")
-    if table is None or table.dim() != 2:
-        raise ModelFileError(
-            "The position encoding in this checkpoint has no table of positions",
-            place=directory,
-            hint="take the model from its source again",
-        )
-    return int(table.shape[1])
+    encoding = prediction = None
+    if any(name.startswith("encoding.") for name in tensors):
+        table = tensors.get("encoding.table")
+        features = AUTHORS_ENCODING.features if table is None else table.shape[-1]
+        encoding = replace(AUTHORS_ENCODING, features=features)
+    if any(name.startswith("prediction.") for name in tensors):
+        prediction = AUTHORS_PREDICTION
+    if not tensors:
+        return backbone
+    return with_parts(backbone, tensors, place=directory, encoding=encoding, prediction=prediction)

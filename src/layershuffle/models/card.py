@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from layershuffle.text import markdown_table, shortened
 
+# How the libraries load a directory, "." for themselves and "local-dir:." for timm.
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True)',
     "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained(".")',
@@ -25,10 +26,16 @@ _CLASSES_LISTED = 20
 _NUMBERS = (("top1", "top-1 in percent"), ("top5", "top-5 in percent"), ("cross_entropy", "nats"))
 
 
-def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | None = None) -> str:
+def render(
+    metadata: Mapping[str, Any],
+    *,
+    place: str,
+    classes: Sequence[str] | None = None,
+    repo: str | None = None,
+) -> str:
     """The card of a model with this metadata (layershuffle.json) in the directory named `place`.
 
-    `classes`: the class names, if the model has any.
+    `classes`: the class names, if the model has any. `repo`: its name on the hub.
     """
     scores, provenance = _scores(metadata), metadata.get("provenance") or {}
     title = _title(metadata, provenance, place=place)
@@ -54,11 +61,14 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
     merge = _merge_table(provenance.get("merge"))
     if merge:
         sections.append(f"## Merge\n\n{merge}")
-    stock = _STOCK[metadata["library"]].format(name=metadata["name"])
+    stock = _STOCK[metadata["library"]].replace("{name}", metadata["name"])
+    ours = 'import layershuffle as ls\nmodel = ls.load("dir:.")'
+    if repo:
+        ours = ours.replace("dir:.", f"hf:{repo}")
+        stock = stock.replace('"local-dir:."', f'"hf-hub:{repo}"').replace('"."', f'"{repo}"')
     sections.append(
-        "## Loading\n\nIn the directory of this card:\n\n```python\n"
-        'import layershuffle as ls\nmodel = ls.load("dir:.")\n```\n\n'
-        f"Without layershuffle:\n\n```python\n{stock}\n```"
+        f"## Loading\n\nFiles are those in the directory of this card.\n\n```python\n{ours}\n"
+        f"```\n\nWithout layershuffle:\n\n```python\n{stock}\n```"
     )
     return "\n\n".join(sections) + "\n"
 

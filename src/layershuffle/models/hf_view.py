@@ -15,11 +15,10 @@ from typing import Any
 from timm.data import resolve_data_config
 from transformers import AutoImageProcessor
 
-from layershuffle.data.transforms import uncropped_size
-from layershuffle.data.view import ImageView, Resize
 from layershuffle.errors import ModelFileError
+from layershuffle.image_view import ImageView, Resize, uncropped_size
 from layershuffle.models.files import PROCESSORS, check_numbers, read_json
-from layershuffle.models.origin import HostModel, per_channel, size_pair
+from layershuffle.models.origin import Backbone, per_channel, size_pair
 from layershuffle.models.timm_view import view_of_config
 
 _HALF = (0.5, 0.5, 0.5)
@@ -28,21 +27,9 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 # Processor classes that only resize, crop, rescale and normalise. Others have additional steps
 # (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
-_PLAIN = frozenset(
-    f"{name}ImageProcessor"
-    for name in (
-        "Beit",
-        "Bit",
-        "Blip",
-        "ChineseCLIP",
-        "CLIP",
-        "DeiT",
-        "DINOv3ViT",
-        "Pvt",
-        "Siglip",
-        "ViT",
-    )
-)
+_PLAIN = (
+    "Beit", "Bit", "Blip", "ChineseCLIP", "CLIP", "DeiT", "DINOv3ViT", "Pvt", "Siglip", "ViT",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,16 +55,16 @@ _HABITS = {
 }
 
 
-def view_of(host: HostModel) -> ImageView:
-    """The view of `host` according to its kind of model."""
+def view_of(backbone: Backbone) -> ImageView:
+    """The view of `backbone` according to its kind of model."""
     # In transformers' wrapper, timm's model has the view, unless the configuration overrides it.
-    timm_model = getattr(host, "timm_model", None)
+    timm_model = getattr(backbone, "timm_model", None)
     if timm_model is not None:
-        cfg = getattr(host.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
+        cfg = getattr(backbone.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
         return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
-    size, channels = _input_of(host)
+    size, channels = _input_of(backbone)
     # The towers of CLIP and its like have a type of their own ("clip_vision_model").
-    kind = host.config.model_type.removesuffix("_vision_model")
+    kind = backbone.config.model_type.removesuffix("_vision_model")
     habit = _HABITS.get(kind, _ViewHabit())
     return ImageView(
         channels=channels,
@@ -91,23 +78,23 @@ def view_of(host: HostModel) -> ImageView:
     )
 
 
-def stored_view(host: HostModel, directory: Path) -> ImageView | None:
+def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
     """The view of the image processor's file in `directory`, `None` without one.
 
     Raises `ModelFileError` for a file that transformers cannot use or a view cannot express.
     """
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
-    if not paths or hasattr(host, "timm_model"):  # timm's settings are in config.json
+    if not paths or hasattr(backbone, "timm_model"):  # timm's settings are in config.json
         return None
     fields: dict[str, Any] = {}
     for path in paths:
         fields |= read_json(path)
         check_numbers(fields, path)
-    size, channels = _input_of(host)
+    size, channels = _input_of(backbone)
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
         kind = type(processor).__name__
-        if kind.removesuffix("Pil") not in _PLAIN:
+        if kind.removesuffix("Pil").removesuffix("ImageProcessor") not in _PLAIN:
             raise ModelFileError(
                 f"The class {kind} prepares images in steps of its own",
                 place=paths[-1],
@@ -127,10 +114,10 @@ def stored_view(host: HostModel, directory: Path) -> ImageView | None:
         ) from error
 
 
-def _input_of(host: HostModel) -> tuple[tuple[int, int], int]:
+def _input_of(backbone: Backbone) -> tuple[tuple[int, int], int]:
     """((height, width), channels) of the model's input."""
     # CLIP and SigLIP have separate settings for their image tower.
-    vision: Any = getattr(host.config, "vision_config", host.config)
+    vision: Any = getattr(backbone.config, "vision_config", backbone.config)
     return size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
 
 

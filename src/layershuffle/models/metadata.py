@@ -1,4 +1,4 @@
-"""layershuffle.json: metadata of a saved model that the host libraries' files cannot hold.
+"""layershuffle.json: metadata of a saved model that the files of its library cannot hold.
 
 {"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "model_args": {...},
  "num_classes": 100, "depth": 12, "blocks": "blocks", "tied": null, "position": {"encoding": null,
@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from layershuffle.core.policies import policy_from_json
-from layershuffle.core.position_forms import EncodingForm, PredictionForm, form_from_json
-from layershuffle.data.view import ImageView, resized_as
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.files import check_numbers, read_json
-from layershuffle.models.origin import view_from_json
-from layershuffle.text import did_you_mean, one_line
+from layershuffle.text import did_you_mean
 
 METADATA_FILE = "layershuffle.json"
 SCHEMA = 1
@@ -36,8 +34,8 @@ class _MetadataModel(BaseModel):
 class PositionForms(_MetadataModel):
     """Forms of the position parts, `None` for a missing part."""
 
-    encoding: Json | None = None
-    prediction: Json | None = None
+    encoding: EncodingForm | None = None
+    prediction: PredictionForm | None = None
 
 
 class ModelMetadata(_MetadataModel):
@@ -53,7 +51,7 @@ class ModelMetadata(_MetadataModel):
     blocks: str
     tied: list[int] | None = None
     position: PositionForms
-    image_view: Json
+    image_view: ImageView
     base_model: str | None = None
     method: str | None = None
     policy: Json | None = None
@@ -73,62 +71,43 @@ def read_record(directory: str | Path) -> dict[str, Any]:
 
 def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
     """The metadata in `data`. Raises `ModelFileError` with the first invalid key."""
-    # Checked before the keys, because a newer file has other keys.
-    if data.get("schema") != SCHEMA:
-        raise ModelFileError(
-            f"The file has schema {str(data.get('schema'))[:20]}, this version reads {SCHEMA}",
-            place=path,
-            hint="install the version of layershuffle that saved it, or save the model again",
-        )
-    try:
-        metadata = ModelMetadata.model_validate(data)
-    except ValidationError as error:
-        raise _invalid(error, path) from error
     # Checked before anything is built, because a hostile number would cost memory and time.
-    sizes = {"classes": metadata.num_classes, "depth": metadata.depth}
-    for part in (metadata.model_args, metadata.position.model_dump(), sizes):
-        check_numbers(part, path)
-    _check_policy(metadata, path)
-    return metadata
-
-
-def view_of_record(metadata: ModelMetadata, path: Path) -> ImageView:
-    """The image view of the saved model. Raises `ModelFileError` if it is inconsistent.
-
-    Older files have `resize` only in the settings of the training.
-    """
-    view = view_from_json({"resize": "crop", **metadata.image_view}, path)
-    if "resize" in metadata.image_view or not metadata.settings:
-        return view
-    resize = metadata.settings.get("resize")
-    return resized_as(view, "squash") if resize == "squash" else view
-
-
-def form_of(
-    kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any], *, path: Path
-) -> EncodingForm | PredictionForm:
-    """The form of a position part. Raises `ModelFileError` for invalid fields, types or values."""
+    built_from = ("model_args", "position", "num_classes", "depth")
+    check_numbers({key: data.get(key) for key in built_from}, path)
+    view, settings = data.get("image_view"), data.get("settings")
+    # Models of 0.1.0 may have `resize` in the settings of their training alone.
+    if isinstance(view, dict) and isinstance(settings, dict) and "resize" not in view:
+        squashed = (
+            {"resize": "squash", "crop_pct": 1.0} if settings.get("resize") == "squash" else {}
+        )
+        data = {**data, "image_view": {**view, **squashed}}
     try:
-        form = form_from_json(kind, data)
-        # A dataclass accepts values of any type, so pydantic checks them.
-        TypeAdapter(kind).validate_python(dict(data))
-        if isinstance(form, EncodingForm) and not 0 <= form.dropout <= 1:
-            raise UsageError(f"dropout must be in [0, 1], got {form.dropout}")
-    except (UsageError, ValidationError, TypeError) as error:
-        raise ModelFileError(
-            f"The position part is not a {kind.__name__} ({one_line(error)})",
-            place=path,
-            hint="save the model again",
-        ) from error
-    return form
+        # As JSON, in which the strict types of a tuple and of a dataclass are lists and objects.
+        return ModelMetadata.model_validate_json(json.dumps(data))
+    except (ValidationError, RecursionError) as error:
+        raise _invalid(error, path) from error
+
+
+def _invalid(error: ValidationError | RecursionError, path: Path) -> ModelFileError:
+    hint = "the file was changed, damaged, or written by a later version: save the model again"
+    if isinstance(error, RecursionError):
+        return ModelFileError("The JSON is nested too deeply", place=path, hint=hint)
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        names = [field.alias or name for name, field in ModelMetadata.model_fields.items()]
+        hint = did_you_mean(key, names, otherwise=hint)
+    return ModelFileError(f"The key {key!r} is wrong ({first['msg']})", place=path, hint=hint)
 
 
 def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """`record` as JSON types. Raises `UsageError` for unknown keys and other types."""
-    unknown = sorted(record.keys() - set(RECORD_KEYS))
+    unknown: Sequence[str] = sorted(record.keys() - set(RECORD_KEYS))
     if unknown:
+        keys = f"the keys are {', '.join(RECORD_KEYS)}"
         raise UsageError(
-            f"A record has no key {unknown[0]!r}", hint=_nearest(unknown[0], RECORD_KEYS)
+            f"A record has no key {unknown[0]!r}",
+            hint=did_you_mean(unknown[0], RECORD_KEYS, otherwise=keys),
         )
     try:
         # A round trip, so tuples become lists now, not only when the model is loaded.
@@ -139,31 +118,3 @@ def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
             hint="give it numbers, words, lists and mappings; no NaN",
         ) from error
     return plain
-
-
-def _check_policy(metadata: ModelMetadata, path: Path) -> None:
-    if metadata.policy is None:
-        return
-    try:
-        policy_from_json(metadata.policy)
-    except (UsageError, TypeError) as error:
-        raise ModelFileError(
-            f"The order policy is invalid ({error})", place=path, hint="save the model again"
-        ) from error
-
-
-def _invalid(error: ValidationError, path: Path) -> ModelFileError:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        names = [field.alias or name for name, field in ModelMetadata.model_fields.items()]
-        return ModelFileError(f"The key {key!r} is unknown", place=path, hint=_nearest(key, names))
-    return ModelFileError(
-        f"The key {key!r} is wrong ({first['msg']})",
-        place=path,
-        hint="the file was changed or damaged: save the model again",
-    )
-
-
-def _nearest(key: str, names: Sequence[str]) -> str:
-    return did_you_mean(key, names, otherwise=f"the keys are {', '.join(names)}")

@@ -1,13 +1,13 @@
-"""The origin of a loaded model, and functions that all host libraries' adapters share.
+"""The origin of a loaded model, and functions that the adapters of all libraries share.
 
-`Origin` is a plain attribute of the host model, so that `save` can write a directory that the host
-library rebuilds without this package.
+`Origin` is a plain attribute of the backbone, so that `save` can write a directory that the library
+rebuilds without this package.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,27 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
 from torch import Tensor, nn
 
-from layershuffle.data.view import ImageView
+from layershuffle.core.stack import BlockStack
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
+from layershuffle.models.files import LOG, refused_by, say_dtype, shapes_of
 
-LOG = logging.getLogger("layershuffle")
-# An nn.Module of a host library, with attributes that nn.Module does not declare.
-HostModel = Any
+# An nn.Module of a library, with attributes that nn.Module does not declare.
+Backbone = Any
 _ATTRIBUTE = "layershuffle_origin"
-# Settings of modules that affect no answer.
+# Settings of modules that affect no answer: of training, and numbers that travel with a block.
 _NOT_OF_ANSWERS = {
     "training", "distilled_training", "grad_checkpointing", "gradient_checkpointing",
-    "name_or_path", "p", "inplace",
+    "name_or_path", "p", "inplace", "forward", "layer_idx", "layer_index", "layer_id", "block_idx",
 }  # fmt: skip
-_VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct", "resize")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """How a host model was made.
+    """How a backbone was made.
 
     `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
     there. `view`: how it wants its images, where that is known better than the model can tell.
@@ -49,36 +48,101 @@ class Origin:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
-def origin_of(host: nn.Module) -> Origin:
-    """The origin of `host`; empty for a model that was not made by `layershuffle.load`."""
-    origin = getattr(host, _ATTRIBUTE, None)
+def origin_of(backbone: nn.Module) -> Origin:
+    """The origin of `backbone`; empty for a model that was not made by `layershuffle.load`."""
+    origin = getattr(backbone, _ATTRIBUTE, None)
     return origin if isinstance(origin, Origin) else Origin()
 
 
-def trained_with(host: nn.Module) -> Mapping[str, Any]:
-    """The settings of the run that trained `host`, as its holdout; empty if unknown."""
-    settings = origin_of(host).record.get("settings")
+def trained_with(backbone: nn.Module) -> Mapping[str, Any]:
+    """The settings of the run that trained `backbone`, as its holdout; empty if unknown."""
+    settings = origin_of(backbone).record.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
-def remember(host: nn.Module, origin: Origin) -> nn.Module:
-    """Set the origin of `host`, and return `host`."""
+def remember(backbone: nn.Module, origin: Origin) -> nn.Module:
+    """Set the origin of `backbone`, and return `backbone`."""
     # nn.Module only registers tensors and modules, so the state_dict does not change.
-    setattr(host, _ATTRIBUTE, origin)
-    return host
+    setattr(backbone, _ATTRIBUTE, origin)
+    return backbone
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global CPU generator within; the caller's random state is restored.
 
-    The host libraries draw new weights from torch's global generator on the CPU and take no other,
-    so that generator is seeded here and put back afterwards.
+    The libraries draw new weights from torch's global generator on the CPU and take no other, so
+    that generator is seeded here and put back afterwards.
     """
     # Another default device of the caller would have its own generator.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
+
+
+def sketched(make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` builds, on the meta device: names, shapes and settings without numbers."""
+    with seeded(0), torch.device("meta"):
+        return make()
+
+
+def filled(
+    make: Callable[[], nn.Module], tensors: Mapping[str, Tensor], *, place: Path, seed: int
+) -> nn.Module:
+    """The model that `make` builds, with exactly `tensors`, in float32.
+
+    Raises the error of torch, which names what is missing, unexpected or of another shape.
+    """
+    # First on the meta device: a hostile configuration takes no memory.
+    sketched(make).load_state_dict(tensors, strict=True, assign=True)
+    with seeded(seed):  # for buffers that no file holds
+        model = make()
+    say_dtype({tensor.dtype for tensor in tensors.values()}, place)
+    model.load_state_dict(tensors, strict=True)
+    return model
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """What affects an answer and no shape shows, of every module by its path.
+
+    Its class (an activation), numbers, words and tuples (an epsilon, a number of heads), and the
+    names of functions. Dropout and drop-path matter only in training and are left out.
+    """
+    settings: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if "drop" in path.rpartition(".")[2]:
+            continue
+        # The stack of blocks differs from the library's own container in its class alone.
+        if type(module) not in (BlockStack, nn.Sequential, nn.ModuleList):
+            settings[f"the class of {path}" if path else "the class"] = type(module).__name__
+        for key, value in vars(module).items():
+            if key.startswith("_") or key in _NOT_OF_ANSWERS or "drop" in key:
+                continue
+            if isinstance(value, bool | int | float | str | tuple):
+                settings[f"{path}.{key}"] = value
+            elif inspect.isroutine(value):
+                settings[f"{path}.{key}"] = value.__qualname__
+    return settings
+
+
+def check_rebuilt(
+    backbone: nn.Module, make: Callable[[], nn.Module], *, how: str, hint: str
+) -> None:
+    """Raises `UsageError` unless `make`, which `how` describes, gives a model like `backbone`.
+
+    Otherwise the saved files would load as a model with the same weights and other answers.
+    """
+    with refused_by(how, hint=hint, kind=UsageError):
+        sketch = sketched(make)
+    for facts_of in (lambda model: shapes_of(model.state_dict()), settings_of):
+        ours, theirs = facts_of(backbone), facts_of(sketch)
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                raise UsageError(
+                    f"{how} gives another model than this one: {key} is {theirs.get(key)!r} there "
+                    f"and {ours.get(key)!r} here",
+                    hint=hint,
+                )
 
 
 def warn_new_head(old: int, new: int, *, seed: int) -> None:
@@ -104,33 +168,6 @@ def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Lin
     return layer.to(old.weight.device, old.weight.dtype)
 
 
-def match_dtype(host: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Convert `host` to the floating dtype of `tensors`, if all have the same."""
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    # With several dtypes, loading converts tensor by tensor.
-    if len(kinds) == 1:
-        host.to(kinds.pop())
-
-
-def view_to_json(view: ImageView) -> dict[str, Any]:
-    """The fields of a view as JSON types."""
-    fields = {name: getattr(view, name) for name in _VIEW_KEYS}
-    return fields | {"mean": list(view.mean), "std": list(view.std)}
-
-
-def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
-    """The inverse of `view_to_json`. Raises `ModelFileError` for an invalid view."""
-    try:
-        mean, std = (tuple(float(value) for value in data[name]) for name in ("mean", "std"))
-        return ImageView(**{**data, "mean": mean, "std": std})
-    except (TypeError, KeyError, ValueError) as error:
-        raise ModelFileError(
-            f"The image_view cannot be used ({error})",
-            place=place,
-            hint=f"its fields are {', '.join(_VIEW_KEYS)}",
-        ) from error
-
-
 def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, ...] | None:
     """The names of `count` classes in a configuration's list, or `None` if it is empty.
 
@@ -151,34 +188,26 @@ def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, 
     return tuple(names)
 
 
-def per_channel(values: object, channels: int) -> tuple[float, ...]:
+def per_channel(values: Any, channels: int) -> tuple[float, ...]:
     """One number per channel; numbers for another number of channels are averaged, as in timm.
 
-    So weights for colour images have a sensible scale on grey images.
+    So weights for colour images have a sensible scale on grey images. Raises `ValueError` or
+    `TypeError` for what are no numbers.
     """
-    numbers = (
-        [_number(v) for v in values] if isinstance(values, list | tuple) else [_number(values)]
-    )
-    if not numbers:
-        raise ValueError("a mean or deviation of the images has no numbers")
-    if len(numbers) != channels:
-        return (sum(numbers) / len(numbers),) * channels
-    return tuple(numbers)
+    listed = values if isinstance(values, list | tuple) else [values]
+    if not listed or not all(isinstance(value, int | float) for value in listed):
+        raise ValueError(f"a mean or deviation of the images is a list of numbers, not {values!r}")
+    if len(listed) != channels:
+        return (sum(listed) / len(listed),) * channels
+    return tuple(map(float, listed))
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise ValueError(f"a mean or deviation of the images is a number, not {value!r}")
-    return float(value)
-
-
-def size_pair(size: object) -> tuple[int, int]:
-    """(height, width) of an int or a pair."""
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
-        return size[0], size[1]
-    raise ValueError(f"an image size is a number or a pair of them, not {size!r}")
+def size_pair(size: Any) -> tuple[int, int]:
+    """(height, width) of an int or a pair; raises `ValueError` or `TypeError` for others."""
+    height, width = (size, size) if isinstance(size, int) else size
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise ValueError(f"an image size is a number or a pair of them, not {size!r}")
+    return height, width
 
 
 def unknown_name(kind: str, name: str, *, names: list[str], listing: str) -> UsageError:
@@ -186,38 +215,3 @@ def unknown_name(kind: str, name: str, *, names: list[str], listing: str) -> Usa
     near = get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else listing
     return UsageError(f"There is no {kind} {name!r}", hint=hint)
-
-
-def hub_silence() -> str:
-    """The reason why the hub cannot be reached."""
-    if constants.HF_HUB_OFFLINE:
-        return "offline mode is set (HF_HUB_OFFLINE)"
-    return "the hub cannot be reached over the network"
-
-
-def weights_missing(
-    model: str, why: str, *, download: str, random: str, place: str = constants.HF_HUB_CACHE
-) -> ModelFileError:
-    """The error for weights that are not in the cache `place` and cannot be downloaded."""
-    return ModelFileError(
-        f"The weights of {model} are not in the cache of this machine, and {why}",
-        place=place,
-        hint=f"with a network, type {download} (on another machine: then copy the cache here); "
-        f"or use {random} for random weights",
-    )
-
-
-def settings_of(model: nn.Module) -> dict[str, Any]:
-    """Numbers, strings and tuples of every module that affect an answer, such as numbers of heads.
-
-    Shapes of tensors hide them.
-    """
-    return {
-        f"{path}.{key}": value
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | tuple)
-        and not key.startswith("_")
-        and key not in _NOT_OF_ANSWERS
-        and "drop" not in key  # rates of dropout and drop-path matter only in training
-    }

@@ -17,7 +17,7 @@ from layershuffle.models.position_files import PARTS
 from layershuffle.models.spec import parse_spec
 
 CARD = "README.md"
-_OF_A_MODEL = frozenset(
+FILES_OF_A_MODEL = frozenset(
     # The calibration (layershuffle.swarm) is only valid for these weights.
     {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, "calibration.json"}
 )
@@ -59,7 +59,7 @@ def check_replaceable(directory: Path) -> None:
         )
     others = sorted(
         path.name for path in directory.iterdir()
-        if path.name not in _OF_A_MODEL and not path.match("model*.safetensors")
+        if path.name not in FILES_OF_A_MODEL and not path.match("model*.safetensors")
     )  # fmt: skip
     if others:
         raise UsageError(
@@ -70,7 +70,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def own_directory(spec: str) -> Path | None:
-    """The directory of a bundled, saved or trained model; `None` for a model of a host library.
+    """The directory of a bundled, saved or trained model; `None` for a model of another library.
 
     Raises `UsageError` for an invalid spec.
     """

@@ -1,4 +1,5 @@
-"""Parse model specs, "scheme:place?key=value&key=value". This module needs no host library."""
+"""Parse model specs, "scheme:place?key=value&key=value". This module imports no model library
+unless a name has to be guessed."""
 
 from __future__ import annotations
 
@@ -54,11 +55,29 @@ def parse_spec(spec: str) -> ModelSpec:
 def _unknown(spec: str, scheme: str) -> UsageError:
     forms = f"The forms are {', '.join(FORMS.values())}"
     if not scheme:
-        return UsageError(f"{spec!r} is neither a path that exists nor a model spec", hint=forms)
+        meant = _meant(spec)
+        return UsageError(
+            f"{spec!r} is neither a path that exists nor a model spec",
+            hint=f"did you mean {meant}?" if meant else forms,
+        )
     error = unknown_name("kind of model", scheme, names=list(FORMS), listing=forms)
     return UsageError(
         error.cause, hint=error.hint if error.hint == forms else f"{error.hint} {forms}"
     )
+
+
+def _meant(spec: str) -> str | None:
+    """The spec of a model that `spec` names without its library, `None` if no library has it."""
+    name = spec.partition("?")[0]
+    if name.count("/") == 1:
+        return f"hf:{spec}"
+    # Slow to import, and this is the way to an error.
+    import timm
+    import torchvision
+
+    if timm.is_model(name.partition(".")[0]):
+        return f"timm:{spec}"
+    return f"torchvision:{spec}" if name in torchvision.models.list_models() else None
 
 
 def _settings(query: str, spec: str) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""Load and save host models by spec string, and common functions on them.
+"""Load and save models by spec string, and common functions on them.
 
     bundled:digits                                  the base checkpoint in this package
     timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
     timm:NAME?checkpoint=FILE[&num_classes=10&...]  a checkpoint of timm's training script
     timm:local-dir:DIR                              a directory in timm's layout
-    hf:NAME_OR_DIR[?pretrained=false&revision=...]  transformers, hub or directory
+    hf:NAME_OR_DIR[?pretrained=false&revision=...]  the hub or a directory: what `push_to_hub`,
+                                                    transformers or timm wrote
     torchvision:NAME[?weights=none&image_size=...]  torchvision
     dir:PATH                                        what `save`, `layershuffle fit`, timm or
                                                     transformers wrote
 
-A saved directory has the layout of the host library, with safetensors only. Data that do not fit
+A saved directory has the layout of the model's library, with safetensors only. Data that do not fit
 into it are in other files (layershuffle.json, layershuffle.safetensors, README.md).
 """
 
@@ -18,30 +19,38 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib import import_module, resources
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, cast
 
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 
+from layershuffle.bundled import asset
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
-from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
+from layershuffle.image_view import ImageView, resized_as
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
-    check_depth,
+    PROCESSORS,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    check_finite,
     read_json,
     refuse_pickle,
+    refused_by,
     weights_digest,
 )
+from layershuffle.models.hub import fetched, refused_by_hub
 from layershuffle.models.metadata import (
     METADATA_FILE,
     RECORD_KEYS,
@@ -49,16 +58,9 @@ from layershuffle.models.metadata import (
     ModelMetadata,
     checked_record,
     parse_metadata,
-    view_of_record,
 )
-from layershuffle.models.origin import (
-    origin_of,
-    remember,
-    trained_with,
-    unknown_name,
-    view_to_json,
-)
-from layershuffle.models.output import CARD, check_replaceable
+from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
+from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
 from layershuffle.models.position_files import (
     PARTS,
     position_to_json,
@@ -68,62 +70,62 @@ from layershuffle.models.position_files import (
 from layershuffle.models.spec import ModelSpec, parse_spec
 from layershuffle.recipes import recipe_of_model
 
+_SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 
-class HostLibrary(Protocol):
-    """The interface of `timm_host`, `hf_host` and `torchvision_host`."""
+
+class Library(Protocol):
+    """What `timm_models`, `hf_models` and `torchvision_models` are: a library by one interface.
+
+    `build` makes a model by name. `write` writes one in the library's own layout and returns the
+    name and the arguments that rebuild it; `read` reads it back, with its name. `set_depth` notes
+    another number of blocks for `write`.
+    """
 
     NAME: str
 
-    def owns(self, model: nn.Module) -> bool:
-        """Whether the library made the model."""
-
-    def build(self, name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
-        """A model by name."""
-
-    def num_classes(self, host: nn.Module) -> int:
-        """Number of classes."""
-
-    def resize_head(self, host: nn.Module, classes: int, *, seed: int) -> None:
-        """Replace the head by a new one."""
-
-    def class_names(self, host: nn.Module) -> tuple[str, ...] | None:
-        """The class names, `None` without any."""
-
-    def set_class_names(self, host: nn.Module, names: Sequence[str]) -> None:
-        """Set the class names."""
-
-    def set_depth(self, host: nn.Module, depth: int) -> None:
-        """Set the number of blocks in the configuration."""
-
-    def image_view(self, host: nn.Module) -> ImageView:
-        """The image view."""
-
+    def owns(self, model: nn.Module) -> bool: ...
+    def build(self, name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module: ...
+    def num_classes(self, backbone: nn.Module) -> int: ...
+    def resize_head(self, backbone: nn.Module, classes: int, *, seed: int) -> None: ...
+    def class_names(self, backbone: nn.Module) -> tuple[str, ...] | None: ...
+    def set_class_names(self, backbone: nn.Module, names: Sequence[str]) -> None: ...
+    def set_depth(self, backbone: nn.Module, depth: int) -> None: ...
+    def image_view(self, backbone: nn.Module) -> ImageView: ...
     def write(
-        self, host: nn.Module, directory: Path, *, view: ImageView,
+        self,
+        backbone: nn.Module,
+        directory: Path,
+        *,
+        view: ImageView,
         model_args: Mapping[str, Any] | None,
-    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-        """Write the host in its own layout."""
-
-    def read(self, directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-        """Read the files of `write`. Returns the model and its name."""
+    ) -> tuple[str, dict[str, Any]]: ...
+    def read(self, directory: Path, *, seed: int) -> tuple[nn.Module, str]: ...
 
 
-# Imported when needed: transformers alone takes seconds.
-_ADAPTERS = {"timm": "timm_host", "transformers": "hf_host", "torchvision": "torchvision_host"}
+# Library -> our adapter, and the module without which the library made no model (accelerate imports
+# `transformers` without its models, which take most of a second). transformers comes first, because
+# its wrapper around timm models has attributes of both.
+_ADAPTERS = {
+    "transformers": ("hf_models", "transformers.modeling_utils"),
+    "torchvision": ("torchvision_models", "torchvision"),
+    "timm": ("timm_models", "timm"),
+}
 
 
 def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
-    """The wrapped host model of `spec`, in eval mode, with its position parts if it has any.
+    """The wrapped model of `spec`, in float32 and eval mode, with its position parts if it has any.
 
     A path that exists may stand for dir:PATH. With `num_classes` other than the model's, the head
     is replaced by a fresh one, which is logged as a warning. New weights are a function of `seed`
-    alone, and torch's global generator stays as it is. Raises `UsageError` for a bad spec,
-    `ModelFileError` for missing, damaged or refused files, `StackError` for models whose blocks are
-    not interchangeable.
+    alone, and torch's global generator stays as it is. Weights in another dtype than float32 are
+    converted, which is logged as well. Raises `UsageError` for a bad spec, `ModelFileError` for
+    missing, damaged or refused files and for weights that are not finite, `StackError` for models
+    whose blocks are not interchangeable.
     """
     if num_classes is not None and num_classes < 1:
         raise UsageError(f"num_classes must be at least 1, got {num_classes}")
     model = _opened(parse_spec(spec), seed)
+    check_finite(model, spec)
     if num_classes is not None and num_classes != num_classes_of(model):
         replace_head(model, num_classes, seed=seed)
     return model.eval()
@@ -134,10 +136,10 @@ def replace_head(model: nn.Module, classes: int, *, seed: int) -> None:
 
     A warning says so.
     """
-    host = backbone_of(model)
-    library_of(host).resize_head(host, classes, seed=seed)
+    backbone = backbone_of(model)
+    library_of(backbone).resize_head(backbone, classes, seed=seed)
     # Method and scores do not apply to the new head.
-    remember(host, replace(origin_of(host), record={}))
+    remember(backbone, replace(origin_of(backbone), record={}))
     model.eval()  # the libraries make new layers in training mode
 
 
@@ -148,7 +150,7 @@ def save(
     record: Mapping[str, Any] | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` to `directory` atomically.
+    """Write `model` to `directory` atomically, in the dtype that it has.
 
     A model that was saved there before is replaced once the new one is whole on disk.
 
@@ -156,37 +158,104 @@ def save(
     layershuffle.json; `scores` by order mode, e.g. {"arbitrary": {"top1": 74.5}}. Without a record
     that of the loaded model is kept, its scores excepted: the weights may have changed.
     `model_args`: what a timm model was built with, where timm does not know it. Raises `UsageError`
-    if the host library could not rebuild the model, or if `directory` holds other files;
-    `LayerShuffleError` for a full disk and the like.
+    if the library would rebuild another model, or if `directory` holds other files;
+    `ModelFileError` for weights that are not finite; `LayerShuffleError` for a full disk and the
+    like.
     """
-    final, host = Path(directory), backbone_of(model)
-    _refuse_changed_weights(host)
+    final = Path(directory)
     check_replaceable(final)
-    earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
-    plain = checked_record(earlier if record is None else record)
-    library, view = library_of(host), image_view(host)
-    path, depth = _stack_place(host)
     with staged_directory(final) as stage:
-        name, args = library.write(host, stage, view=view, model_args=model_args)
-        metadata = {
-            "schema": SCHEMA,
-            "library": library.NAME,
-            "name": name,
-            "model_args": args,
-            "num_classes": library.num_classes(host),
-            "depth": depth,
-            "blocks": path,
-            "tied": places_tied(host.get_submodule(path).children()),
-            "position": position_to_json(model),
-            "image_view": view_to_json(view),
-            "base_model": origin_of(host).base_model,
-            **plain,
-        }
-        write_parts(model, stage)
-        (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-        names = library.class_names(host)
-        card = render(metadata, place=final.absolute().name, classes=names)
-        (stage / CARD).write_text(card, encoding="utf-8")
+        _write(model, stage, record, model_args, title=final.absolute().name)
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo: str,
+    *,
+    private: bool | None = None,
+    record: Mapping[str, Any] | None = None,
+    model_args: Mapping[str, Any] | None = None,
+) -> str:
+    """Write `model` to the repository `repo` ("user/name") of the hub; returns its address.
+
+        ls.push_to_hub(model, "user/vit-any-order")
+        model = ls.load("hf:user/vit-any-order")
+
+    The repository is made if it is not there (`private`: by the settings of the user), and its
+    files are those of `save`: an ordinary model of timm or transformers for others. The rest as in
+    `save`. Needs `hf auth login`, or HF_TOKEN. Raises `ModelFileError` if the hub refuses it.
+    """
+    with TemporaryDirectory() as place, refused_by_hub(repo):
+        _write(model, Path(place), record, model_args, title=repo.rpartition("/")[2], repo=repo)
+        api = HfApi()
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=place,
+            commit_message="Model saved by layershuffle",
+            # Files of an earlier model would be taken for parts of this one.
+            delete_patterns=[*FILES_OF_A_MODEL, "model*.safetensors"],
+        )
+    return str(url)
+
+
+def _write(
+    model: nn.Module,
+    stage: Path,
+    record: Mapping[str, Any] | None,
+    model_args: Mapping[str, Any] | None,
+    *,
+    title: str,
+    repo: str | None = None,
+) -> None:
+    backbone = backbone_of(model)
+    _refuse_changed_weights(backbone)
+    check_finite(model)
+    earlier = {k: v for k, v in origin_of(backbone).record.items() if k != "scores"}
+    plain = checked_record(earlier if record is None else record)
+    library, view = library_of(backbone), image_view(backbone)
+    path, container = next(
+        # A model that is not wrapped is searched, and not changed.
+        (item for item in backbone.named_modules() if isinstance(item[1], BlockStack)),
+        None,
+    ) or find_blocks(backbone)
+    name, args = library.write(backbone, stage, view=view, model_args=model_args)
+    metadata = {
+        "schema": SCHEMA,
+        "library": library.NAME,
+        "name": name,
+        "model_args": args,
+        "num_classes": library.num_classes(backbone),
+        "depth": len(container._modules),
+        "blocks": path,
+        "tied": places_tied(container.children()),
+        "position": position_to_json(model),
+        "image_view": asdict(view),
+        "base_model": origin_of(backbone).base_model,
+        **plain,
+    }
+    write_parts(model, stage)
+    (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    card = render(metadata, place=title, classes=library.class_names(backbone), repo=repo)
+    (stage / CARD).write_text(card, encoding="utf-8")
+
+
+def _refuse_changed_weights(backbone: nn.Module) -> None:
+    """Raises `UsageError` for models whose tensors their library could not read back."""
+    if hasattr(backbone, "_orig_mod"):
+        raise UsageError(
+            "torch.compile wrapped this model in a module with other tensor names",
+            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
+        )
+    for name, tensor in backbone.state_dict().items():
+        # Libraries such as torchao store packed numbers in subclasses of Tensor.
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise UsageError(
+                f"The tensor {name} is a {type(tensor).__name__}, not a plain tensor: the model is "
+                "quantised or sharded, and its library could not read it back",
+                hint="save the model before it is quantised, and quantise after loading; gather "
+                "a sharded model first",
+            )
 
 
 def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
@@ -204,32 +273,28 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
         )
     if len(set(order)) < len(order):
         raise UsageError(f"The blocks {order} hold a block twice", hint="name each block once")
-    before = dict(stack._modules)
+    before, noted = dict(stack._modules), False
     # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
     shorter = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
-    _fill(stack, shorter)
-    noted = False
     try:
+        stack._modules.clear()
+        stack._modules.update(shorter)
         library_of(model).set_depth(model, len(order))
         noted = True
     finally:
         if not noted:
-            _fill(stack, before)
+            stack._modules.clear()
+            stack._modules.update(before)
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 
 
-def _fill(stack: nn.Module, blocks: Mapping[str, nn.Module | None]) -> None:
-    stack._modules.clear()
-    stack._modules.update(blocks)
-
-
 def image_view(model: nn.Module) -> ImageView:
     """The image view of the model."""
-    host = backbone_of(model)
+    backbone = backbone_of(model)
     # The view of the loaded files has precedence over the library's default.
-    return origin_of(host).view or library_of(host).image_view(host)
+    return origin_of(backbone).view or library_of(backbone).image_view(backbone)
 
 
 def file_view(model: nn.Module) -> ImageView:
@@ -242,137 +307,146 @@ def file_view(model: nn.Module) -> ImageView:
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:
     """Set the image view of the model, which is also saved."""
-    host = backbone_of(model)
-    remember(host, replace(origin_of(host), view=view))
+    backbone = backbone_of(model)
+    remember(backbone, replace(origin_of(backbone), view=view))
 
 
 def num_classes_of(model: nn.Module) -> int:
     """Number of classes of the model's head."""
-    host = backbone_of(model)
-    return library_of(host).num_classes(host)
+    backbone = backbone_of(model)
+    return library_of(backbone).num_classes(backbone)
 
 
 def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
     """The names of the model's classes in the order of its logits, `None` if it has none."""
-    host = backbone_of(model)
-    return library_of(host).class_names(host)
+    backbone = backbone_of(model)
+    return library_of(backbone).class_names(backbone)
 
 
 def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Set the class names of `model`, one per logit. The host library's format stores them."""
-    host = backbone_of(model)
+    """Set the class names of `model`, one per logit. The format of its library stores them."""
     if len(names) != num_classes_of(model):
         raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
-    library_of(host).set_class_names(host, names)
+    backbone = backbone_of(model)
+    library_of(backbone).set_class_names(backbone, names)
 
 
-# Without which the library makes no model: accelerate imports `transformers` without its models,
-# and importing these takes most of a second.
-_MODEL_MODULES = {
-    "transformers": "transformers.modeling_utils",
-    "torchvision": "torchvision",
-    "timm": "timm",
-}
-_BUILDERS = {"timm": "timm", "hf": "transformers", "torchvision": "torchvision"}
-
-
-def _opened(spec: ModelSpec, seed: int) -> nn.Module:
-    if spec.scheme == "bundled":
-        return _load_bundled(spec.place, seed=seed)
-    if spec.scheme == "dir":
-        return _load_directory(Path(spec.place), seed=seed)
-    library = _library(_BUILDERS[spec.scheme])
-    return wrap(library.build(spec.place, spec.settings, seed=seed))
-
-
-def _library(name: str) -> HostLibrary:
-    return cast(HostLibrary, import_module(f"layershuffle.models.{_ADAPTERS[name]}"))
-
-
-def library_of(host: nn.Module) -> HostLibrary:
-    """The adapter of the library that made `host`. Raises `UsageError` for other models."""
-    # transformers first, because its wrapper around timm models has attributes of both.
-    for name, needed in _MODEL_MODULES.items():
+def library_of(backbone: nn.Module) -> Library:
+    """The adapter of the library that made `backbone`. Raises `UsageError` for other models."""
+    for name, (_, needed) in _ADAPTERS.items():
         # A library that was never imported cannot have made the model.
-        if needed in sys.modules and _library(name).owns(host):
+        if needed in sys.modules and _library(name).owns(backbone):
             return _library(name)
     raise UsageError(
-        f"{type(host).__name__} is not a model of timm, transformers or torchvision",
+        f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
         hint="wrap and run it as you like; loading and saving need one of these libraries",
     )
 
 
-def _load_bundled(name: str, *, seed: int) -> nn.Module:
-    assets = resources.files("layershuffle").joinpath("assets")
-    root = assets.joinpath(name)
-    if Path(name).name != name or not root.joinpath(METADATA_FILE).is_file():
-        # "digits" is a valid name even if its files are missing in a source tree.
-        if name != "digits":
-            there = [
-                path.name for path in assets.iterdir() if path.joinpath(METADATA_FILE).is_file()
-            ]
-            raise unknown_name("bundled model", name, names=there, listing="write bundled:digits")
-        raise ModelFileError(
-            "The bundled model 'digits' is missing in this installation",
-            place=str(root),
-            hint="install layershuffle again, or train it: "
-            "layershuffle pretrain digits-base --out DIR",
+def _library(name: str) -> Library:
+    return cast(Library, import_module(f"layershuffle.models.{_ADAPTERS[name][0]}"))
+
+
+def _opened(spec: ModelSpec, seed: int) -> nn.Module:
+    if spec.scheme == "bundled":
+        names = [path.parent.name for path in asset().glob(f"*/{METADATA_FILE}")]
+        if spec.place not in names:
+            listing = f"this installation has {', '.join(names) or 'none'}"
+            raise unknown_name("bundled model", spec.place, names=names, listing=listing)
+        return _load_directory(asset(spec.place), seed)
+    if spec.scheme == "hf":
+        return _from_hub_or_directory(spec, seed)
+    if spec.scheme == "dir" or spec.place.startswith("local-dir:"):
+        place = Path(spec.place.removeprefix("local-dir:")).expanduser()
+        if spec.settings:
+            raise UsageError("A directory has its own settings", hint=f"write dir:{place}")
+        return _load_directory(place, seed)
+    return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
+
+
+def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
+    from layershuffle.models import hf_models
+
+    unknown = sorted(spec.settings.keys() - {"pretrained", "revision"})
+    if unknown:
+        raise UsageError(
+            f"hf: has no setting {unknown[0]!r}", hint="pretrained=true|false and revision=NAME"
         )
-    # A package may be a zip file; its files then exist only inside of this block.
-    with resources.as_file(root) as directory:
-        return _load_directory(directory, seed=seed)
+    place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
+    local = place.is_dir()
+    if not local:
+        revision = spec.settings.get("revision")
+        place = fetched(spec.place, [CONFIG, *PROCESSORS], revision=revision)
+        if not random:
+            if "model_type" in read_json(place / CONFIG):
+                hf_models.check_wrappable(place)
+            # Without pickles and code, which would be refused after the download.
+            files = [*FILES_OF_A_MODEL, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX]
+            place = fetched(spec.place, [*files, "model-*-of-*.safetensors"], revision=revision)
+    if random:
+        return wrap(hf_models.random(place, seed=seed))
+    return _load_directory(place, seed, base=None if local else spec.place)
 
 
-def _load_directory(place: Path, *, seed: int) -> nn.Module:
+def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Module:
+    """The model in a directory; `base`: the name of one that somebody else put on the hub."""
     directory = _model_directory(place.expanduser())
     path = directory / METADATA_FILE
     if not path.is_file():
-        return wrap(_built_by_its_library(directory, seed=seed))
+        return _built_by_its_library(directory, seed, base)
     metadata = parse_metadata(read_json(path), path)
-    view = view_of_record(metadata, path)
     library = _library(metadata.library)
-    host, name = library.read(directory, seed=seed)
+    backbone, name = library.read(directory, seed=seed)
+    try:
+        wrap(backbone, metadata.blocks)
+    except StackError as error:
+        raise ModelFileError(error.cause, place=path, hint=_SAVE_AGAIN) from error
+    actual = (name, library.num_classes(backbone), depth_of(backbone))
+    for key, value in zip(("name", "num_classes", "depth"), actual, strict=True):
+        if getattr(metadata, key) != value:
+            raise ModelFileError(
+                f"The key {key!r} says {getattr(metadata, key)!r}, the model beside it has "
+                f"{value!r}",
+                place=path,
+                hint=_SAVE_AGAIN,
+            )
     record = metadata.model_dump(include=set(RECORD_KEYS), exclude_none=True)
-    origin = replace(origin_of(host), view=view, base_model=metadata.base_model, record=record)
-    _wrap_as(remember(host, origin), metadata, path)
-    _check_agrees(metadata.name, name, key="name", path=path)
-    _check_agrees(metadata.num_classes, library.num_classes(host), key="num_classes", path=path)
-    if metadata.tied is not None:
-        _tie_again(host, metadata.tied, path=path)
-    return with_stored_parts(host, metadata, directory=directory)
+    origin, base = origin_of(backbone), metadata.base_model
+    remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
+    _tie_again(backbone, metadata, path)
+    return with_stored_parts(backbone, metadata.position, directory)
 
 
-def _built_by_its_library(directory: Path, *, seed: int) -> nn.Module:
+def _tie_again(backbone: nn.Module, metadata: ModelMetadata, path: Path) -> None:
+    """Tie a model as it was saved. Raises `ModelFileError` if that would change weights."""
+    if metadata.tied is None:
+        return
+    before = weights_digest(backbone)
+    with refused_by("layershuffle", path, hint=_SAVE_AGAIN):
+        tie(backbone, metadata.tied)
+    if weights_digest(backbone) != before:
+        raise ModelFileError(
+            f"The places {metadata.tied} are tied, and their weights differ",
+            place=path,
+            hint="delete the key 'tied' to load the blocks as they are",
+        )
+
+
+def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Module:
     """The model in a directory that timm or transformers saved."""
+    from layershuffle.models import hf_models
+
     # Without the file that describes them, the parts would be silently ignored.
     if (directory / PARTS).exists():
         raise ModelFileError(
-            f"{PARTS} is present without {METADATA_FILE}",
-            place=directory,
-            hint="save the model again",
+            f"{PARTS} is present without {METADATA_FILE}", place=directory, hint=_SAVE_AGAIN
         )
     config = read_json(directory / CONFIG)
     # transformers' wrapper around timm also has an architecture.
-    if "architecture" in config and "model_type" not in config:
-        return _library("timm").build(f"local-dir:{directory}", {}, seed=seed)
-    return _library("transformers").build(str(directory), {}, seed=seed)
-
-
-def _wrap_as(host: nn.Module, metadata: ModelMetadata, path: Path) -> None:
-    try:
-        wrap(host, metadata.blocks)
-    except StackError as error:
-        raise ModelFileError(error.cause, place=path, hint=error.hint) from error
-    check_depth(depth_of(host), metadata.depth, place=path)
-
-
-def _check_agrees(stated: str | int, actual: str | int, *, key: str, path: Path) -> None:
-    if stated != actual:
-        raise ModelFileError(
-            f"The key {key!r} says {stated!r}, the model beside it has {actual!r}",
-            place=path,
-            hint="the files come from different models: save the model again",
-        )
+    if "architecture" not in config or "model_type" in config:
+        return wrap(hf_models.foreign(directory, seed=seed, base=base))
+    backbone, _ = _library("timm").read(directory, seed=seed)
+    return wrap(remember(backbone, replace(origin_of(backbone), base_model=base)))
 
 
 def _model_directory(place: Path) -> Path:
@@ -385,9 +459,8 @@ def _model_directory(place: Path) -> Path:
     if place.suffix.lower() in PICKLE_SUFFIXES or place.is_dir():
         refuse_pickle(place)
     if not place.exists():
-        trained = recipe_of_model(place) is not None
         train = f"layershuffle pretrain {place.name} --out {place}"
-        hint = train if trained else "check the path"
+        hint = train if recipe_of_model(place) is not None else "check the path"
         raise ModelFileError("There is no such directory", place=place, hint=hint)
     raise ModelFileError(
         f"There is no {METADATA_FILE} and no {CONFIG} here",
@@ -395,48 +468,3 @@ def _model_directory(place: Path) -> Path:
         hint="name a directory that layershuffle fit, layershuffle.save, timm or transformers "
         "wrote; a checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE",
     )
-
-
-def _stack_place(host: nn.Module) -> tuple[str, int]:
-    # A model that is not wrapped is searched, and not changed.
-    for path, module in host.named_modules():
-        if isinstance(module, BlockStack):
-            return path, module.depth
-    path, container = find_blocks(host)
-    return path, sum(1 for _ in container.children())
-
-
-def _refuse_changed_weights(host: nn.Module) -> None:
-    """Raises `UsageError` for models whose tensors their library could not read back."""
-    if hasattr(host, "_orig_mod"):
-        raise UsageError(
-            "torch.compile wrapped this model in a module with other tensor names",
-            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
-        )
-    for name, tensor in host.state_dict().items():
-        # Libraries such as torchao store packed numbers in subclasses of Tensor.
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise UsageError(
-                f"The tensor {name} is a {type(tensor).__name__}, not a plain tensor: the model is "
-                "quantised or sharded, and its library could not read it back",
-                hint="save the model before it is quantised, and quantise after loading; gather "
-                "a sharded model first",
-            )
-
-
-def _tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
-    """Tie a model as it was saved. Raises `ModelFileError` if that would change weights.
-
-    `path`: the file that contains `places`.
-    """
-    before = weights_digest(model)
-    try:
-        tie(model, places)
-    except UsageError as error:
-        raise ModelFileError(error.cause, place=path, hint="save the model again") from error
-    if weights_digest(model) != before:
-        raise ModelFileError(
-            f"The places {list(places)} are tied, and their weights differ",
-            place=path,
-            hint="delete the key 'tied' to load the blocks as they are",
-        )

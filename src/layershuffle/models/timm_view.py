@@ -7,24 +7,24 @@ from typing import Any, cast
 
 from timm.data import resolve_data_config
 
-from layershuffle.data.view import INTERPOLATIONS, ImageView, Resize
 from layershuffle.errors import UsageError
-from layershuffle.models.origin import HostModel, per_channel, size_pair
+from layershuffle.image_view import INTERPOLATIONS, ImageView, Resize
+from layershuffle.models.origin import Backbone, per_channel, size_pair
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
 
 
-def view_of_config(host: HostModel, config: Mapping[str, Any]) -> ImageView:
-    """The view in the result of timm's `resolve_data_config`, at the size of the model `host`.
+def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
+    """The view in the result of timm's `resolve_data_config`, at the size of the model `backbone`.
 
-    Raises the errors of `timm_host.image_view`.
+    Raises the errors of `timm_models.image_view`.
     """
-    channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
-    height, width = image_size(host) or tuple(config["input_size"][1:])
+    channels = int(getattr(backbone, "in_chans", None) or config["input_size"][0])
+    height, width = image_size(backbone) or tuple(config["input_size"][1:])
     if config["crop_mode"] not in _CROP_MODES:
         raise UsageError(
             f"Images cannot be cropped in the mode {config['crop_mode']!r}",
-            place=type(host).__name__,
+            place=type(backbone).__name__,
             hint="add crop_mode=center or crop_mode=squash to the spec of the model",
         )
     # timm also has "random" and "lanczos", which a view does not support.
@@ -53,16 +53,16 @@ def config_of_view(view: ImageView) -> dict[str, Any]:
     }
 
 
-def set_view(host: HostModel, view: Mapping[str, Any]) -> None:
-    """Override the host's view by the settings `view` of a spec. Raises `UsageError` if invalid."""
+def set_view(backbone: Backbone, view: Mapping[str, Any]) -> None:
+    """Override the view by the settings `view` of a spec. Raises `UsageError` if invalid."""
     if not view:
         return
     changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
-    host.pretrained_cfg = {**host.pretrained_cfg, **changes}
+    backbone.pretrained_cfg = {**backbone.pretrained_cfg, **changes}
     try:
         if view.get("interpolation", "bicubic") not in INTERPOLATIONS:
             raise ValueError(f"interpolation is one of {', '.join(INTERPOLATIONS)}")
-        view_of_config(host, resolve_data_config(model=host))
+        view_of_config(backbone, resolve_data_config(model=backbone))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"The images cannot be fitted with {dict(view)} ({error})",
@@ -74,7 +74,7 @@ def _tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def image_size(host: HostModel) -> tuple[int, int] | None:
-    """(height, width) of the input of `host`, `None` if it is unknown."""
-    size = getattr(getattr(host, "patch_embed", None), "img_size", None)
+def image_size(backbone: Backbone) -> tuple[int, int] | None:
+    """(height, width) of the input of `backbone`, `None` if it is unknown."""
+    size = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
     return size_pair(size) if size is not None else None

@@ -15,8 +15,8 @@ from torch import nn
 
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import blocks_of, stack_of
-from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
     Shape,
     read_json,
@@ -29,7 +29,6 @@ from layershuffle.models.metadata import (
     METADATA_FILE,
     ModelMetadata,
     parse_metadata,
-    view_of_record,
 )
 from layershuffle.models.origin import origin_of, seeded
 from layershuffle.models.store import image_view
@@ -80,7 +79,7 @@ def read_lineage(directory: str | Path) -> Lineage:
         base=_base(facts.provenance),
         depth=facts.depth,
         shapes={ours: shapes[name] for name, ours in _names(place, facts, block=0).items()},
-        view=view_of_record(facts, place / METADATA_FILE),
+        view=facts.image_view,
     )
 
 
@@ -165,15 +164,15 @@ def _transformers_names(place: Path, prefix: str) -> dict[str, str]:
     """
     from transformers import AutoModelForImageClassification
 
-    from layershuffle.models import hf_host
+    from layershuffle.models import hf_models
 
     # Weights without data are enough, because only names are needed.
-    config = hf_host.checked_config(place)
+    config = hf_models.checked_config(place)
     with seeded(0), torch.device("meta"):
         sketch = AutoModelForImageClassification.from_config(config)
     own = [name for name in sketch.state_dict() if name.startswith(prefix)]
     numbers = {name: torch.tensor([number]) for number, name in enumerate(own)}
-    with TemporaryDirectory() as saved, hf_host.quiet():
+    with TemporaryDirectory() as saved, hf_models.quiet():
         sketch.save_pretrained(saved, state_dict=numbers)
         (path,) = weight_files(Path(saved))
         with safe_open(path, framework="pt") as file:

@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, match_classes, open_data
-from layershuffle.data.transforms import uncropped_size
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import uncropped_size
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply

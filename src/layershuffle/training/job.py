@@ -20,8 +20,8 @@ from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
-from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.machine import device_of, warn_of_slow_bf16
 from layershuffle.models import (
     class_names_of,
@@ -33,8 +33,7 @@ from layershuffle.models import (
     set_image_view,
     truncate,
 )
-from layershuffle.models.files import weights_digest
-from layershuffle.models.origin import LOG
+from layershuffle.models.files import LOG, weights_digest
 from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.text import counted

@@ -29,8 +29,8 @@ from torch import Tensor
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.data.decode import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size
-from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import ImageView
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.server.errors import HTTPError, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits

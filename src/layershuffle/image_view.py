@@ -1,4 +1,4 @@
-"""The image view of a host model: plain data.
+"""The image view of a model: plain data.
 
 Every source of this package fits its images to an `ImageView`: the channels, size and normalisation
 with which the weights were trained. A mismatch is silent (the accuracy just drops), so the view is
@@ -7,8 +7,9 @@ one validated value that is passed from the model to the data.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from layershuffle.errors import UsageError
 
@@ -18,13 +19,16 @@ Resize = Literal["crop", "squash"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageView:
-    """The input a host model expects.
+    """The input that a model expects.
 
     `mean` and `std` have one number per channel and apply to images in [0, 1]. `resize` is "crop"
     (the shorter side is resized to its target, the aspect ratio is kept) or "squash" (both sides
     are); `crop_pct` is the share of the resized sides that the central crop keeps at evaluation.
     Raises UsageError if the numbers do not fit together.
     """
+
+    # pydantic reads this when it checks a file; otherwise it ignores unknown fields.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
     channels: int
     height: int
@@ -74,3 +78,10 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
         return view
     # squash keeps the whole image, so crop_pct is ignored.
     return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
+
+
+def uncropped_size(view: ImageView) -> tuple[int, int]:
+    """(width, height) of which the crop keeps the share `crop_pct`."""
+    # 43 / (43 / 50) is slightly less than 50, but must not become 49.
+    across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
+    return across, down

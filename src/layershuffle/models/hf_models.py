@@ -1,0 +1,347 @@
+"""transformers models: read from a directory, saved in transformers' own layout.
+
+Hub models are downloaded as files and then read like any directory, with the same checks. Code from
+a repository is never run, and only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from layershuffle.core.discovery import check_architecture
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
+from layershuffle.models.authors_files import our_name, with_authors_parts
+from layershuffle.models.files import (
+    CONFIG,
+    LOG,
+    PROCESSOR,
+    WRAPPERS,
+    check_numbers,
+    difference,
+    entries,
+    read_json,
+    refused_by,
+    say_dtype,
+    stored_dtypes,
+    tensor_shapes,
+    weight_files,
+)
+from layershuffle.models.hf_view import processor_of, stored_view, view_of
+from layershuffle.models.origin import (
+    Backbone,
+    Origin,
+    check_rebuilt,
+    new_linear,
+    remember,
+    seeded,
+    sketched,
+    warn_new_head,
+)
+from layershuffle.models.timm_view import config_of_view
+from layershuffle.text import shortened
+
+NAME = "transformers"
+# Implementations in transformers or torch; any other name is a repository with code to download.
+_ATTENTION = frozenset(
+    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
+)
+# Keywords of a configuration that could make timm read or download other files.
+_INSIDE_TIMM = frozenset(
+    {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+)
+_HINT = "check config.json against the weights, or take the model from its source again"
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether transformers made the model."""
+    return isinstance(model, PreTrainedModel)
+
+
+def random(directory: Path, *, seed: int) -> nn.Module:
+    """The image classifier of the configuration in `directory`, with random weights."""
+    config = checked_config(directory)
+    with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
+        backbone: Backbone = AutoModelForImageClassification.from_config(config)
+    return remember(backbone.eval(), Origin(view=stored_view(backbone, directory)))
+
+
+def foreign(directory: Path, *, seed: int, base: str | None) -> nn.Module:
+    """The image classifier that somebody else saved in `directory`; `base`: its name on the hub.
+
+    A missing head is initialised, with a warning. A checkpoint of the paper's authors is loaded
+    with its position parts.
+    """
+    config = checked_config(directory)
+    kind = AutoModelForImageClassification
+    backbone = _stored(directory, kind, config, seed=seed, lenient=True)
+    view = stored_view(backbone, directory)
+    remember(backbone, Origin(view=view, base_model=base))
+    return with_authors_parts(backbone, directory)
+
+
+def num_classes(backbone: Backbone) -> int:
+    """Number of classes of the head, 0 for a model that is no image classifier."""
+    # Every configuration has a num_labels (2 by default), also that of a model without a head.
+    is_classifier = "ForImageClassification" in type(backbone).__name__
+    return int(backbone.config.num_labels) if is_classifier else 0
+
+
+def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
+    """Replace all heads of `backbone` by new ones, with a warning."""
+    old, config = num_classes(backbone), backbone.config
+    heads = _heads(backbone)
+    if not heads:
+        raise UsageError(
+            f"{type(backbone).__name__} has no linear head with an output for each class",
+            hint="load a model for image classification; hf:DIR makes one of a saved backbone",
+        )
+    std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
+    for number, (path, head) in enumerate(heads.items()):
+        owner, _, attribute = path.rpartition(".")
+        # Different seeds, so the two heads of a distilled model do not start equal.
+        new = new_linear(head, classes, std=std, seed=seed + number)
+        setattr(backbone.get_submodule(owner), attribute, new)
+    set_class_names(backbone, [f"LABEL_{index}" for index in range(classes)])  # its filler
+    backbone.num_labels = classes
+    timm_model = getattr(backbone, "timm_model", None)
+    if timm_model is not None:
+        timm_model.num_classes = classes
+    warn_new_head(old, classes, seed=seed)
+
+
+def _heads(backbone: Backbone) -> dict[str, nn.Linear]:
+    """Linear layers beside the encoder with an output per class, by path."""
+    classes = num_classes(backbone)
+    heads = {n: child for n, child in backbone.named_children() if isinstance(child, nn.Linear)}
+    if not heads and hasattr(backbone, "timm_model"):
+        # In transformers' wrapper, the head is inside timm's model.
+        inner = backbone.timm_model.get_classifier()
+        named = backbone.named_modules()
+        heads = {n: m for n, m in named if m is inner and isinstance(m, nn.Linear)}
+    return {name: head for name, head in heads.items() if head.out_features == classes}
+
+
+def class_names(backbone: Backbone) -> tuple[str, ...] | None:
+    """The names in id2label; `None` for transformers' placeholders (LABEL_0, ...)."""
+    names, count = backbone.config.id2label, num_classes(backbone)
+    listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(count))
+    filler = all(name == f"LABEL_{index}" for index, name in enumerate(listed))
+    return None if filler else listed
+
+
+def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
+    """Set the class names, which also sets the number of classes in the configuration."""
+    backbone.config.id2label = dict(enumerate(names))
+    backbone.config.label2id = {name: index for index, name in enumerate(names)}
+    if hasattr(backbone.config, "label_names"):  # the wrapper around timm prefers these
+        backbone.config.label_names = list(names)
+
+
+def set_depth(backbone: Backbone, depth: int) -> None:
+    """Set the number of blocks in the configuration of `backbone` to `depth`.
+
+    Raises `UsageError` if transformers would build another model from it.
+    """
+    config = getattr(backbone.config, "vision_config", backbone.config)
+    before, done = dict(vars(config)), False
+    config.num_hidden_layers = depth
+    if hasattr(config, "stage_names"):  # of models that can also serve as backbones
+        config.stage_names = ["stem", *(f"stage{block}" for block in range(1, depth + 1))]
+        config.set_output_features_output_indices(out_features=None, out_indices=[depth])
+    try:
+        _check_rebuilt(backbone)
+        done = True
+    finally:
+        if not done:
+            vars(config).clear()
+            vars(config).update(before)
+
+
+def _check_rebuilt(backbone: Backbone) -> None:
+    with quiet():
+        check_rebuilt(
+            backbone,
+            lambda: type(backbone)(copy.deepcopy(backbone.config)),
+            how=f"{type(backbone).__name__} of its configuration",
+            hint="build it from its configuration, without add_pooling_layer=False and the like",
+        )
+
+
+def image_view(backbone: Backbone) -> ImageView:
+    """The default view of this kind of model; the view of a loaded model is in its origin."""
+    return view_of(backbone)
+
+
+def write(
+    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Save with `save_pretrained`, and a processor for the view. Returns (class name, {}).
+
+    Raises `UsageError` for models that their class would not build from their configuration.
+    """
+    if model_args:
+        raise UsageError("A transformers model takes no model_args: its config has them all")
+    if getattr(transformers, type(backbone).__name__, None) is not type(backbone):
+        raise UsageError(
+            f"{type(backbone).__name__} is not a class of transformers, which could not load it",
+            hint="save a model of transformers itself",
+        )
+    _check_rebuilt(backbone)
+    before = dict(vars(backbone.config))  # save_pretrained adds architecture and dtype to it
+    wrapped = hasattr(backbone, "timm_model")
+    try:
+        if wrapped:  # its processor reads timm's settings
+            cfg = getattr(backbone.config, "pretrained_cfg", None) or {}
+            backbone.config.pretrained_cfg = {**cfg, **config_of_view(view)}
+        with quiet():
+            # Copies, because the library does not write tensors that tied blocks share.
+            tensors = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+            backbone.save_pretrained(directory, state_dict=tensors)
+    finally:
+        vars(backbone.config).clear()
+        vars(backbone.config).update(before)
+    processor = None if wrapped else processor_of(view)
+    if processor:
+        text = json.dumps(processor, indent=2)
+        (directory / PROCESSOR).write_text(text + "\n", encoding="utf-8")
+    return type(backbone).__name__, {}
+
+
+def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+    """The model that `write` wrote into `directory`, and its class name. Requires all tensors."""
+    config = checked_config(directory)
+    name = next(iter(config.architectures or ()), "")
+    kind = getattr(transformers, name, None)
+    if getattr(kind, "config_class", None) is not type(config):
+        raise ModelFileError(
+            f"The architecture {name!r} is no model of transformers with a {type(config).__name__}",
+            place=directory / CONFIG,
+            hint="save the model again",
+        )
+    backbone = _stored(directory, kind, config, seed=seed, lenient=False)
+    return backbone, name
+
+
+def check_wrappable(directory: Path) -> None:
+    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
+    config = checked_config(directory)
+    check_architecture(_sketch(AutoModelForImageClassification.from_config, config, directory))
+
+
+def _sketch(make: Callable[[Any], nn.Module], config: Any, directory: Path) -> nn.Module:
+    with refused_by(NAME, directory, hint=_HINT), quiet():
+        return sketched(lambda: make(copy.deepcopy(config)))
+
+
+def checked_config(directory: Path) -> Any:
+    """transformers' configuration. Raises `ModelFileError` for harmful or invalid content."""
+    place = directory / CONFIG
+    data = read_json(place)
+    check_numbers(data, place)
+    for key, value in entries(data):
+        refused = None
+        if key.endswith("attn_implementation") and value is not None:
+            # In a nested configuration it may be an object, an entry for each part.
+            if str(value) not in _ATTENTION:
+                refused = "asks for code from elsewhere"
+        elif key in ("quantization_config", "use_kernels") and value:
+            refused = "is not of plain weights"
+        elif key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys():
+            refused = "makes timm read other files"
+        elif key == "id2label" and not isinstance(value, dict | None):
+            refused = "does not name the classes by number"
+        if refused:
+            raise ModelFileError(
+                f"The configuration {refused} ({key} = {str(value)[:80]!r})",
+                place=place,
+                hint=f"correct {key} in the file, or take the model from its source again",
+            )
+    if (directory / "adapter_config.json").exists():
+        raise ModelFileError(
+            "This is an adapter, not a model", place=directory, hint="merge it into its base first"
+        )
+    with refused_by(NAME, directory, hint=_HINT), quiet():
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+
+
+def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool) -> Backbone:
+    """The model of this `kind` (a class) in `directory`, in float32.
+
+    With `lenient`, heads may be missing and other tensors present.
+    """
+    files = weight_files(directory)
+    make = kind.from_config if lenient else kind
+    expected = _sketch(make, config, directory).state_dict()
+    for file in files:
+        for name, shape in tensor_shapes(file).items():
+            wanted = expected.get(WRAPPERS.sub("", name))
+            # transformers says the same in its log alone, after it took the memory.
+            if wanted is not None and tuple(wanted.shape) != shape:
+                raise ModelFileError(
+                    f"{name} has the shape {shape} in the file, and {tuple(wanted.shape)} by "
+                    f"{CONFIG}",
+                    place=directory,
+                    hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
+                )
+    say_dtype(stored_dtypes(*files), directory)
+    # The seed is for missing heads.
+    with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
+        backbone, info = kind.from_pretrained(
+            directory,
+            config=config,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            key_mapping={WRAPPERS.pattern: ""},
+            output_loading_info=True,
+        )
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if lenient:
+        # Backbones without a head may be refined, but no other tensor may be missing.
+        heads = {f"{path}.{name}" for path in _heads(backbone) for name in ("weight", "bias")}
+        if missing & heads:
+            LOG.warning(
+                "%s has no classification head: one with %d classes is freshly initialised, so "
+                "train before you score.",
+                directory,
+                num_classes(backbone),
+            )
+        # Heads of other tasks are ignored, with a warning.
+        unused = sorted(name for name in unexpected if our_name(name) is None)
+        if unused:
+            LOG.warning("%s: tensors that are not used: %s.", directory, shortened(unused))
+        missing, unexpected = missing - heads, set()
+    if missing or unexpected:
+        raise ModelFileError(
+            "The tensors in the file are not those of the model: "
+            + difference(missing, unexpected),
+            place=directory,
+            hint="weights and configuration come from different models: save the model again",
+        )
+    return backbone
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Disable transformers' progress bars and load reports, which our errors and logs replace."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,334 @@
+"""timm models: built by name, saved in timm's own directory layout.
+
+`timm.create_model("local-dir:DIR", pretrained=True)` reads the files of `write` without this
+package: config.json has architecture, model_args, label_names and pretrained_cfg in timm's form.
+Directories and training checkpoints of timm itself can be read too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import timm
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from layershuffle.core.discovery import check_architecture
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
+from layershuffle.models.files import (
+    CONFIG,
+    WEIGHTS,
+    check_numbers,
+    read_json,
+    read_tensors,
+    refused_by,
+    say_dtype,
+    stored_dtypes,
+    weight_files,
+    write_tensors,
+)
+from layershuffle.models.hub import fetched, weights_missing
+from layershuffle.models.origin import (
+    Backbone,
+    Origin,
+    check_rebuilt,
+    filled,
+    listed_names,
+    origin_of,
+    remember,
+    seeded,
+    sketched,
+    unknown_name,
+    warn_new_head,
+)
+from layershuffle.models.timm_view import config_of_view, image_size, set_view, view_of_config
+
+NAME = "timm"
+_VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
+# Arguments of timm.create_model that read files or change the kind of model; refused in specs and
+# files.
+_RESERVED = frozenset(
+    {
+        "cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only",
+        "model_name", "no_jit", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
+        "pretrained_model_args", "pruned", "scriptable",
+    }
+)  # fmt: skip
+# Keys of pretrained_cfg that timm uses to load a directory or to resolve transforms.
+_CFG_KEYS = (
+    "interpolation", "crop_pct", "crop_mode", "first_conv", "classifier", "fixed_input_size",
+    "pool_size",
+)  # fmt: skip
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether timm made the model."""
+    return hasattr(model, "pretrained_cfg") or type(model).__module__.startswith("timm.")
+
+
+def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """The model `name`; `settings`: keywords of timm.create_model (`pretrained` defaults to true).
+
+    `checkpoint`: a file of timm's training script with the weights. `mean`, `std`,
+    `interpolation`, `crop_pct` and `crop_mode` change the image view. Raises `UsageError` for
+    unknown names and keywords, `ModelFileError` if the weights are unavailable, `StackError` for a
+    model that `wrap` would refuse, before its weights are fetched.
+    """
+    args = dict(settings)
+    checkpoint = args.pop("checkpoint", None)
+    pretrained = args.pop("pretrained", checkpoint is None)
+    if not isinstance(pretrained, bool):
+        raise UsageError(f"pretrained must be true or false, got {pretrained!r}")
+    view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
+    # timm would silently drop the trained head; here it is loaded, then replaced with a warning.
+    classes = args.pop("num_classes", None) if pretrained else None
+    base = None
+    hint = f"correct or leave out an argument after '?': timm.create_model({name!r}, ...) takes it"
+    with refused_by("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
+        if checkpoint is not None:
+            path = Path(str(checkpoint)).expanduser()
+            backbone = _from_checkpoint(name, args, path, seed)
+        else:
+            weights: dict[str, Any] = {}
+            if pretrained:
+                check_architecture(sketched(lambda: _create(name, args)))
+                base, file = _trained(name)
+                # With custom_load, timm would use the architecture's own loader, not this file.
+                weights = {
+                    "pretrained": True,
+                    "pretrained_cfg_overlay": {"file": file} | _NO_LOADER,
+                }
+            with seeded(seed):
+                backbone = _create(name, args, **weights)
+    set_view(backbone, view)
+    if pretrained:
+        _name_imagenet(backbone)
+    if classes is not None and classes != num_classes(backbone):
+        resize_head(backbone, classes, seed=seed)
+    return remember(backbone, Origin(model_args=args, base_model=base))
+
+
+_NO_LOADER = {"custom_load": False}
+
+
+def _create(name: str, args: Mapping[str, Any], **weights: Any) -> Backbone:
+    # With a colon (hf-hub:, local-dir:), timm would read files without our checks.
+    if ":" in name or not timm.is_model(name.partition(".")[0]):
+        raise unknown_name(
+            "timm model", name, names=timm.list_models(), listing="see timm.list_models('*vit*')"
+        )
+    refused = sorted(_RESERVED & args.keys())
+    if refused:
+        raise UsageError(f"{refused[0]!r} is not an argument of a model", hint="leave it out")
+    return timm.create_model(name, **weights, **args)
+
+
+def _trained(name: str) -> tuple[str, str]:
+    """(hub name, path of the downloaded safetensors); timm itself would fall back to a pickle."""
+    repository = getattr(get_pretrained_cfg(name), "hf_hub_id", None)
+    random = f"timm:{name}?pretrained=false"
+    if not repository:
+        raise UsageError(
+            f"timm has no weights of {name!r} in safetensors",
+            hint=f"choose one of timm.list_models('{name.partition('.')[0]}*', pretrained=True), "
+            f"or {random} for random weights",
+        )
+    path = fetched(repository, [WEIGHTS], random=random) / WEIGHTS
+    if not path.is_file():
+        raise weights_missing(
+            f"timm:{name}", download=f"hf download {repository} {WEIGHTS}", random=random
+        )
+    say_dtype(stored_dtypes(path), f"timm:{name}")  # raises for a damaged download
+    return repository, str(path)
+
+
+def _from_checkpoint(name: str, args: Mapping[str, Any], path: Path, seed: int) -> Backbone:
+    """A model with the weights in a checkpoint of timm's training script (.pth.tar).
+
+    If the run has an average of the weights, it is used, as in timm. torch's restricted unpickler
+    reads the file, which creates tensors and refuses code.
+    """
+    # Downloads that went wrong, of which torch says "weights_only" or "Errno 22".
+    with path.open("rb") if path.is_file() else nullcontext() as file:
+        head = file.read(64).lstrip().lower() if file else b""
+    cut_off = head.startswith(b"pk\x03\x04") and not is_zipfile(path)
+    if cut_off or head.startswith((b"<!doctype", b"<html")):
+        raise ModelFileError(
+            f"This is {'a checkpoint that was cut off' if cut_off else 'an HTML page'}",
+            place=path,
+            hint="download the file again",
+        )
+    hint = (
+        "name a .pth.tar file of timm's train.py, or a .safetensors file, and say what the model "
+        "was trained with, as in ?checkpoint=FILE&num_classes=10"
+    )
+    with refused_by("torch", path, hint=hint):
+        tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+        return filled(lambda: _create(name, args), tensors, place=path, seed=seed)
+
+
+def num_classes(backbone: Backbone) -> int:
+    """Number of classes of the head."""
+    return int(backbone.num_classes)
+
+
+def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
+    """Replace the head (both heads of a distilled model) by a new one, with a warning."""
+    old, reference = num_classes(backbone), next(backbone.parameters())
+    with seeded(seed):
+        backbone.reset_classifier(classes)
+    backbone.to(reference.device, reference.dtype)
+    cfg = {key: value for key, value in backbone.pretrained_cfg.items() if key != "label_names"}
+    backbone.pretrained_cfg = {**cfg, "num_classes": classes}
+    if classes:  # ?num_classes=0 asks for the features themselves
+        warn_new_head(old, classes, seed=seed)
+
+
+def class_names(backbone: Backbone) -> tuple[str, ...] | None:
+    """The `label_names` of the configuration (a list, or a mapping from 0..n-1), else `None`."""
+    names = (getattr(backbone, "pretrained_cfg", None) or {}).get("label_names")
+    if isinstance(names, dict):
+        # Keys of JSON are strings. A mapping from WordNet ids does not give the order.
+        by_index = {str(key): name for key, name in names.items()}
+        names = [by_index.get(str(index)) for index in range(len(by_index))]
+        names = None if None in names else names
+    return listed_names(names, num_classes(backbone), place="label_names")
+
+
+def _name_imagenet(backbone: Backbone) -> None:
+    """Set the class names of weights that timm recognises as trained on (a part of) ImageNet."""
+    subset = infer_imagenet_subset(backbone)
+    if subset is not None and class_names(backbone) is None:
+        set_class_names(backbone, ImageNetInfo(subset).label_names())
+
+
+def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
+    """Set the class names."""
+    backbone.pretrained_cfg = {**backbone.pretrained_cfg, "label_names": list(names)}
+
+
+def set_depth(backbone: Backbone, depth: int) -> None:
+    """Record that `backbone` now has `depth` blocks, for saving.
+
+    Raises `UsageError` if timm cannot build the architecture with this depth.
+    """
+    args = {**_known_args(backbone), "depth": depth}
+    _check_rebuilt(
+        backbone, _architecture(backbone), {**args, "num_classes": num_classes(backbone)}
+    )
+    remember(backbone, replace(origin_of(backbone), model_args=args))
+
+
+def image_view(backbone: Backbone) -> ImageView:
+    """The view in the model's pretrained_cfg, at the model's size and channels.
+
+    Raises `UsageError` for settings that a view does not have (the crop mode border).
+    """
+    return view_of_config(backbone, resolve_data_config(model=backbone))
+
+
+def write(
+    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Write config.json and model.safetensors. Returns (architecture, arguments to rebuild it).
+
+    Raises `UsageError` if the arguments are unknown, or give another model.
+    """
+    named = dict(model_args or {})
+    name = named.pop("architecture", None) or _architecture(backbone)
+    hint = "pass replacements by name: save(model, directory, model_args={...})"
+    with refused_by("JSON", hint=hint, kind=UsageError):
+        known = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
+        args: dict[str, Any] = json.loads(json.dumps(known))
+    _check_rebuilt(backbone, name, args)
+    cfg = getattr(backbone, "pretrained_cfg", None) or {}
+    config = {
+        "architecture": name,
+        "num_classes": num_classes(backbone),
+        "num_features": int(backbone.num_features),
+        "model_args": args,
+        "pretrained_cfg": {
+            **{key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None},
+            **config_of_view(view),
+            "num_classes": num_classes(backbone),
+            **_NO_LOADER,
+        },
+    }
+    names = class_names(backbone)
+    if names:  # timm reads them from here
+        config["label_names"] = list(names)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(backbone.state_dict(), directory / WEIGHTS)
+    return name, args
+
+
+def _architecture(backbone: Backbone) -> str:
+    name = (getattr(backbone, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        raise UsageError(
+            f"It is unknown how timm built this {type(backbone).__name__}",
+            hint="make it with timm.create_model, or name it: save(model, directory, "
+            "model_args={'architecture': 'vit_tiny_patch16_224', 'depth': 12, ...})",
+        )
+    return str(name)
+
+
+def _known_args(backbone: Backbone) -> dict[str, Any]:
+    """Arguments recorded by timm (1.0.31 or later) or by `build`, else those of its attributes."""
+    args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
+    if not args:
+        args = {"in_chans": getattr(backbone, "in_chans", None), "img_size": image_size(backbone)}
+    return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
+
+
+def _check_rebuilt(backbone: Backbone, name: str, args: Mapping[str, Any]) -> None:
+    check_rebuilt(
+        backbone,
+        lambda: _create(name, args),
+        how=f"timm.create_model({name!r}) with {dict(args)}",
+        hint="name what it was built with: save(model, directory, model_args={'depth': 12})",
+    )
+
+
+def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+    """The model that `write`, or timm, wrote into `directory`, and its architecture.
+
+    Raises `ModelFileError` if config.json and weights do not fit together.
+    """
+    place = directory / CONFIG
+    config = read_json(place)
+    check_numbers(config, place)
+    hint = "check config.json against the weights, or take the model from its source again"
+    with refused_by("timm", directory, hint=hint):
+        name, cfg = config["architecture"], dict(config.get("pretrained_cfg", {}))
+        args = _defaults(config, cfg) | config.get("model_args", {})
+        tensors = read_tensors(*weight_files(directory))
+        backbone: Backbone = filled(
+            lambda: _create(name, args), tensors, place=directory, seed=seed
+        )
+        cfg |= {"label_names": config["label_names"]} if "label_names" in config else {}
+        # Only these keys, because others could name files for timm to load.
+        keys = (*_CFG_KEYS, "mean", "std", "label_names")
+        usable = {key: cfg[key] for key in keys if key in cfg}
+        backbone.pretrained_cfg = {**backbone.pretrained_cfg, **usable}
+        class_names(backbone)  # raises for invalid names
+    return remember(backbone, Origin(model_args=args)), name
+
+
+def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that timm takes from pretrained_cfg if they are not in model_args."""
+    args = {"num_classes": config.get("num_classes", cfg.get("num_classes"))}
+    size = cfg.get("input_size")
+    if isinstance(size, list) and len(size) == 3:
+        args["in_chans"] = size[0]
+        if cfg.get("fixed_input_size"):
+            args["img_size"] = size[1:]
+    return {key: value for key, value in args.items() if value is not None}

@@ -1,0 +1,225 @@
+"""torchvision vision transformers: built by name, saved as stock keys and constructor arguments.
+
+torchvision has no directory layout. The files of `write` can be loaded without this package:
+
+    model = torchvision.models.VisionTransformer(**json.load(open("config.json"))["kwargs"])
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from layershuffle.core.discovery import check_architecture
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.image_view import ImageView
+from layershuffle.models.files import (
+    CONFIG,
+    WEIGHTS,
+    check_numbers,
+    read_json,
+    read_tensors,
+    refused_by,
+    weight_files,
+    write_tensors,
+)
+from layershuffle.models.hub import weights_missing
+from layershuffle.models.origin import (
+    Backbone,
+    Origin,
+    check_rebuilt,
+    filled,
+    listed_names,
+    origin_of,
+    remember,
+    seeded,
+    sketched,
+    unknown_name,
+    warn_new_head,
+)
+
+NAME = "torchvision"
+_CLASS = "VisionTransformer"
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of torchvision's ImageNet presets
+_CROP = 224 / 256  # the presets resize to 256 and crop to 224
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether it is a vision transformer of torchvision."""
+    return isinstance(model, VisionTransformer)
+
+
+def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """The classification model `name`; `weights`: a tag or none (default: DEFAULT).
+
+    The other `settings` are keywords of torchvision's builder. Raises `UsageError` for unknown
+    names and keywords, `ModelFileError` if the weights are unavailable, `StackError` for a model
+    that `wrap` would refuse, before its weights are downloaded.
+    """
+    names = torchvision.models.list_models(module=torchvision.models, include="vit_*")
+    if name not in names:
+        listing = f"its vision transformers are {', '.join(names)}"
+        raise unknown_name("torchvision model", name, names=names, listing=listing)
+    args = dict(settings)
+    tag = args.pop("weights", "DEFAULT" if args.pop("pretrained", True) else None)
+    hint = "correct or leave out an argument after '?'; image_size and num_classes are usual"
+    with refused_by("torchvision", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
+        if tag is None or str(tag).lower() == "none":
+            with seeded(seed):
+                return remember(_create(name, args), Origin(model_args=args))
+        kinds = torchvision.models.get_model_weights(name).__members__
+        if tag not in kinds:
+            raise unknown_name(
+                f"set of weights for {name} called", str(tag), names=list(kinds),
+                listing=f"{', '.join(kinds)} or none",
+            )  # fmt: skip
+        return _trained(name, args, kinds[str(tag)], seed)
+
+
+def _create(name: str, args: Mapping[str, Any]) -> Backbone:
+    return torchvision.models.get_model(name, weights=None, **args)
+
+
+def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Module:
+    categories, preset = tuple(weights.meta["categories"]), weights.transforms()
+    classes, size = args.pop("num_classes", None), weights.meta["min_size"][0]
+    args = {"num_classes": len(categories), "image_size": size, **args}
+    check_architecture(sketched(lambda: _create(name, args)))
+    with seeded(seed):
+        backbone: Backbone = _create(name, args)
+    # torchvision only publishes .pth files. Their hash is checked, and with weights_only torch
+    # reads tensors and refuses other pickled objects, unlike torch.hub's default.
+    try:
+        tensors = weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
+    except URLError as error:
+        raise weights_missing(
+            f"torchvision:{name}",
+            why=f"the network did not give them ({error.reason})",
+            place=torch.hub.get_dir(),
+            download=f'python -c "import torch; torch.hub.load_state_dict_from_url('
+            f"'{weights.url}', weights_only=True)\"",
+            random=f"torchvision:{name}?weights=none",
+        ) from error
+    backbone.load_state_dict(tensors, strict=True)
+    view = replace(
+        image_view(backbone),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        interpolation=str(preset.interpolation.value),
+        crop_pct=min(1.0, preset.crop_size[0] / preset.resize_size[0]),
+    )
+    trained = remember(backbone, Origin(model_args=args, view=view, class_names=categories))
+    if classes is not None and classes != num_classes(backbone):
+        resize_head(backbone, classes, seed=seed)
+    return trained
+
+
+def num_classes(backbone: Backbone) -> int:
+    """Number of classes of the head."""
+    return int(backbone.heads.head.out_features)
+
+
+def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
+    """Replace the head of `backbone` by a zero one, as in torchvision, with a warning."""
+    old: nn.Linear = backbone.heads.head
+    # On the meta device, which does not draw from torch's global generator.
+    new = nn.Linear(old.in_features, classes, device="meta").to_empty(device=old.weight.device)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.zero_()
+    backbone.heads.head = new.to(old.weight.dtype)
+    backbone.num_classes = classes  # an attribute of torchvision
+    remember(backbone, replace(origin_of(backbone), class_names=None))
+    warn_new_head(old.out_features, classes, seed=seed)
+
+
+def class_names(backbone: Backbone) -> tuple[str, ...] | None:
+    """The categories of the weights, or those of the data that the model was refined on."""
+    return origin_of(backbone).class_names
+
+
+def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
+    """Set the class names, which config.json lists as "categories", torchvision's term."""
+    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
+
+
+def set_depth(backbone: Backbone, depth: int) -> None:
+    """Do nothing: `write` takes the number of blocks from the model."""
+
+
+def image_view(backbone: Backbone) -> ImageView:
+    """torchvision's ImageNet preset at the model's size; that of weights is in the origin."""
+    return ImageView(
+        channels=3,
+        height=backbone.image_size,
+        width=backbone.image_size,
+        mean=_MEAN,
+        std=_STD,
+        interpolation="bilinear",
+        crop_pct=_CROP,
+    )
+
+
+def write(
+    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Write config.json and model.safetensors. Returns ("VisionTransformer", its arguments).
+
+    Raises `UsageError` for models that these arguments do not describe.
+    """
+    # The view is in layershuffle.json.
+    del view
+    sizes = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "attention_dropout")
+    blocks = list(backbone.encoder.layers.children())
+    kwargs = {
+        **{name: getattr(backbone, name) for name in sizes},
+        "num_layers": len(blocks),
+        "num_heads": int(blocks[0].num_heads),
+        "num_classes": num_classes(backbone),
+        "representation_size": backbone.representation_size,
+        **(model_args or {}),
+    }
+    # A convolutional stem, another norm or activation has no place in a file.
+    check_rebuilt(
+        backbone,
+        lambda: VisionTransformer(**kwargs),
+        how=f"{_CLASS} of torchvision with {kwargs}",
+        hint="build it from sizes alone (image_size, patch_size, num_layers, ...)",
+    )
+    names = class_names(backbone)
+    config = {"name": _CLASS, "kwargs": kwargs} | ({"categories": list(names)} if names else {})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(backbone.state_dict(), directory / WEIGHTS)
+    return _CLASS, kwargs
+
+
+def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+    """The model that `write` wrote into `directory`, and the name of its class."""
+    place = directory / CONFIG
+    config = read_json(place)
+    check_numbers(config, place)
+    if config.get("name") != _CLASS:
+        raise ModelFileError(
+            f'torchvision\'s configuration has "name": "{_CLASS}" and an object "kwargs"',
+            place=place,
+            hint="save the model again",
+        )
+
+    hint = "check config.json against the weights, or save the model again"
+    with refused_by("torchvision", directory, hint=hint):
+        tensors = read_tensors(*weight_files(directory))
+        backbone: Backbone = filled(
+            lambda: VisionTransformer(**config["kwargs"]), tensors, place=directory, seed=seed
+        )
+        names = listed_names(config.get("categories"), num_classes(backbone), place=place)
+    return remember(backbone, Origin(model_args=config["kwargs"], class_names=names)), _CLASS
