@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.losses import logits_of
-from layershuffle.core.modes import parse_modes
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import running
 from layershuffle.data.class_names import numbered

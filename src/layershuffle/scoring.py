@@ -12,8 +12,8 @@ from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
-from layershuffle.core.modes import parse_modes
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches

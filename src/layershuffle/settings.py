@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from layershuffle.core.methods import Method, find_method
-from layershuffle.core.modes import parse_modes
-from layershuffle.core.policies import Choice
+from layershuffle.core.policies import Choice, parse_modes
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device

@@ -18,8 +18,7 @@ from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Score, evaluate
-from layershuffle.core.modes import Mode
-from layershuffle.core.policies import OrderMode
+from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches

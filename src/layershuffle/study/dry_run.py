@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
 from layershuffle.study.pool import gpu_count

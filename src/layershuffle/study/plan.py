@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.errors import UsageError
 from layershuffle.files import refuse_foreign, remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
-from layershuffle.core.modes import Mode
+from layershuffle.core.policies import Mode
 from layershuffle.errors import DataError, TrainingError
 from layershuffle.text import one_line
 from layershuffle.training.checkpoints import save_checkpoint
