@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import forward_many, images_at_once
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval

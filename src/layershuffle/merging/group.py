@@ -171,10 +171,6 @@ class MergeGroup:
         return encoding.table
 
 
-# `layershuffle.Family` was the first public name of the class and is still supported.
-Family = MergeGroup
-
-
 def merge(donors: Sequence[nn.Module], plan: MergePlan) -> nn.Module:
     """A merge of `donors`, as a view of them in eval mode.
 

@@ -20,6 +20,7 @@ from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import check_numbers, read_json
 from layershuffle.models.origin import view_from_json
+from layershuffle.results import current_method
 from layershuffle.text import did_you_mean, one_line
 
 METADATA_FILE = "layershuffle.json"
@@ -89,7 +90,13 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
     for part in (metadata.model_args, metadata.position.model_dump(), sizes):
         check_numbers(part, path)
     _check_policy(metadata, path)
-    return metadata
+    if metadata.method is None:
+        return metadata
+    # Merges compare the methods of donors, which may be of different versions.
+    method, settings = current_method(metadata.method, metadata.settings or {})
+    return metadata.model_copy(
+        update={"method": method, "settings": settings if metadata.settings else None}
+    )
 
 
 def view_of_record(metadata: ModelMetadata, path: Path) -> ImageView:

@@ -66,7 +66,7 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
-from layershuffle.recipes import recipe_of_model
+from layershuffle.settings import recipe_of_model
 
 
 class HostLibrary(Protocol):

@@ -256,7 +256,7 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     from timm import is_model
 
     from layershuffle.models.spec import parse_spec
-    from layershuffle.recipes import recipe_of_model
+    from layershuffle.settings import recipe_of_model
 
     spec = parse_spec(model)
     recipe = None if Path(spec.place).exists() else recipe_of_model(Path(spec.place))
