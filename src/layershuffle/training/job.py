@@ -96,13 +96,9 @@ class Job:
 
     @cached_property
     def has_unused_parameters(self) -> bool:
-        """Whether DDP has to look for parameters without a gradient.
-
-        It then walks the graph in every step, so this is only on if there can be such parameters.
-        """
-        if self.ranks.count == 1 or self.sharded:
-            return False
-        return not self.method.runs_all or bool(idle_parameters(self.model))
+        """Whether DDP has to look for parameters without a gradient, by a walk in every step."""
+        alone = self.ranks.count == 1 or self.sharded
+        return not alone and (not self.method.runs_all or bool(idle_parameters(self.model)))
 
     @cached_property
     def depth(self) -> int:
