@@ -70,7 +70,6 @@ GPU_TARGETS: dict[str, tuple[str, str, Bound | None]] = {
     "inference": ("ViT-B/16 at 224, batch 640, bf16:", "images/s", Bound("at_least", 12_500)),
     "inference, MFU": ("of a matrix product measured in the run:", "%", None),
     "training step, order": ("shuffled / fixed order", "", Bound("at_most", 1.01)),
-    "training step, precision": ("bf16 autocast / bf16-pure", "", None),
     "training step, compiled": ("eager / compiled", "", None),
     "inference, compiled": ("eager / compiled", "", Bound("at_least", 1.12)),
     "training step, plain": ("plain Trainer, as the authors' / ours", "", Bound("at_least", 2.5)),

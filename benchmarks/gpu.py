@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -39,12 +38,11 @@ from layershuffle.bench.workloads import (
     sweeps,
 )
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.errors import LayerShuffleError
 from layershuffle.text import one_line
-from layershuffle.training.weights_cast import weights_cast_to
 
 MOST_SECONDS = 480  # after that no section begins; the longest one takes two minutes
 FULL = BenchConfig(
@@ -138,21 +136,6 @@ def order(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     )  # fmt: skip
 
 
-def precision(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
-    """Autocast against forwards that are bf16 altogether, both over fp32 weights."""
-    workload, compiler = config.workload(), config.compiler()
-    compiler.add(workload.model)
-    optimiser = torch.optim.AdamW(workload.model.train().parameters(), lr=1e-4, fused=True)
-    autocast, pure = (
-        training_side(replace(config, precision=name), workload, optimiser=optimiser)
-        for name in ("bf16", "bf16-pure")
-    )
-    yield compared_blocks(
-        "training step, precision",
-        a=autocast, b=pure, effort=effort, compiler=compiler, compiled=[autocast, pure],
-    )  # fmt: skip
-
-
 def compiled(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Compiled blocks against eager ones, in training and inference."""
     for name, make in (
@@ -176,14 +159,12 @@ def training_side(
     steps, depth, device = count(), depth_of(workload.model), config.device
     drawn = policy or Shuffled()
     workload.model.train()
-    labels, pure = workload.labels.to(device), config.precision == "bf16-pure"
-    images = workload.images.bfloat16() if pure else workload.images
+    labels, images = workload.labels.to(device), workload.images
 
     def step() -> None:
         with (
             running(workload.model, drawn.draw(depth, seed=0, step=next(steps))),
             torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"),
-            weights_cast_to(workload.model, torch.bfloat16) if pure else nullcontext(),
         ):
             logits = logits_of(workload.model(images)).float()
         F.cross_entropy(logits, labels).backward()
@@ -253,7 +234,7 @@ def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
 
 
 SECTIONS = (
-    training, inference, order, precision, compiled, against_plain, four_orders, trie, reading
+    training, inference, order, compiled, against_plain, four_orders, trie, reading
 )  # fmt: skip
 
 

@@ -23,11 +23,9 @@ from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
 from layershuffle.bench.training import time_training, training_state
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.methods import find_method
+from layershuffle.core.methods import Method
 from layershuffle.core.policies import Sequential, Shuffled
-from layershuffle.core.position import EncodingForm, PredictionForm, add_position
 from layershuffle.core.stack import depth_of, running
-from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.settings import FitSettings
 
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -35,17 +33,14 @@ METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("layershuffle-position", {}),
     ("layershuffle-predict", {}),
     ("layerdrop", {}),
-    ("layershuffle-depth", {}),
-    ("layershuffle-parallel", {}),
-    ("layershuffle-tied", {"distinct": 3}),
-    ("layershuffle-mixed", {"orders_per_batch": 4}),
-    ("layershuffle-exit", {}),
+    ("layershuffle", {"min_kept": 3}),
+    ("layershuffle", {"max_parallel": 4}),
+    ("layershuffle", {"distinct": 3}),
+    ("layershuffle", {"sequential_every": 4, "orders_per_batch": 4}),
+    ("layershuffle", {"exit_weight": 0.3}),
     # The two best recipes of docs/methods.md, after a longer training.
-    ("layershuffle-mixed", {"orders_per_batch": 4, "exit_weight": 0.3}),
-    (
-        "layershuffle-tied",
-        {"distinct": 3, "sequential_every": 4, "orders_per_batch": 4, "exit_weight": 0.3},
-    ),
+    ("anyorder", {}),
+    ("anyorder", {"distinct": 3}),
 )
 CASES = {"width 64, batch 64": (WIDTH_64, 64, 20), "width 192, batch 32": (WIDTH_192, 32, 4)}
 SMOKES = {"smoke": (PICO, 8, 1)}
@@ -59,8 +54,6 @@ def training_step(spec: str, *, batch: int, method: str, steps: int, **options: 
         method=method, model=spec, data="generated", batch_size=batch, device="cpu",
         precision="fp32", workers=0, log_every=1 << 30, **options,
     )  # fmt: skip
-    if (distinct := settings.find_method().distinct) is not None:
-        tie(workload.model, middle_blocks(distinct, depth_of(workload.model)))
     state = training_state(settings, workload, compiler=BlockCompiler(reason="compile is off"))
 
     def side() -> float:
@@ -74,15 +67,8 @@ def training_step(spec: str, *, batch: int, method: str, steps: int, **options: 
 
 def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -> Side:
     """Seconds of a forward of the whole batch, in a new order every time if the method shuffles."""
-    workload, parts = make_workload(spec, batch=batch), find_method(method)
-    if distinct is not None:
-        tie(workload.model, middle_blocks(distinct, depth_of(workload.model)))
-    model = add_position(
-        workload.model,
-        encoding=EncodingForm() if parts.encoding else None,
-        prediction=PredictionForm() if parts.prediction else None,
-        seed=0,
-    ).eval()
+    workload, parts = make_workload(spec, batch=batch), Method(method, distinct=distinct)
+    model = parts.prepare(workload.model).eval()
     policy = Shuffled() if parts.selects_by == "arbitrary" else Sequential()
     steps = count()
 

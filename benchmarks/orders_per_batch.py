@@ -10,14 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 
-import torch.nn.functional as F
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.core.policies import Shuffled
-from layershuffle.core.stack import depth_of, running
-from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
+from layershuffle.core.methods import Method
 
 GROUPS = (2, 4, 8)
 CASES = {"width 64, batch 64": (WIDTH_64, 64, None), "width 192, batch 32": (WIDTH_192, 32, 1.15)}
@@ -27,13 +24,10 @@ SMOKES = {"smoke": (PICO, 8, None)}
 def training_step(workload: Workload, *, groups: int) -> Callable[[], None]:
     """Forward and backward, in new orders each time, as `fit` draws and spreads them."""
     steps = count()
-    depth = depth_of(workload.model)
-    orders = OrderSchedule(policy=Shuffled(), depth=depth, seed=0, per_batch=groups)
+    method = Method("layershuffle", orders_per_batch=groups)
 
     def step() -> None:
-        drawn = orders.draw(step=next(steps), micro_batch=0)
-        with running(workload.model, orders_by_row(drawn, len(workload.images))):
-            loss = F.cross_entropy(workload.model(workload.images), workload.labels)
+        loss = method.loss(workload.model, workload.images, workload.labels, step=next(steps))
         loss.backward()
         workload.model.zero_grad()
 

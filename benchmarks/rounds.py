@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from layershuffle.bench.timing import SMOKE, Effort, Side, gpu_timed
 from layershuffle.bench.workloads import PICO, VIT_B, WIDTH_64, WIDTH_192, Workload, make_workload
 from layershuffle.core.forwards import run_head, run_stem
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of, running
 

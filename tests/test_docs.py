@@ -212,6 +212,16 @@ def test_the_python_page_runs_from_top_to_bottom(repository, tmp_path, monkeypat
     assert (tmp_path / "mine" / "model.safetensors").is_file()
 
 
+def test_the_page_of_own_loops_runs_from_top_to_bottom(repository):
+    text = (repository / "docs" / "own-loop.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    names = {}
+    exec(code, names)
+    assert names["loss"].requires_grad
+    assert names["policy"].drawn == 1
+    assert names["features"].shape[0] == 8
+
+
 def test_the_recipes_of_the_pages_are_those_that_ship(repository):
     """By name: after `pip install` there is no directory `recipes` to name a file in."""
     commands = repository / "docs" / "commands"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.core.evaluation import Tally, evaluate
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import running
 from layershuffle.errors import DataError, UsageError
 from layershuffle.scoring import evaluate_spec, score_rows

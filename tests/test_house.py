@@ -22,7 +22,7 @@ PACKAGE = "layershuffle"
 # The ground needs nothing of the project but itself.
 GROUND = (
     "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "plotting",
-    "progress", "ray_cluster", "recipes", "results", "stats", "text",
+    "ray_cluster", "results", "stats", "text",
 )  # fmt: skip
 # A part of the house -> the parts that its modules may import, beside the ground and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -30,18 +30,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "settings": ("core",),
     "data": ("core", "settings"),
     "models": ("core",),
-    "precision": ("core", "models"),
     "predict": ("core", "models", "data"),
-    "scoring": ("core", "models", "data", "settings", "precision"),
-    "training": ("core", "models", "data", "settings", "precision"),
-    "merging": ("core", "models", "data", "settings", "scoring", "precision"),
+    "scoring": ("core", "models", "data", "settings"),
+    "training": ("core", "models", "data", "settings"),
+    "merging": ("core", "models", "data", "settings", "scoring"),
     "analysis": ("core", "models", "data", "settings", "merging"),
     "study": (
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),
-    "bench": (
-        "core", "models", "data", "settings", "training", "merging", "scoring", "precision",
-    ),
+    "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
     "swarm": ("core", "models", "data", "settings"),
 }  # fmt: skip
 # The command line imports everything, and nothing imports it.
@@ -253,7 +250,11 @@ def offered(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 # Functions of a user's own loop, where everybody writes (model, images, ...).
-AS_IN_A_LOOP = {("core.forwards", "forward_many")}
+AS_IN_A_LOOP = {
+    ("core.forwards", "forward_many"),
+    ("core.methods", "loss"),
+    ("core.methods", "loss_and_logits"),
+}
 
 
 def test_parameters_after_the_second_are_keyword_only() -> None:

@@ -1,97 +1,395 @@
-"""The table of methods."""
+"""Methods: presets and their options, the orders that they draw, and the losses that train them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from layershuffle.core.methods import METHODS, find_method
-from layershuffle.core.policies import Kept, LayerDrop, Sequential, Shuffled
-from layershuffle.errors import UsageError
+import layershuffle as ls
+from common import CLASSES, DEPTH, FAMILIES, images
+from layershuffle.core import losses
+from layershuffle.core.methods import METHOD_OPTIONS, PRESETS, Method
+from layershuffle.core.policies import Kept, LayerDrop, OrderPolicy, Sequential, Shuffled
+from layershuffle.core.stack import blocks_of
+from layershuffle.core.tying import places_tied
+from layershuffle.errors import StackError, UsageError
+from layershuffle.settings import FitSettings
+
+FAMILY = FAMILIES["timm-vit"]
+BATCH = 6
+LABELS = torch.arange(BATCH) % CLASSES
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "selects_by", "parts"),
+    ("name", "policy", "selects_by", "more"),
     [
-        ("baseline", Sequential(), "sequential", (False, False)),
-        ("layershuffle", Shuffled(), "arbitrary", (False, False)),
-        ("layershuffle-position", Shuffled(), "arbitrary", (True, False)),
-        ("layershuffle-predict", Shuffled(), "arbitrary", (False, True)),
-        ("layerdrop", LayerDrop(0.2), "sequential", (False, False)),
-        ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
-        ("layershuffle-parallel", Shuffled(parallel=(1, 4)), "arbitrary", (False, False)),
-        ("layershuffle-mixed", Shuffled(sequential_every=4), "arbitrary", (False, False)),
-        ("layershuffle-exit", Shuffled(), "arbitrary", (False, False)),
-        ("layershuffle-tied", Shuffled(), "arbitrary", (False, False)),
+        ("anyorder", Shuffled(sequential_every=4), "arbitrary",
+         {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3}),
+        ("baseline", Sequential(), "sequential", {}),
+        ("layershuffle", Shuffled(), "arbitrary", {}),
+        ("layershuffle-position", Shuffled(), "arbitrary", {"position": "encode"}),
+        ("layershuffle-predict", Shuffled(), "arbitrary", {"position": "predict"}),
+        ("layerdrop", LayerDrop(0.2), "sequential", {"drop": 0.2}),
+        ("truncated", Sequential(), "sequential", {"kept": 3}),
     ],
-)
-def test_table(name, policy, selects_by, parts):
-    method = find_method(name)
+)  # fmt: skip
+def test_presets(name: str, policy: OrderPolicy, selects_by: str, more: dict[str, Any]) -> None:
+    method = Method(name, kept=more.get("kept"))
     assert method.policy == policy
     assert method.selects_by == selects_by
-    assert (method.encoding, method.prediction) == parts
+    plain = dict.fromkeys(METHOD_OPTIONS) | {"orders_per_batch": 1, "position": "none"}
+    assert method.options == plain | more
 
 
-def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 11
-    assert all(method.source and method.summary for method in METHODS.values())
+def test_anyorder_is_the_default() -> None:
+    assert len(PRESETS) == 7, "all are tested above"
+    assert ls.Method() == Method("anyorder")
+    assert FitSettings(model="m", data="d").build_method() == Method("anyorder")
 
 
-def test_truncated_names_its_blocks():
-    method = find_method("truncated", kept=3)
-    assert (method.policy, method.selects_by) == (Sequential(), "sequential")
+def test_the_options_of_a_method_are_settings_of_fit() -> None:
+    assert set(METHOD_OPTIONS) <= FitSettings.model_fields.keys()
+    options: dict[str, Any] = {
+        "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5, "min_kept": 2,
+        "max_parallel": 3, "distinct": 2, "position": "encode", "kept": 4, "choose": "last",
+    }  # fmt: skip
+    method = FitSettings(method="layershuffle", model="m", data="d", seed=9, **options)
+    assert method.build_method() == Method("layershuffle", seed=9, **options)
+
+
+def test_a_part_of_the_pretrained_blocks() -> None:
+    method = Method("truncated", kept=3)
     assert method.blocks == Kept(3, choose="spaced")
-    assert method.blocks.draw(12, seed=0, step=0).blocks == (0, 6, 11)
-    assert find_method("truncated", kept=3, choose="last").blocks == Kept(3, choose="last")
-
-
-def test_options():
-    assert find_method("layerdrop", drop=0.5).policy == LayerDrop(0.5)
-    assert find_method("layershuffle", drop=0.2).policy == Shuffled(drop=0.2)
-    assert find_method("layershuffle-depth", min_blocks=2).policy == Shuffled(depth=(2, None))
-    assert find_method("layershuffle-parallel", max_parallel=6).policy == Shuffled(parallel=(1, 6))
-    assert find_method("layershuffle-tied").distinct == 1
-    assert find_method("layershuffle-tied", distinct=3).distinct == 3
-
-
-def test_rounds_compose_with_dropped_blocks():
-    wanted = Shuffled(drop=0.2, parallel=(1, 4))
-    assert find_method("layershuffle-parallel", drop=0.2).policy == wanted
-    assert find_method("layershuffle", drop=0.2, max_parallel=4).policy == wanted
-    depth = find_method("layershuffle-depth", min_blocks=2, max_parallel=3)
-    assert depth.policy == Shuffled(depth=(2, None), parallel=(1, 3))
-
-
-def test_sequential_orders_compose_with_every_shuffled_method():
-    assert find_method("layershuffle-mixed", sequential_every=8).policy.sequential_every == 8
-    depth = find_method("layershuffle-depth", sequential_every=4).policy
-    assert depth == Shuffled(depth=(3, None), sequential_every=4)
-    tied = find_method("layershuffle-tied", distinct=3, sequential_every=4)
-    assert (tied.policy, tied.distinct) == (Shuffled(sequential_every=4), 3)
-
-
-def test_every_method_can_have_an_exit():
-    assert find_method("layershuffle").exit_weight is None
-    assert find_method("layershuffle-exit").exit_weight == 0.3
-    assert find_method("layershuffle-exit", exit_weight=1.0).exit_weight == 1.0
-    mixed = find_method("layershuffle-mixed", exit_weight=0.1)
-    assert (mixed.policy, mixed.exit_weight) == (Shuffled(sequential_every=4), 0.1)
+    assert method.blocks.draw(12, step=0).blocks == (0, 6, 11)
+    shuffled = Method("layershuffle", kept=3, choose="last")
+    assert (shuffled.policy, shuffled.blocks) == (Shuffled(), Kept(3, choose="last"))
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "phrase"),
+    ("options", "policy"),
     [
-        ("layershufle", {}, "did you mean 'layershuffle'"),
-        ("zzz", {}, "one of baseline"),
-        ("baseline", {"drop": 0.2}, "no drop probability"),
-        ("layershuffle-depth", {"drop": 0.2}, "no drop probability"),
-        ("layershuffle", {"min_blocks": 3}, "no smallest number of blocks"),
-        ("truncated", {}, "--kept 6"),
-        ("layershuffle", {"distinct": 2}, "its own block"),
-        ("layerdrop", {"max_parallel": 3}, "one block after the other"),
-        ("layerdrop", {"sequential_every": 4}, "only the sequential order"),
-        ("layershuffle", {"kept": 6}, "trains all blocks"),
-        ("baseline", {"choose": "first"}, "trains all blocks"),
-        ("layerdrop", {"drop": 1.0}, r"must be in \[0, 1\)"),
+        ({"drop": 0.3}, (LayerDrop(0.3), Shuffled(drop=0.3))),
+        ({"min_kept": 2}, (Sequential(depth=(2, None)), Shuffled(depth=(2, None)))),
+        ({"max_parallel": 3}, (Sequential(parallel=(1, 3)), Shuffled(parallel=(1, 3)))),
+        (
+            {"drop": 0.3, "max_parallel": 3, "sequential_every": 5},
+            (
+                LayerDrop(0.3, parallel=(1, 3), sequential_every=5),
+                Shuffled(drop=0.3, parallel=(1, 3), sequential_every=5),
+            ),
+        ),
+        (
+            {"min_kept": 2, "max_parallel": 3, "sequential_every": 5},
+            (
+                Sequential(depth=(2, None), parallel=(1, 3), sequential_every=5),
+                Shuffled(depth=(2, None), parallel=(1, 3), sequential_every=5),
+            ),
+        ),
     ],
 )
-def test_wrong_options(name, options, phrase):
-    with pytest.raises(UsageError, match=phrase):
-        find_method(name, **options)
+def test_options_reach_the_policy(
+    options: dict[str, Any], policy: tuple[OrderPolicy, OrderPolicy]
+) -> None:
+    assert (
+        Method("baseline", **options).policy,
+        Method("layershuffle", **options).policy,
+    ) == policy
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "did you mean 'layershuffle'": ("layershufle", {}),
+    "one of anyorder": ("zzz", {}),
+    "both say how many": ("layerdrop", {"min_kept": 2}),
+    "--kept 6": ("truncated", {}),
+    "how many of them": ("baseline", {"choose": "first"}),
+    "sequential one already": ("baseline", {"sequential_every": 4}),
+    "at least 2": ("layershuffle", {"sequential_every": 1}),
+    "in [0, 1)": ("layerdrop", {"drop": 1.0}),
+    "above 0": ("anyorder", {"exit_weight": 0.0}),
+    "orders_per_batch must be 1": ("anyorder", {"orders_per_batch": 0}),
+    "more than the 3 blocks": ("truncated", {"kept": 3, "distinct": 4}),
+}
+
+
+@pytest.mark.parametrize("phrase", BAD)
+def test_refused_with_the_reason(phrase: str) -> None:
+    name, options = BAD[phrase]
+    with pytest.raises(UsageError) as caught:
+        Method(name, **options)
+    assert phrase in str(caught.value)
+
+
+# --- orders and exits -----------------------------------------------------------------------------
+
+PLACES = {"step": st.integers(0, 999), "micro_batch": st.integers(0, 7), "rank": st.integers(0, 3)}
+
+
+@given(st.integers(1, 6), st.integers(0, 99), st.fixed_dictionaries(PLACES))
+def test_every_group_of_every_forward_has_a_draw_of_its_own(
+    groups: int, seed: int, place: dict[str, int]
+) -> None:
+    method = Method("layershuffle", orders_per_batch=groups, seed=seed)
+    first = place["micro_batch"] * groups
+    numbers = range(first, first + groups)
+    name = {"seed": seed, "step": place["step"], "rank": place["rank"]}
+    wanted = tuple(Shuffled().draw(12, micro_batch=number, **name) for number in numbers)
+    assert method.orders(12, **place) == wanted
+    assert method.orders(12, **place) == wanted, "a pure function"
+
+
+def test_one_of_four_orders_is_sequential_in_every_batch() -> None:
+    for step in range(20):
+        orders = Method("anyorder").orders(12, step=step)
+        assert [order.is_sequential for order in orders].count(True) == 1
+
+
+def test_exits_are_uniform_and_leave_something_to_run() -> None:
+    method = Method("layershuffle", exit_weight=0.3, seed=3)
+    orders = method.orders(12, step=0)
+    drawn = [method.exit_after(orders, step=step) for step in range(11_000)]
+    counts = [drawn.count(steps) for steps in range(1, 12)]
+    assert sum(counts) == len(drawn)
+    # Chi-square with 10 degrees of freedom: 29.6 once in a thousand seeds.
+    assert sum((count - 1000) ** 2 / 1000 for count in counts) < 29.6
+    again = [method.exit_after(orders, step=step, micro_batch=1) for step in range(1_000)]
+    assert 0.05 < sum(map(int.__eq__, drawn, again)) / 1000 < 0.15
+    # Not drawn from the words that shuffled the blocks, nor the same in every process.
+    first = [method.orders(12, step=step)[0].blocks[0] for step in range(11_000)]
+    pairs = Counter(zip(first, drawn, strict=True))
+    expected = 11_000 / 12 / 11
+    squares = [
+        (pairs[block, steps] - expected) ** 2 / expected
+        for block in range(12)
+        for steps in range(1, 12)
+    ]
+    assert sum(squares) < 185  # 131 degrees of freedom: less once in a thousand seeds
+    own = [method.exit_after(orders, step=step, rank=1) for step in range(1_000)]
+    assert 0.05 < sum(map(int.__eq__, drawn, own)) / 1000 < 0.15
+    # The longest order of a batch decides, and nothing is left to run after a single block.
+    short = [ls.ExecutionOrder((3, 1, 2), 12), ls.ExecutionOrder((3,), 12)]
+    assert {method.exit_after(short, step=step) for step in range(99)} == {1, 2}
+    assert method.exit_after([ls.ExecutionOrder((3,), 12)], step=0) == 1
+    assert Method("layershuffle").exit_after(orders, step=0) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 640, 641])
+def test_every_row_is_in_one_group(rows: int) -> None:
+    orders = Method("anyorder").orders(12, step=1)
+    by_row = losses.orders_by_row(orders, rows)
+    sizes = [by_row.count(order) for order in orders]
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert losses.orders_by_row(orders, 16) == losses.orders_by_row(orders, 8) * 2
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def slow_loss(method: Method, model: nn.Module, *, step: int, smoothing: float = 0.0) -> Tensor:
+    """Each group alone, its exit in a forward of its own, the position guesses beside it."""
+    x = images(BATCH)
+    orders = method.orders(DEPTH, step=step)
+    exit_after = method.exit_after(orders, step=step)
+    total = torch.zeros(())
+    for group, order in enumerate(orders):
+        own, truth = x[group :: len(orders)], LABELS[group :: len(orders)]
+        with ls.running(model, order):
+            if method.position == "predict":
+                with model.guessing() as guesses:
+                    loss = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
+                loss = loss + guesses.loss()
+            else:
+                loss = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
+        if exit_after is not None:
+            with ls.running(model, losses.beginning_of(order, exit_after)):
+                early = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
+            loss = loss + method.exit_weight * early
+        total = total + loss * len(own) / BATCH
+    return total
+
+
+METHODS = [
+    Method("anyorder"),
+    Method("anyorder", max_parallel=3, drop=0.3),
+    Method("anyorder", position="predict", min_kept=2),
+    Method("layershuffle-position", exit_weight=0.5),
+    Method("layerdrop", orders_per_batch=3, sequential_every=2),
+    Method("baseline", min_kept=1, max_parallel=2, exit_weight=1.0),
+]
+
+
+def both_losses(method: Method, **options: Any) -> tuple[tuple[float, Any], tuple[float, Any]]:
+    """Value and gradients of the method's loss and of the slow one, in one model."""
+    model = method.prepare(FAMILY.wrapped())
+    results = []
+    for loss in (
+        method.loss(model, images(BATCH), LABELS, step=3, **options),
+        slow_loss(method, model, step=3, smoothing=0.1 if options else 0.0),
+    ):
+        model.zero_grad()
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.item(), grads))
+    return results[0], results[1]
+
+
+def assert_equal_losses(fast: tuple[float, Any], slow: tuple[float, Any]) -> None:
+    assert fast[0] == pytest.approx(slow[0], rel=1e-5)
+    assert fast[1].keys() == slow[1].keys()
+    for name, gradient in fast[1].items():
+        torch.testing.assert_close(gradient, slow[1][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_loss_is_that_of_its_groups_alone(method: Method) -> None:
+    assert_equal_losses(*both_losses(method))
+
+
+def test_the_criterion_is_the_users() -> None:
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert_equal_losses(*both_losses(Method("anyorder"), criterion=smoothed))
+    assert (
+        both_losses(Method("anyorder"))[0][0]
+        != both_losses(Method("anyorder"), criterion=smoothed)[0][0]
+    )
+
+
+def test_logits_come_with_the_loss_in_the_order_of_the_images() -> None:
+    method, model = Method("anyorder", seed=2), FAMILY.wrapped()
+    loss, logits = method.loss_and_logits(model, images(BATCH), LABELS, step=5)
+    assert loss.item() == method.loss(model, images(BATCH), LABELS, step=5).item()
+    for row, order in enumerate(losses.orders_by_row(method.orders(DEPTH, step=5), BATCH)):
+        with ls.running(model, order), torch.no_grad():
+            alone = model(images(BATCH)[row : row + 1])[0]
+        torch.testing.assert_close(logits[row].detach(), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_model_without_orders_per_sample_trains_group_by_group(
+    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(
+        model: nn.Module, order: Any, *, exit_after: int | None = None
+    ) -> AbstractContextManager[Any]:
+        if exit_after is not None or not isinstance(order, ls.ExecutionOrder):
+            raise StackError("This model mixes the samples of a batch")
+        return ls.running(model, order)
+
+    monkeypatch.setattr(losses, "running", refusing)
+    assert_equal_losses(*both_losses(method))
+    is_mixed = method.orders_per_batch > 1 or method.exit_weight is not None
+    assert caplog.text.count("one after the other") == is_mixed
+    assert ("mixes the samples" in caplog.text) is is_mixed
+    model = method.prepare(FAMILY.wrapped())
+    method.loss(model, images(BATCH), LABELS, step=0)
+    caplog.clear()
+    method.loss(model, images(BATCH), LABELS, step=1)
+    assert not caplog.text, "said once"
+
+
+def test_a_model_without_the_parts_of_a_method_is_refused() -> None:
+    for options in ({"distinct": 2}, {"position": "encode"}, {"position": "predict"}):
+        method, model = Method("layershuffle", **options), FAMILY.wrapped()
+        with pytest.raises(UsageError) as caught:
+            method.loss(model, images(BATCH), LABELS, step=0)
+        assert "method.prepare(model)" in str(caught.value)
+        method.loss(method.prepare(model), images(BATCH), LABELS, step=0)
+    with pytest.raises(UsageError) as caught:
+        Method("truncated", kept=2).prepare(FAMILY.wrapped())
+    assert 'truncate(model, "0,3")' in str(caught.value)
+    positioned = Method("layershuffle-position").prepare(FAMILY.wrapped())
+    assert Method("layershuffle-position").prepare(positioned) is positioned
+    with pytest.raises(UsageError):
+        Method("layershuffle").prepare(positioned)
+
+
+def test_tied_models_are_tied_in_place() -> None:
+    model = Method("layershuffle", distinct=2).prepare(FAMILY.wrapped())
+    assert places_tied(blocks_of(model)) == (0, 0, 2, 2)
+    assert places_tied(blocks_of(ls.tie(FAMILY.plain(), distinct=1))) == (0,) * DEPTH
+
+
+# --- every option with every other ----------------------------------------------------------------
+
+CHOICES: dict[str, list[Any]] = {
+    "orders_per_batch": [1, 2, 4],
+    "sequential_every": [None, 2, 4],
+    "exit_weight": [None, 0.3],
+    "drop": [None, None, 0.4],
+    "min_kept": [None, None, 1, 3],
+    "max_parallel": [None, None, 1, 3],
+    "distinct": [None, None, 1, 3],
+    "position": [None, "none", "encode", "predict"],
+    "kept": [None, None, None, 2, 4],
+    "choose": [None, None, None, "last", "spaced"],
+}
+
+
+def combinations(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Methods with random options, the same at every run."""
+    draw = random.Random(39)
+    for _ in range(count):
+        options = {name: draw.choice(values) for name, values in CHOICES.items()}
+        yield draw.choice(list(PRESETS)), options
+
+
+def excluded(name: str, given: dict[str, Any]) -> bool:
+    """Whether the options exclude each other, by the rules as the pages state them."""
+    order, own = PRESETS[name]
+    options = {key: own.get(key) if value is None else value for key, value in given.items()}
+    kept, shuffled = options["kept"], order == "arbitrary"
+    part = [options[key] for key in ("drop", "min_kept")]
+    plain = part == [None, None] and options["max_parallel"] is None
+    return (
+        None not in part
+        or (name == "truncated" and kept is None)
+        or (options["choose"] is not None and kept is None)
+        or any(kept is not None and (options[o] or 0) > kept for o in ("min_kept", "distinct"))
+        or (not shuffled and plain and options["sequential_every"] is not None)
+    )
+
+
+def test_two_hundred_combinations_train_or_say_why_not() -> None:
+    """Three steps of each in a loop of its own: the loss is finite and every step moves weights."""
+    refused = 0
+    for name, options in combinations(200):
+        if excluded(name, options):
+            with pytest.raises(UsageError) as caught:
+                Method(name, **options)
+            assert caught.value.hint
+            refused += 1
+            continue
+        method = Method(name, **options)
+        model = FAMILY.wrapped()
+        if method.blocks is not None and method.kept != DEPTH:
+            model = shortened(model, method.blocks)
+        model = method.prepare(model).train()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            loss = method.loss(model, images(4, seed=step), LABELS[:4], step=step)
+            assert torch.isfinite(loss), (name, options)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+        assert any(moved), (name, options)
+    assert 40 < refused < 160, "both outcomes are common"
+
+
+def shortened(model: nn.Module, blocks: Kept) -> nn.Module:
+    """A fresh model of some of the blocks, as `fit` makes it."""
+    chosen = [blocks_of(model)[block] for block in blocks.draw(DEPTH, step=0)]
+    plain = FAMILY.plain()
+    setattr(plain, FAMILY.path, nn.Sequential(*chosen))
+    return ls.wrap(plain)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from layershuffle.core.modes import Mode, parse_modes
-from layershuffle.core.policies import Kept, Sequential, Shuffled
+from layershuffle.core.policies import Kept, Mode, Sequential, Shuffled, parse_modes
 from layershuffle.errors import UsageError
 
 

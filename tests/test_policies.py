@@ -6,6 +6,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
 from typing import Any
@@ -49,6 +51,10 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "shuffled, some sequential": ls.Shuffled(sequential_every=3),
     "shuffled drop rounds": ls.Shuffled(drop=0.3, parallel=(1, 4)),
     "shuffled depth rounds": ls.Shuffled(depth=(3, None), parallel=(1, 4)),
+    "sequential depth": ls.Sequential(depth=(3, None)),
+    "sequential depth rounds": ls.Sequential(depth=(3, None), parallel=(1, 4)),
+    "layerdrop rounds": ls.LayerDrop(0.2, parallel=(1, 4)),
+    "layerdrop, some whole": ls.LayerDrop(0.2, sequential_every=3),
     "kept twice": ls.Kept(3, order="arbitrary", passes=2),
     "kept twice rounds": ls.Kept(5, passes=2, parallel=(3, 3)),
 }
@@ -88,6 +94,10 @@ GOLDEN = {
     "shuffled, some sequential": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,9,7,10,8,5,6,4,0,11,3,2"),
     "shuffled drop rounds": ("3+2,9+6+5+8,7,1+11+4,0", "1,9,7+8,0+11+3"),
     "shuffled depth rounds": ("3+2+9+6,5,8", "1+9+7+10,8+5"),
+    "sequential depth": ("2,3,5,6,8,9", "1,5,7,8,9,10"),
+    "sequential depth rounds": ("2+3+5+6,8,9", "1+5+7+8,9+10"),
+    "layerdrop rounds": ("0+1+4+5,6,7+8+9+10,11", "1+3+4+5,6+8,9+10+11"),
+    "layerdrop, some whole": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
     "kept twice": ("3,2,9,3,2,9", "1,9,7,1,9,7"),
     "kept twice rounds": ("2+3+5,6+9,2+3+5,6+9", "1+7+8,9+10,1+7+8,9+10"),
 }
@@ -279,6 +289,76 @@ def test_a_sequential_order_among_others_runs_every_block_one_by_one() -> None:
     for options in ({"drop": 0.5}, {"depth": (3, 4)}, {"parallel": (3, 3)}):
         order = ls.Shuffled(sequential_every=2, **options).draw(12, seed=0, step=4)
         assert order == ls.ExecutionOrder.sequential(12)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    """Options that all policies of training share."""
+    low = draw(st.integers(1, 4))
+    return {
+        "parallel": draw(st.none() | st.just((low, draw(st.integers(low, 6))))),
+        "sequential_every": draw(st.none() | st.integers(2, 5)),
+    }
+
+
+@given(options(), st.floats(0, 0.9), st.integers(1, 12), st.integers(0, 99), st.integers(0, 9))
+def test_options_compose(
+    rounds: dict[str, Any], p: float, least: int, step: int, micro_batch: int
+) -> None:
+    """What an option promises holds beside every other one, and rounds draw after the blocks."""
+    name = {"seed": 4, "step": step, "micro_batch": micro_batch}
+    every = rounds["sequential_every"]
+    whole = every is not None and (step + micro_batch) % every == 0
+    pairs: list[tuple[OrderPolicy, OrderPolicy]] = [
+        (ls.Sequential(**rounds), ls.Sequential()),
+        (ls.Sequential(depth=(least, None), **rounds), ls.Sequential(depth=(least, None))),
+        (ls.LayerDrop(p, **rounds), ls.LayerDrop(p)),
+        (ls.Shuffled(**rounds), ls.Shuffled()),
+        (ls.Shuffled(drop=p, **rounds), ls.Shuffled(drop=p)),
+        (ls.Shuffled(depth=(least, None), **rounds), ls.Shuffled(depth=(least, None))),
+    ]
+    for policy, plain in pairs:
+        order, blocks = policy.draw(12, **name), plain.draw(12, **name).blocks
+        if whole:
+            assert order == ls.ExecutionOrder.sequential(12)
+            continue
+        assert order.blocks == blocks
+        if not isinstance(policy, ls.Shuffled):
+            assert blocks == tuple(sorted(blocks))
+        if "depth" in str(policy) and "depth=None" not in str(policy):
+            assert len(blocks) >= least
+        low, high = rounds["parallel"] or (1, 1)
+        assert order.rounds is not None
+        *sizes, last = map(len, order.rounds)
+        assert all(low <= size <= high for size in sizes)
+        assert 1 <= last <= high
+
+
+def test_a_sequential_part_is_the_shuffled_part_in_order() -> None:
+    for step in range(50):
+        part = ls.Sequential(depth=(3, None)).draw(12, seed=6, step=step)
+        shuffled = ls.Shuffled(depth=(3, None)).draw(12, seed=6, step=step)
+        assert part.blocks == tuple(sorted(shuffled.blocks))
+
+
+def test_without_a_step_a_policy_counts_its_draws() -> None:
+    policy = ls.Shuffled(drop=0.3)
+    drawn = [policy.draw(12, seed=3) for _ in range(5)]
+    assert drawn == [ls.Shuffled(drop=0.3).draw(12, seed=3, step=step) for step in range(5)]
+    assert policy.drawn == 5
+    policy.draw(12, step=99)
+    assert policy.drawn == 5, "a draw with a step is pure"
+    assert policy == ls.Shuffled(drop=0.3)
+    assert hash(policy) == hash(ls.Shuffled(drop=0.3))
+    assert replace(policy, drop=0.5).drawn == 0
+    assert "drawn" not in policy_to_json(policy)
+
+
+def test_threads_that_count_together_draw_every_step_once() -> None:
+    policy = ls.Shuffled()
+    with ThreadPoolExecutor(8) as pool:
+        drawn = list(pool.map(lambda _: policy.draw(12), range(400)))
+    assert Counter(drawn) == Counter(ls.Shuffled().draw(12, step=step) for step in range(400))
 
 
 def test_passes_share_their_beginning() -> None:

@@ -12,9 +12,8 @@ from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Tally, evaluate, micro_batches
 from layershuffle.core.stack import running
-from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.machine import choose_precision
 from layershuffle.merging.ensembles import evaluate_ensemble
-from layershuffle.precision import choose_precision, judged, ratios_of
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 
@@ -91,7 +90,7 @@ def test_an_ensemble_of_bf16_models_averages_in_fp32():
 )
 def test_slow_bf16_is_reported(monkeypatch, caplog, precision, device, has_bf16, warned):
     monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
-    warn_of_slow_bf16(precision, device)
+    choose_precision(precision, device=device, training=True)
     assert ("several times slower" in caplog.text) is warned
 
 
@@ -166,74 +165,29 @@ def test_torch_compile_switched_off_is_reported(compilers, caplog, how):
     assert caplog.text.count("NOT compiled") == 1
 
 
-# --- a dtype chosen by a probe --------------------------------------------------------------------
-
-
-class Seconds:
-    """A clock for steps that are timed in turn: what they take, as (fp32, bf16) pairs."""
-
-    def __init__(self, *pairs):
-        self.times = [second for fp32, bf16 in pairs for second in (0.0, fp32, 0.0, bf16)]
-
-    def __call__(self):
-        return self.times.pop(0)
+# --- a dtype chosen by a table --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("ratios", "precision", "why"),
+    ("device", "training", "gpu_has_it", "precision"),
     [
-        ([2.37, 2.15, 1.61], "bf16", "2.15 times as fast as in fp32 here (1.61 to 2.37, 3 tried)"),
-        ([1.1, 1.19, 3.0], "fp32", "1.19 times as fast as in fp32 here (1.10 to 3.00, 3 tried)"),
-        ([0.01], "fp32", "0.01 times"),
+        ("cpu", True, False, "fp32"),
+        ("cpu", False, False, "fp32"),
+        ("cuda", True, True, "bf16"),
+        ("cuda", True, False, "fp32"),
+        ("cuda", False, True, "fp32"),
     ],
 )
-def test_bf16_has_to_be_clearly_faster(ratios, precision, why):
-    chosen = judged(ratios)
-    assert chosen.precision == precision
-    assert why in chosen.why
-
-
-def test_steps_are_timed_in_turn_until_the_answer_is_clear():
-    ran = []
-    sides = [lambda name=name: ran.append(name) for name in ("fp32", "bf16")]
-    # The first pair includes one-time costs.
-    ratios = ratios_of(*sides, clock=Seconds((9, 9), (5, 4), (6, 4), (1, 1)))
-    assert ratios == [1.25, 1.5, 1.0]
-    assert ran == ["fp32", "bf16"] * 4
-    for clear in ((4, 2), (4, 5)):
-        ran.clear()
-        assert ratios_of(*sides, clock=Seconds((9, 9), clear)) == [clear[0] / clear[1]]
-        assert ran == ["fp32", "bf16"] * 2
-    ran.clear()
-    assert ratios_of(*sides, clock=Seconds((1, 150))) == [1 / 150]
-    assert ran == ["fp32", "bf16"]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_probe_leaves_the_model_as_it_was(training):
-    model = ls.load(MODEL.replace("embed_dim=32", "embed_dim=160").replace("&mlp_ratio=2", ""))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
-    faster = Seconds((9, 9), *[(2, 1)] * 3)
-    chosen = choose_precision(
-        model, device="cpu", training=training, images=2, has_bf16=lambda: True, clock=faster
-    )
-    assert chosen.precision == "bf16"
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(("width", "has_bf16"), [(160, False), (32, True)])
-def test_bf16_is_not_tried_where_it_cannot_be_faster(width, has_bf16):
-    model = ls.load(MODEL.replace("embed_dim=32", f"embed_dim={width}"))
-    chosen = choose_precision(
-        model, device="cpu", training=True, images=2, has_bf16=lambda: has_bf16, clock=Seconds()
-    )
-    assert (chosen.precision, chosen.why) == ("fp32", "")
+def test_auto_is_a_table_with_reasons(monkeypatch, device, training, gpu_has_it, precision):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: gpu_has_it)
+    chosen, why = choose_precision("auto", device=device, training=training)
+    assert chosen == precision
+    assert why.startswith(f"auto is {precision}")
+    assert choose_precision("bf16", device="cuda", training=training) == ("bf16", "")
+    assert choose_precision("fp32", device=device, training=training) == ("fp32", "")
 
 
 def test_an_evaluation_names_the_chosen_precision():
     evaluation = scored(precision="auto")
-    assert evaluation.precision.precision == "fp32"
+    assert evaluation.precision == "fp32"
     assert evaluation.scores == scored(precision="fp32").scores

@@ -1,11 +1,16 @@
 """Rows of scores: round trips, and impossible rows, which are refused with their line."""
 
 import csv
+import json
 
 import pytest
 
+from layershuffle.bundled import asset
+from layershuffle.core.methods import Method
 from layershuffle.errors import DataError
-from layershuffle.results import COLUMNS, ScoreRow, read_rows, write_rows
+from layershuffle.models.metadata import parse_metadata
+from layershuffle.results import COLUMNS, ScoreRow, current_method, read_rows, write_rows
+from layershuffle.study.plan import read_study_plan
 
 
 def row(**fields):
@@ -141,3 +146,45 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path):
     path.unlink()
     with pytest.raises(DataError, match=r"no results\.csv.*Next: run it again"):
         read_rows(path, hint="run it again")
+
+
+@pytest.mark.parametrize(
+    ("stored", "current"),
+    [
+        (("baseline", {"drop": None}), ("baseline", {"drop": None})),
+        (("layershuffle-depth", {}), ("layershuffle", {"min_kept": 3})),
+        (("layershuffle-depth", {"min_blocks": None}), ("layershuffle", {"min_kept": 3})),
+        (
+            ("layershuffle-depth", {"min_blocks": 1, "sequential_every": 4}),
+            ("layershuffle", {"min_kept": 1, "sequential_every": 4}),
+        ),
+        (("layershuffle-tied", {"distinct": 3}), ("layershuffle", {"distinct": 3})),
+        (
+            ("layershuffle-mixed", {"orders_per_batch": 4, "exit_weight": 0.3}),
+            ("layershuffle", {"sequential_every": 4, "orders_per_batch": 4, "exit_weight": 0.3}),
+        ),
+        (("layershuffle-exit", {}), ("layershuffle", {"exit_weight": 0.3})),
+        (("layershuffle-parallel", {}), ("layershuffle", {"max_parallel": 4})),
+    ],
+)
+def test_methods_of_earlier_versions_are_read_in_todays_words(stored, current):
+    method, options = current_method(*stored)
+    assert (method, options) == current
+    assert Method(method, **options).name == method
+
+
+def test_every_kept_study_is_read(repository):
+    """Their plans are from before the methods had these names; rows keep the labels of arms."""
+    for plan in sorted((repository / "docs" / "results").glob("*/plan.json")):
+        arms = json.loads(plan.read_text())["recipe"]["arms"]
+        labels = {arm["name"] or arm["method"] for arm in arms}
+        assert {arm.label for arm in read_study_plan(plan.parent).arms} == labels
+
+
+def test_records_of_models_from_earlier_versions_are_read_in_todays_words():
+    path = asset("digits-swarm", "layershuffle.json")
+    stored = json.loads(path.read_text())
+    stored |= {"method": "layershuffle-exit", "settings": {"exit_weight": 0.5, "min_blocks": None}}
+    metadata = parse_metadata(stored, path)
+    assert metadata.method == "layershuffle"
+    assert metadata.settings == {"exit_weight": 0.5, "min_kept": None}

@@ -6,8 +6,7 @@ import yaml
 from layershuffle.bundled import asset
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import EvalSettings, FitSettings, digest
+from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
 from layershuffle.study.settings import StudySettings
 
 BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}

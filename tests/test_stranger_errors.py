@@ -16,7 +16,7 @@ from transformers import SwinConfig
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.errors import DataError, StackError, UsageError
 
 VIT = FAMILIES["timm-vit"]

@@ -125,10 +125,29 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def warn_of_slow_bf16(precision: str, device: str) -> None:
-    """Log a warning if `precision` is bf16 and the processor has no bf16 arithmetic."""
-    if precision.startswith("bf16") and device == "cpu" and not cpu_has_bf16():
-        _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
+def choose_precision(
+    choice: str, *, device: str, training: bool
+) -> tuple[Literal["fp32", "bf16"], str]:
+    """The dtype of forwards on `device` (cpu or cuda), and the reason where it was left open.
+
+    `choice` is fp32, bf16 or auto. Logs a warning for bf16 on a processor without its arithmetic.
+    """
+    import torch
+
+    if choice == "bf16":
+        if device == "cpu" and not cpu_has_bf16():
+            _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
+        return "bf16", ""
+    if choice == "fp32":
+        return "fp32", ""
+    if device == "cpu":
+        # Some processors train wide models faster in bf16, and narrow ones slower (docs/log.md).
+        return "fp32", "auto is fp32 on a CPU"
+    if not training:
+        return "fp32", "auto is fp32 for scores, so that they compare between machines"
+    if torch.cuda.is_bf16_supported():
+        return "bf16", "auto is bf16 for training on a GPU that has it"
+    return "fp32", "auto is fp32 on a GPU without bf16"
 
 
 def device_of(choice: Device) -> Literal["cpu", "cuda"]:

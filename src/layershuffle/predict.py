@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.losses import logits_of
-from layershuffle.core.modes import parse_modes
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.bundled import image_file
+from layershuffle.core.logits import logits_of
+from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.stack import running
+from layershuffle.core.stack import depth_of, running
 from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
-from layershuffle.models import class_names_of, file_view, num_classes_of
-from layershuffle.progress import Progress, unheard
+from layershuffle.models import class_names_of, file_view, load, num_classes_of
+from layershuffle.text import Progress, unheard
 
 _AT_ONCE = 64  # images in memory: a user may name a whole folder
 
@@ -50,6 +51,32 @@ def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
     if len(modes) > 1:
         raise UsageError(f"predict takes one order mode; {mode!r} names {len(modes)}")
     return modes[0].policy().draw(depth, seed=seed, step=0)
+
+
+def predict(
+    model: nn.Module | str,
+    images: Sequence[str | Path],
+    *,
+    order: ExecutionOrder | str | None = None,
+    mode: str = "sequential",
+    seed: int = 0,
+    top: int = 5,
+) -> list[Prediction | DataError]:
+    """The `top` most probable classes of every image file, as `layershuffle predict` gives them.
+
+    `model` is a wrapped model or a spec. The blocks run in `order`, or in one drawn for `mode` from
+    `seed`. For a file that cannot be read, the list holds the error that says why. Raises
+    `UsageError` for an order or a mode that does not fit the model, and without an image.
+
+        (answer,) = ls.predict("bundled:digits-swarm", ["bundled:digit-pair.png"], order="3,0,2")
+        answer.top[0].label, answer.top[0].probability
+    """
+    if isinstance(model, str):
+        model = load(model)
+    depth = depth_of(model)
+    chosen = order_for(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
+    files = [image_file(Path(image)) for image in images]
+    return predict_files(model, files, order=chosen, top=top)
 
 
 def predict_files(

@@ -12,20 +12,19 @@ from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
-from layershuffle.core.modes import parse_modes
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
 from layershuffle.image_view import resized_as
-from layershuffle.machine import Device, device_of, warn_of_slow_bf16
+from layershuffle.machine import Device, choose_precision, device_of
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
-from layershuffle.precision import ChosenPrecision, choose_precision
-from layershuffle.progress import Progress, unheard
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision
+from layershuffle.text import Progress, unheard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +32,14 @@ class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
     `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
-    `precision`: the dtype, and the reason if it was chosen automatically.
+    `precision`: the dtype of the forwards, and `precision_why` the reason if it was left open.
     """
 
     scores: list[Score]
     data: ImageData
     blocks: dict[str, Any]
-    precision: ChosenPrecision
+    precision: Precision
+    precision_why: str
 
 
 def evaluate_spec(
@@ -74,14 +74,9 @@ def evaluate_spec(
         data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
     )
     place, size = device_of(device), data.splits["test"].size
-    if settings.precision == "auto":
-        images = settings.batch_size
-        chosen = choose_precision(model.to(place), device=place, training=False, images=images)
-    else:
-        warn_of_slow_bf16(settings.precision, place)
-        chosen = ChosenPrecision(precision=settings.precision)
+    precision, why = choose_precision(settings.precision, device=place, training=False)
     compiler = compiler_for(settings.compile)
-    prepare(model.to(place), chosen.precision, compiler=compiler)
+    prepare(model.to(place), precision, compiler=compiler)
     batches = DeviceBatches(
         data.splits["test"],
         data.finish,
@@ -105,7 +100,9 @@ def evaluate_spec(
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(scores=scores, data=data, blocks=blocks, precision=chosen)
+    return Evaluation(
+        scores=scores, data=data, blocks=blocks, precision=precision, precision_why=why
+    )
 
 
 def compiler_for(enabled: bool) -> BlockCompiler:

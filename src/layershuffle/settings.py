@@ -11,18 +11,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from layershuffle.core.methods import Method, find_method
-from layershuffle.core.modes import parse_modes
-from layershuffle.core.policies import Choice
+from layershuffle.bundled import asset, recipe_names
+from layershuffle.core.methods import METHOD_OPTIONS, Method, PositionPart
+from layershuffle.core.policies import Choice, parse_modes
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device
-from layershuffle.text import nearest
+from layershuffle.text import nearest, one_line
 
+_MAX_RECIPE_BYTES = 1 << 20
+_HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
 Above = Annotated[float, Field(gt=0)]
@@ -53,51 +57,49 @@ class Settings(BaseModel):
             raise SettingsError("; ".join(problems)) from error
 
 
-METHOD_OPTIONS = (
-    "drop", "min_blocks", "kept", "choose", "distinct", "max_parallel", "sequential_every",
-    "exit_weight",
-)  # fmt: skip
-"""Settings that change the method of a training; `None` keeps the method's value."""
-
-
 class FitSettings(Settings):
     """One training run. The defaults are those of the paper's section 4, if it gives them."""
 
-    method: str
-    """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
-    truncated, layershuffle-depth, layershuffle-parallel, layershuffle-mixed, layershuffle-exit or
-    layershuffle-tied."""
+    method: str = "anyorder"
+    """How to train: anyorder (four orders per batch, one of them sequential, and an exit loss), or
+    as in the paper: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop
+    or truncated. Each is a set of the ten options that follow; every method takes every option."""
     model: str
-    """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
+    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
     """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR or wds:SHARDS."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
-    drop: float | None = None
-    """Probability with which a block is left out (layerdrop: 0.2 by default; layershuffle: by
-    default no block is left out)."""
-    min_blocks: Positive | None = None
-    """Fewest blocks that a forward of layershuffle-depth runs (default: 3)."""
-    kept: Positive | None = None
-    """Number of pretrained blocks that a model of the method truncated is made of."""
-    choose: Choice | None = None
-    """Which of the pretrained blocks the method truncated takes: spaced (evenly, the default),
-    first, last or random (by the seed)."""
-    distinct: Positive | None = None
-    """Number of different blocks in a model of the method layershuffle-tied (default: 1)."""
-    max_parallel: Positive | None = None
-    """Most blocks that run side by side in a round of a shuffled method, whose sizes are drawn
-    (layershuffle-parallel: 4 by default; the others: by default one block after the other)."""
+    orders_per_batch: Positive | None = None
+    """Number of groups into which the images of a forward are split; each group has its own order,
+    and the number of block runs per image stays the same (anyorder: 4; the others: 1)."""
     sequential_every: Annotated[int, Field(ge=2)] | None = None
-    """Every n-th order of a shuffled method is the sequential one (layershuffle-mixed: 4 by
-    default; the others: none). Counted over steps and the groups of a batch."""
+    """Every n-th order runs all blocks in sequence, counted over steps and the groups of a batch
+    (anyorder: 4; the others: none)."""
     exit_weight: Annotated[float, Field(gt=0)] | None = None
     """Weight of a second loss: the state after a random number of blocks is classified as well
-    (layershuffle-exit: 0.3 by default; the others: no such loss)."""
+    (anyorder: 0.3; the others: no such loss)."""
+    drop: float | None = None
+    """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
+    min_kept: Positive | None = None
+    """Fewest blocks that a forward runs; their number is drawn, from this one to all (default: all
+    run)."""
+    max_parallel: Positive | None = None
+    """Most blocks that run side by side in a round, whose sizes are drawn (default: one block after
+    the other)."""
+    distinct: Positive | None = None
+    """Number of different blocks, whose weights the places of the model share (default: every place
+    has its own)."""
+    position: PositionPart | None = None
+    """Position parts: encode (layershuffle-position), predict (layershuffle-predict) or none."""
+    kept: Positive | None = None
+    """Number of pretrained blocks that the model is made of (truncated needs it; default: all)."""
+    choose: Choice | None = None
+    """Which of them: spaced (evenly, the default), first, last or random (by the seed)."""
     encoding: EncodingForm = EncodingForm()
-    """Form of the position encoding of the method layershuffle-position."""
+    """Form of the position encoding, with position encode."""
     prediction: PredictionForm = PredictionForm()
-    """Form of the position prediction of the method layershuffle-predict."""
+    """Form of the position prediction, with position predict."""
 
     steps: Positive | None = None
     """Number of optimiser steps; excludes epochs."""
@@ -107,9 +109,6 @@ class FitSettings(Settings):
     """Images per optimiser step, over all processes (the paper used 640 and 128)."""
     accumulate: Positive = 1
     """Forwards per optimiser step, each with its own order; has to divide batch_size."""
-    orders_per_batch: Positive = 1
-    """Number of groups into which the images of a forward are split; each group has its own order,
-    and the number of block runs per image stays the same."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate of Adam (betas 0.9 and 0.999, eps 1e-6)."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
@@ -159,10 +158,9 @@ class FitSettings(Settings):
 
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
-    """Dtype of forwards: fp32, bf16 by autocast, or bf16-pure, where a whole forward is bf16. auto
-    is bf16 on GPUs that have it, and on a CPU where a few steps of this model show that it is
-    faster there. Weights are fp32 in all cases."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of forwards: fp32, or bf16 by autocast; auto is bf16 on GPUs that have it, else fp32.
+    Weights are fp32 in all cases."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -179,8 +177,8 @@ class FitSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
-        # Raises for an option that the method does not have.
-        self.find_method()
+        # Raises for options that exclude each other.
+        method = self.build_method()
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: give one")
         if self.batch_size % self.accumulate:
@@ -188,9 +186,9 @@ class FitSettings(Settings):
                 f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
             )
         # Every group needs an image.
-        if self.orders_per_batch > self.batch_size // self.accumulate:
+        if method.orders_per_batch > self.batch_size // self.accumulate:
             raise ValueError(
-                f"orders_per_batch={self.orders_per_batch} is more than the "
+                f"orders_per_batch={method.orders_per_batch} is more than the "
                 f"{self.batch_size // self.accumulate} images of a forward"
             )
         if self.parallel == "fsdp" and self.rank_orders == "own":
@@ -198,20 +196,19 @@ class FitSettings(Settings):
                 "under fsdp all processes must run the same order (rank_orders=same): shards of "
                 "different blocks would be mixed without an error"
             )
-        if self.parallel == "fsdp" and self.precision == "bf16-pure":
-            raise ValueError("bf16-pure casts whole weights: use parallel=ddp, or precision=bf16")
         if self.parallel == "fsdp" and self.ema is not None:
             raise ValueError("ema needs whole weights in every process: use parallel=ddp")
-        tied = self.find_method().distinct is not None
+        tied = method.distinct is not None
         if tied and self.ema is not None:
             raise ValueError("ema would average tied weights once for every place that has them")
         if tied and self.parallel == "fsdp":
             raise ValueError("fsdp shards every block for itself, tied ones too: use parallel=ddp")
         return self
 
-    def find_method(self) -> Method:
+    def build_method(self) -> Method:
         """The method with its options set."""
-        return find_method(self.method, **{name: getattr(self, name) for name in METHOD_OPTIONS})
+        names = (*METHOD_OPTIONS, "encoding", "prediction", "seed")
+        return Method(self.method, **{name: getattr(self, name) for name in names})
 
 
 class EvalSettings(Settings):
@@ -228,8 +225,8 @@ class EvalSettings(Settings):
     draw: Literal["pass", "batch"] = "pass"
     """Draw an order for each pass over the data, or, as the paper did, for every batch."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. auto takes
-    it on a CPU where a few steps of this model show that it is faster there."""
+    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. auto is
+    fp32, so that scores of all processors compare."""
     compile: bool = False
     """Compile the blocks; on a CPU it takes minutes and gains little."""
     batch_size: Positive = 250
@@ -262,6 +259,44 @@ class CacheSettings(Settings):
     """Number of processes (default: one less than the CPU cores and at most 16)."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises `UsageError` if the file cannot be read, is larger than 1 MiB, or holds something other
+    than a mapping with text keys.
+    """
+    try:
+        if path.stat().st_size > _MAX_RECIPE_BYTES:
+            raise UsageError("A recipe must be a small YAML file, but this file is not", place=path)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        # Plans and lists of hosts are read here, too: they have no steps.
+        raise UsageError(
+            "There is no such file", place=path, hint="name a YAML file that exists"
+        ) from error
+    # A few hundred nested brackets are enough for yaml's parser to end in a RecursionError.
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(
+            f"The recipe cannot be read ({one_line(error)})",
+            place=path,
+            hint=_HINT,
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError("A recipe must be a YAML mapping of settings", place=path, hint=_HINT)
+    return content
+
+
+def recipe_of_model(place: Path) -> dict[str, Any] | None:
+    """The packaged recipe that trains a model into a directory of this name, `None` without one.
+
+    Some recipes refine what another one trains: `runs/NAME`, made by `layershuffle pretrain NAME`.
+    """
+    if place.name not in recipe_names():
+        return None
+    recipe = read_recipe(asset("recipes", f"{place.name}.yaml"))
+    return None if "arms" in recipe else recipe  # a study fills its directory with other things
 
 
 @dataclass(frozen=True)

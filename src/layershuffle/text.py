@@ -1,13 +1,21 @@
-"""Text for users: the nearest spelling, shortened lists, one-line errors, tables."""
+"""Text for users: the nearest spelling, shortened lists, one-line errors, tables, progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from io import StringIO
 
 TABLE_WIDTH = 100
 """Columns of a table that no terminal bounds: pipes and files get the same text everywhere."""
+Progress = Callable[[str, float, float | None], object]
+"""Tells of long work, called with the unit (such as "images"), how many are done, and the total
+(`None` if unknown). A new unit begins a new stage, which is counted from its first number."""
+
+
+def unheard(*stage: object) -> None:
+    """A `Progress` that ignores all calls."""
+    del stage
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -24,10 +24,11 @@ from layershuffle.bench.workloads import (
     random_spec,
 )
 from layershuffle.cli import main
+from layershuffle.core import losses
+from layershuffle.core.methods import Method
 from layershuffle.core.stack import running, with_hooks
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
-from layershuffle.training.state import TrainState
 
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -76,14 +77,15 @@ def test_a_backend_that_fails_is_reported_as_eager(caplog):
 
 
 def test_a_batch_that_is_too_large_names_one_that_fits(monkeypatch):
-    whole = TrainState.loss_and_logits
+    whole = losses.loss_along
 
-    def small_memory(self, model, *, images, labels):
-        if len(labels) > 3:
+    def small_memory(model, images, **way):
+        if len(images) > 3:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, model, images=images, labels=labels)
+        return whole(model, images, **way)
 
-    monkeypatch.setattr(TrainState, "loss_and_logits", small_memory)
+    monkeypatch.setattr(losses, "loss_along", small_memory)
+    monkeypatch.setattr("layershuffle.training.warmup.loss_along", small_memory)
     with pytest.raises(TrainingError, match=r"A step of 8 images .* is 2\. Next: --batch 2"):
         bench("train", batch=8)
 
@@ -92,12 +94,12 @@ def test_a_batch_that_is_too_large_names_one_that_fits(monkeypatch):
 def test_the_batch_that_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, monkeypatch):
     """Both moments are missing until the first step is done."""
     reserved, trials = [], []
-    whole, empty_like = TrainState.loss_and_logits, torch.empty_like
+    whole, empty_like = Method.loss_and_logits, torch.empty_like
 
-    def loss_and_logits(self, model, *, images, labels):
-        if len(labels) == 8 and self.step == steps_before:
+    def loss_and_logits(self, model, images, labels, **place):
+        if len(labels) == 8 and place["step"] == steps_before:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, model, images=images, labels=labels)
+        return whole(self, model, images, labels, **place)
 
     def noted(tensor, **kwargs):
         copy = empty_like(tensor, **kwargs)
@@ -111,7 +113,7 @@ def test_the_batch_that_fits_leaves_room_for_the_moments_of_adam(steps_before, c
         if size > 2:
             raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(TrainState, "loss_and_logits", loss_and_logits)
+    monkeypatch.setattr(Method, "loss_and_logits", loss_and_logits)
     monkeypatch.setattr("layershuffle.training.warmup.try_forward", trial)
     monkeypatch.setattr(torch, "empty_like", noted)
     with pytest.raises(TrainingError, match=r"is 2\. Next: --batch 2"):
@@ -122,7 +124,7 @@ def test_the_batch_that_fits_leaves_room_for_the_moments_of_adam(steps_before, c
 
 def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
     ended = []
-    whole = TrainState.loss_and_logits
+    whole = Method.loss_and_logits
 
     @contextmanager
     def counted(self, device):
@@ -132,12 +134,12 @@ def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
             ended.append(device)
 
     def fails(self, *args, **named):
-        if self.step == WARM_UP + 1:
+        if named["step"] == WARM_UP + 1:
             raise FloatingPointError("no number")
         return whole(self, *args, **named)
 
     monkeypatch.setattr(Syncs, "counted", counted)
-    monkeypatch.setattr(TrainState, "loss_and_logits", fails)
+    monkeypatch.setattr(Method, "loss_and_logits", fails)
     with pytest.raises(FloatingPointError):
         bench("train")
     assert ended == ["cpu"]

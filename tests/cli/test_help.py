@@ -15,7 +15,7 @@ from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, CommandGroup, main, swarm
 from layershuffle.cli.eval import EvalCommand
-from layershuffle.core.methods import METHODS
+from layershuffle.core.methods import PRESETS
 from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS
@@ -185,7 +185,7 @@ def test_lists_of_names_in_help_texts_are_complete():
     (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
     assert [name for name in KINDS if name not in kind] == []
     (method,) = [about for written, about in arguments_of("fit") if written == "--method STR"]
-    assert set(METHODS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
+    assert set(PRESETS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
     (routing,) = [about for word, about in arguments_of("swarm up") if word.startswith("--routing")]
     assert set(ROUTINGS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", routing))
     assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
@@ -321,7 +321,7 @@ FLAGS = {
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
-    "method min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
     "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
@@ -342,7 +342,7 @@ FLAGS = {
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
-    "method min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
     "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",

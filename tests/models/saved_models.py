@@ -15,7 +15,7 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, images, redraw
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.errors import ModelFileError
 

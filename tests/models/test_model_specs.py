@@ -13,7 +13,7 @@ from saved_models import RECORD, TINY, assert_same_model, outputs
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, global_generators_untouched, images, redraw
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import StackError, UsageError

@@ -75,7 +75,7 @@ def write_study(
 
     `more_arms` are planned and not written. `fields` are further ones of the recipe, as `merging`.
     """
-    arms = arms or {arm: arm for arm in LEVELS}
+    arms = arms or {arm: arm.removesuffix("-depth") for arm in LEVELS}
     study = StudySettings(
         name=name,
         model="bundled:digits",

@@ -14,7 +14,7 @@ from fixture import done_here
 from transformers import ViTConfig, ViTForImageClassification
 
 from layershuffle.bundled import asset
-from layershuffle.recipes import read_recipe
+from layershuffle.settings import read_recipe
 from layershuffle.study.plan import RunSpec, is_finished, tasks_of
 from layershuffle.study.report import write_report
 from layershuffle.study.settings import StudySettings

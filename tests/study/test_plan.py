@@ -10,8 +10,7 @@ import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import EvalSettings
+from layershuffle.settings import EvalSettings, read_recipe
 from layershuffle.study.dry_run import (
     StudySubject,
     Work,

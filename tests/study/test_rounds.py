@@ -15,7 +15,7 @@ from layershuffle.study.score_tables import in_passes, in_rounds, rounds_section
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, summarise
 
-ARMS = {"layershuffle": "layershuffle", "layershuffle-depth": "layershuffle-depth"}
+ARMS = {"layershuffle": "layershuffle", "layershuffle-depth": "layershuffle"}
 SIDE_BY_SIDE = {2: 74.0, 3: 72.0, 12: 40.0}  # top-1 by blocks in a round
 AGAIN = {(12, 2): 73.0, (6, 2): 45.0, (6, 3): 44.0, (3, 2): 20.0}  # by blocks alive and passes
 

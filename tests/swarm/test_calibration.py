@@ -13,8 +13,8 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES
 from layershuffle.core.evaluation import Score
 from layershuffle.core.forwards import block_runs
-from layershuffle.core.modes import Mode
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import Mode
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running

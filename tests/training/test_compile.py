@@ -210,8 +210,8 @@ ARMS = {
         "activation_checkpointing": True,
     },
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
-    "depth-ema": {"method": "layershuffle-depth", "min_blocks": 1, "ema": 0.9},
-    "exit": {"method": "layershuffle-exit"},
+    "depth-ema": {"method": "layershuffle", "min_kept": 1, "ema": 0.9},
+    "exit": {"method": "layershuffle", "exit_weight": 0.3},
 }
 
 

@@ -21,6 +21,7 @@ import layershuffle as ls
 from common import FAMILIES
 from forked import SERVER
 from layershuffle.core.compiling import BlockCompiler
+from layershuffle.core.methods import Method
 from layershuffle.core.position import PositionedModel
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
@@ -30,7 +31,6 @@ from layershuffle.training import fit
 from layershuffle.training.distributed import Ranks, joined
 from layershuffle.training.loop import EpochSampler
 from layershuffle.training.sharding import idle_parameters
-from layershuffle.training.state import TrainState
 
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 HIDDEN = (
@@ -46,7 +46,6 @@ ARMS = {
     "groups": GROUPS,
     "drop": DROP,
     "compiled": {**FAST, "ema": 0.9},
-    "pure": {"precision": "bf16-pure"},
     "idle": {"method": "layershuffle-predict", "model": "dinov2"},
     "fsdp": {"parallel": "fsdp", **FAST},
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
@@ -74,18 +73,18 @@ class SeenForwards(list):
 
     def __init__(self):
         super().__init__()
-        TrainState.loss_and_logits = self.recorded(TrainState.loss_and_logits)
+        Method.loss_and_logits = self.recorded(Method.loss_and_logits)
 
     def on_phase(self, phase, step):
         self.phase = phase
 
     def recorded(self, loss_and_logits):
-        def record(state, model, *, images, labels):
+        def record(method, model, images, labels, **place):
             if self.phase == "forward":  # and not while blocks are compiled before the first step
                 unused = getattr(model, "find_unused_parameters", None)
                 kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
                 self.append([kind, sorted(labels.tolist())])
-            return loss_and_logits(state, model, images=images, labels=labels)
+            return loss_and_logits(method, model, images, labels, **place)
 
         return record
 

@@ -126,6 +126,15 @@ def test_data_in_another_order_score_the_same(data: Path, tmp_path: Path) -> Non
     assert by_name != pytest.approx(top1(unnamed, data))
 
 
+def test_a_single_class_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "disk").mkdir(parents=True)
+        for number in range(PER_CLASS):
+            Image.new("RGB", (32, 32)).save(tmp_path / "data" / split / "disk" / f"{number}.png")
+    fitted(tmp_path / "run", base(tmp_path / "base", BASE), tmp_path / "data")
+    assert "has a single class" in caplog.text
+
+
 def test_numbers_of_data_are_recorded_too(data: Path, tmp_path: Path) -> None:
     """Data that have the same ones in another order are matched by them."""
     for split in ("train", "val"):

@@ -22,7 +22,7 @@ ARMS = {
         "orders_per_batch": 4,
         "accumulate": 2,
     },
-    "recomputed": {"activation_checkpointing": True, "method": "layershuffle-depth"},
+    "recomputed": {"activation_checkpointing": True, "method": "layershuffle", "min_kept": 3},
 }
 
 

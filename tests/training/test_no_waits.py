@@ -98,7 +98,7 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
     for user in ("entries", "position"):
         monkeypatch.setattr(f"layershuffle.core.{user}.to_device", lambda tensor, device: tensor)
     monkeypatch.setattr(Syncs, "found", 0)
-    run = {"method": "layershuffle-depth", "ema": 0.9, "orders_per_batch": 3, "steps": 3}
+    run = {"method": "layershuffle", "min_kept": 3, "ema": 0.9, "orders_per_batch": 3, "steps": 3}
     fit(settings(log_every=10, **run), tmp_path / "one", on_phase=counting())
     predict = {"method": "layershuffle-predict", "prediction": {"loss": "mean"}, "drop": None}
     run |= {**predict, "ema": None}

@@ -24,8 +24,7 @@ from layershuffle.analysis.results import (
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
 from layershuffle.machine import Device
-from layershuffle.progress import Progress, unheard
-from layershuffle.text import did_you_mean
+from layershuffle.text import Progress, did_you_mean, unheard
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

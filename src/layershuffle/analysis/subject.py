@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.hooks import BlockHook
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
@@ -27,8 +27,8 @@ from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
-from layershuffle.progress import Progress
 from layershuffle.stats import ImageGroups
+from layershuffle.text import Progress
 
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
 # With fewer clusters, their spread is too uncertain to judge a difference.

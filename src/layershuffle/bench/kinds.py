@@ -29,14 +29,14 @@ from layershuffle.bench.workloads import (
     sweeps,
     write_photographs,
 )
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.data import DataOptions, open_data
 from layershuffle.machine import versions
 from layershuffle.merging.plans import sample_plans
 from layershuffle.models import image_view, load
-from layershuffle.progress import Progress, unheard
+from layershuffle.text import Progress, unheard
 
 FILES, LEAST_INPUT_STEPS = 256, 4
 # As in recipes/digits-paper.yaml: twelve donors and a hundred merges, as in the paper.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from layershuffle.machine import Device, device_of
+from layershuffle.machine import Device, choose_precision, device_of
 from layershuffle.settings import Positive, Settings
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class BenchSettings(Settings):
     """Number of timed steps or merges."""
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 on GPUs that support it, else fp32. train: as in fit; other kinds have weights and
-    states in bf16 for both bf16 values."""
+    states in bf16."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     compile: bool | None = None
@@ -62,7 +62,7 @@ class BenchConfig:
     batch: int
     steps: int
     device: Literal["cpu", "cuda"]
-    precision: Literal["fp32", "bf16", "bf16-pure"]
+    precision: Literal["fp32", "bf16"]
     compile: bool
     orders_per_batch: int
     workers: int
@@ -95,14 +95,11 @@ class BenchConfig:
 
 def resolve(settings: BenchSettings) -> BenchConfig:
     """The configuration on this machine. Raises `UsageError` for a missing GPU."""
-    import torch
-
     from layershuffle.bench.workloads import VIT_B
     from layershuffle.data.loading import loader_processes
 
     device = device_of(settings.device)
-    # bf16 is not the default on CPUs: it was slower for the digits model, faster for a ViT-S/16.
-    has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported()
+    precision, _ = choose_precision(settings.precision, device=device, training=True)
     # 640 is a batch size of the paper.
     model, batch = (VIT_B, 640) if device == "cuda" else ("bundled:digits", 64)
     return BenchConfig(
@@ -110,9 +107,7 @@ def resolve(settings: BenchSettings) -> BenchConfig:
         batch=settings.batch or batch,
         steps=settings.steps,
         device=device,
-        precision=settings.precision
-        if settings.precision != "auto"
-        else ("bf16" if has_bf16 else "fp32"),
+        precision=precision,
         compile=device == "cuda" if settings.compile is None else settings.compile,
         orders_per_batch=settings.orders_per_batch,
         workers=loader_processes() if settings.workers is None else settings.workers,

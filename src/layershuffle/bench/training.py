@@ -18,13 +18,13 @@ from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
 from layershuffle.bench.timing import PhaseTimer
 from layershuffle.bench.workloads import Workload
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.position import add_position, backbone_of
+from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import with_hooks
 from layershuffle.data import ImageData, Split
 from layershuffle.errors import TrainingError
 from layershuffle.models import image_view
-from layershuffle.progress import Progress, unheard
 from layershuffle.settings import FitSettings
+from layershuffle.text import Progress, unheard
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.loop import TrainingBatch, train
@@ -76,7 +76,10 @@ def training_state(
 
     `settings`: method, batch size, device, precision and the like.
     """
-    method = settings.find_method()
+    method = settings.build_method()
+    model = method.prepare(backbone_of(workload.model))
+    if not isinstance(model, PositionedModel):
+        model = PositionedModel(model)
     images = TensorDataset(workload.pixels, workload.labels)
     job = Job(
         settings=settings,
@@ -89,12 +92,7 @@ def training_state(
             splits={"train": Split(dataset=images, size=len(images))},  # type: ignore[arg-type]
             finish=workload.finish,
         ),
-        model=add_position(
-            backbone_of(workload.model),
-            encoding=settings.encoding if method.encoding else None,
-            prediction=settings.prediction if method.prediction else None,
-            seed=settings.seed,
-        ),
+        model=model,
         compiler=compiler,
         images_per_forward=settings.batch_size,
         # Without end, scores and checkpoints: it ends with the batches.

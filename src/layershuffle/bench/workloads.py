@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
 from layershuffle.core.forwards import block_runs, forward_many
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish

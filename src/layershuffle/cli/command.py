@@ -25,7 +25,7 @@ from tyro.constructors import (
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device, torch_threads
-from layershuffle.progress import Progress
+from layershuffle.text import Progress
 
 AnySettings = TypeVar("AnySettings")
 Inline = Annotated[AnySettings, tyro.conf.arg(name="")]

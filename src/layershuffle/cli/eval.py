@@ -79,14 +79,14 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
         "modes": [_mode_report(name, group) for name, group in groups.items()],
-        "hardware": hardware(evaluation.precision.precision),
+        "hardware": hardware(evaluation.precision),
         "versions": versions(),
     }
 
 
 def _precision_note(evaluation: Evaluation) -> list[str]:
-    chosen = evaluation.precision
-    return [f"precision {chosen.precision}: {chosen.why}"] if chosen.why else []
+    why = evaluation.precision_why
+    return [f"precision {evaluation.precision}: {why}"] if why else []
 
 
 def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:

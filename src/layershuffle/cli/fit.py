@@ -14,8 +14,7 @@ from pydantic_core import PydanticUndefined
 from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import TYRO_RULES, Command, Inline, asked
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import FitSettings, check_known, field_value
+from layershuffle.settings import FitSettings, check_known, field_value, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.progress import Progress
+from layershuffle.text import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

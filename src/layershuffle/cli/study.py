@@ -13,8 +13,7 @@ from layershuffle.bundled import asset, recipe_file
 from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import check_known
+from layershuffle.settings import check_known, read_recipe
 from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
 from layershuffle.study.plan import check_plan, read_study_plan
 from layershuffle.study.selection import tasks_for

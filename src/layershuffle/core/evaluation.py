@@ -1,8 +1,8 @@
 """Score a model under many execution orders in one pass over the data.
 
-The orders are given one by one, or drawn for a *mode* (`core.modes`); every score stores its order,
-so that it can be repeated. There are two ways to draw: one order per pass over the data, or one per
-batch, as in the paper's section 4.2 ("randomly for every forward path").
+The orders are given one by one, or drawn for a *mode* (`core.policies`); every score stores its
+order, so that it can be repeated. There are two ways to draw: one order per pass over the data, or
+one per batch, as in the paper's section 4.2 ("randomly for every forward path").
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import forward_many, images_at_once
-from layershuffle.core.losses import logits_of
-from layershuffle.core.modes import Mode, parse_modes
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of
@@ -167,7 +167,7 @@ def evaluate(
 
     `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are converted to
     the dtype of the model's blocks, logits are compared in fp32. `modes` as in
-    "sequential,arbitrary,kept:9" (`core.modes`), or a list of them. A mode with a single
+    "sequential,arbitrary,kept:9" (`core.policies`), or a list of them. A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
     (`core.forwards`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layershuffle.core.entries import Entry, Shared, placed, state_of, tensor_of
 from layershuffle.core.hooks import Step
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.runs import Asked, Run, changed, run_of
 from layershuffle.core.sharing import Beginnings, beginnings

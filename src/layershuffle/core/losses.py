@@ -1,27 +1,205 @@
-"""Losses of a model that runs in any order, and the logits that they read."""
+"""The loss of a forward along given orders."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from layershuffle.errors import UsageError
+from layershuffle.core.logits import logits_of
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.position import PositionedModel
+from layershuffle.core.stack import blocks_of, running, stack_of
+from layershuffle.core.tying import places_tied
+from layershuffle.errors import StackError, UsageError
+
+_log = logging.getLogger("layershuffle")
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Takes logits [n, classes] and labels, and returns their mean loss."""
+
+# Stacks whose backbone cannot run several orders in one batch.
+_APART: WeakSet[nn.Module] = WeakSet()
+# Stacks that were tied when they were asked, and the number of their different blocks.
+_TIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def logits_of(output: Any) -> Tensor:
-    """Logits `[batch, classes]` from the output of a host model.
+def loss_along(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    labels: Tensor,
+    orders: Sequence[ExecutionOrder],
+    exit_after: int | None = None,
+    exit_weight: float = 0.0,
+    criterion: Criterion | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of `images` `[n, channels, height, width]` and their logits `[n, classes]`, in fp32.
 
-    For two heads (timm's distilled models in training) it is their mean, as at evaluation.
+    Row i runs along `orders[i % len(orders)]`. The loss is `criterion` (the cross-entropy) of the
+    logits, plus `exit_weight` times that of the logits after `exit_after` steps, plus the position
+    loss of a model that predicts positions. `model` may be inside wrappers of other libraries.
+
+    A backbone that cannot run several orders in one batch, or has no state to take out between its
+    blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
+    in more time.
     """
-    # transformers returns an object with logits, timm and torchvision the tensor.
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
-        logits = torch.stack(logits).mean(dim=0)
-    if not isinstance(logits, Tensor):
-        raise UsageError(
-            f"The model returned a {type(output).__name__}, which has no logits",
-            hint="use a model for image classification",
+    is_mixed = len(orders) > 1 or exit_after is not None
+
+    def by(walk: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return walk(
+            model,
+            images,
+            labels=labels,
+            orders=orders,
+            exit_after=exit_after,
+            exit_weight=exit_weight,
+            criterion=criterion or F.cross_entropy,
         )
-    return logits
+
+    stack = stack_of(model)
+    if not is_mixed or stack in _APART:
+        return by(_apart if is_mixed else _joined)
+    try:
+        return by(_joined)
+    except StackError as error:
+        reason = error.cause
+    # Outside of `except`: an error that follows is not one of handling the first.
+    result = by(_apart)
+    _APART.add(stack)
+    _log.warning(
+        "The groups of a batch run one after the other, because this model cannot run them "
+        "together: %s",
+        reason,
+    )
+    return result
+
+
+def _joined(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    labels: Tensor,
+    orders: Sequence[ExecutionOrder],
+    exit_after: int | None,
+    exit_weight: float,
+    criterion: Criterion,
+) -> tuple[Tensor, Tensor]:
+    """All groups in one forward."""
+    way = orders[0] if len(orders) == 1 else orders_by_row(orders, len(images))
+    # Not around the wrappers of other libraries, whose output holds the position loss as well.
+    with running(positioned_in(model) or model, way, exit_after=exit_after):
+        output, position_loss = _forward(model, images)
+    if exit_after is None:
+        logits = logits_of(output).float()
+        loss = criterion(logits, labels)
+    else:
+        logits, early = (part.float() for part in output)
+        loss = criterion(logits, labels) + exit_weight * criterion(early, labels)
+    return (loss if position_loss is None else loss + position_loss), logits
+
+
+def _apart(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    labels: Tensor,
+    orders: Sequence[ExecutionOrder],
+    exit_after: int | None,
+    exit_weight: float,
+    criterion: Criterion,
+) -> tuple[Tensor, Tensor]:
+    """Each group in a forward of its own, and its exit in another one."""
+    losses: list[Tensor] = []
+    parts: list[Tensor] = []
+    groups = range(min(len(orders), len(images)))
+    for group in groups:
+        rows = slice(group, None, len(orders))
+        own, truth, order = images[rows], labels[rows], orders[group]
+        with running(model, order):
+            output, position_loss = _forward(model, own)
+        logits = logits_of(output).float()
+        loss = criterion(logits, truth)
+        if position_loss is not None:
+            loss = loss + position_loss
+        if exit_after is not None:
+            with running(model, beginning_of(order, exit_after)):
+                early = logits_of(model(own)).float()
+            loss = loss + exit_weight * criterion(early, truth)
+        losses.append(loss * (len(own) / len(images)))
+        parts.append(logits)
+    logits = parts[0].new_empty(len(images), parts[0].shape[-1])
+    for group, part in zip(groups, parts, strict=True):
+        logits[group :: len(orders)] = part.detach()
+    return torch.stack(losses).sum(), logits
+
+
+def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:
+    """What `model` returns for `images`, and its position loss if it predicts positions."""
+    positioned = positioned_in(model)
+    if positioned is None or positioned.prediction is None:
+        return model(images), None
+    # DDP treats parameters as unused if no output of the model's call depends on them. So the loss
+    # of the position guesses must be an output: a hook inside the DDP wrapper adds it.
+    with positioned.guessing() as guesses:
+        hook = positioned.register_forward_hook(
+            # The trial of an order per sample is not recorded, and nothing is guessed.
+            lambda *call: (call[-1], guesses.loss() if guesses.items else None)
+        )
+        with hook:
+            output, position_loss = model(images)
+    return output, position_loss
+
+
+def orders_by_row(orders: Sequence[ExecutionOrder], images: int) -> tuple[ExecutionOrder, ...]:
+    """The order of each row of a batch of `images`: row i is in group i mod G.
+
+    Rows are counted from the first row of each process. So a process that holds half of the batch
+    puts its rows into the same groups as a process that holds all of it, if G divides the half.
+    """
+    return tuple(orders[row % len(orders)] for row in range(images))
+
+
+def beginning_of(order: ExecutionOrder, steps: int) -> ExecutionOrder:
+    """The first `steps` steps of `order`, or all of them if it is shorter."""
+    versions = None if order.versions is None else order.versions[:steps]
+    return ExecutionOrder(order.blocks[:steps], order.depth, versions)
+
+
+def positioned_in(model: nn.Module) -> PositionedModel | None:
+    """The model with position parts in `model`, which may be inside wrappers; `None` if none is."""
+    stack = stack_of(model)
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, PositionedModel):
+            return module
+        # Most modules are inside blocks, and this runs in every forward.
+        waiting += [child for child in module.children() if child is not stack]
+    return None
+
+
+def check_parts(model: nn.Module, *, distinct: int | None, position: str) -> None:
+    """Raises `UsageError` if the model lacks the position parts or the ties of a method."""
+    hint = "model = method.prepare(model), before the optimiser gets its parameters"
+    if position != "none":
+        positioned = positioned_in(model)
+        part = "encoding" if position == "encode" else "prediction"
+        if positioned is None or getattr(positioned, part) is None:
+            raise UsageError(
+                f"The method trains a position {part}, which the model lacks", hint=hint
+            )
+    stack = stack_of(model)
+    if distinct is not None and _TIED.get(stack) != distinct:
+        blocks = blocks_of(model)
+        places = places_tied(blocks) or range(len(blocks))
+        if len(set(places)) != distinct:
+            raise UsageError(
+                f"The method trains {distinct} different blocks; the model has {len(set(places))}",
+                hint=hint,
+            )
+        _TIED[stack] = distinct

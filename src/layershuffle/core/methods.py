@@ -1,13 +1,18 @@
-"""The training methods in one visible table.
+"""The training methods: presets of options, and the loss that trains them in any loop.
 
-A method is data: a policy that draws orders, and which position parts are added. One training loop
-serves all of them.
+A method is a name for options that every training can have. `Method(name, **options)` is what `fit`
+trains with, and what a loop of your own calls once per forward. Plain data: torch is imported with
+the first loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
+from layershuffle.core.draws import Stream
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import (
     Choice,
     Kept,
@@ -17,220 +22,304 @@ from layershuffle.core.policies import (
     Sequential,
     Shuffled,
 )
+from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-@dataclass(frozen=True, kw_only=True)
+PositionPart = Literal["none", "encode", "predict"]
+
+
+PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
+    # Ours. Every layer has an exit so in arXiv 2404.16710.
+    "anyorder": (
+        "arbitrary",
+        {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3},
+    ),
+    # The paper's: sections 4, 3.2, 3.3 and 3.4. `layerdrop` is arXiv 1909.11556 at the rate of
+    # section 4.2, as is `truncated`, a model made of some of the blocks.
+    "baseline": ("sequential", {}),
+    "layershuffle": ("arbitrary", {}),
+    "layershuffle-position": ("arbitrary", {"position": "encode"}),
+    "layershuffle-predict": ("arbitrary", {"position": "predict"}),
+    "layerdrop": ("sequential", {"drop": 0.2}),
+    "truncated": ("sequential", {}),
+}
+"""By name: how blocks are drawn, which is also the score that selects, and the options."""
+
+# `None`, for the two options that have a value in every preset: after its making, so has a method.
+_KEEP: Any = None
+
+
+@dataclass(frozen=True)
 class Method:
-    """One way of training.
+    """How a model is trained: a preset by its name, and options that change it.
 
-    `policy` draws the order of every forward. `selects_by` is the order mode in which held-out data
-    picks the checkpoint. `encoding` and `prediction` say which position parts are added. Models
-    that are `shortened` are made of some of the pretrained blocks, which `blocks` names. `distinct`
-    is the number of different blocks, which the places of the stack share evenly. `exit_weight` is
-    the weight of the cross-entropy at an exit: the state after a random number of steps goes to the
-    head as well.
+    `None` keeps the value of the preset; the fields then hold the values in force. Every option
+    goes with every other one, except for `drop` with `min_kept`. Methods with equal fields are
+    equal. Raises `UsageError` for an unknown name (with the nearest one) and for options that
+    exclude each other.
+
+        model = ls.wrap(timm.create_model("vit_small_patch16_224", num_classes=10))
+        method = ls.Method("anyorder")
+        for step, (images, labels) in enumerate(loader):
+            loss = method.loss(model, images, labels, step=step)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
     """
 
-    name: str
-    summary: str
-    source: str
-    policy: OrderPolicy
-    selects_by: OrderMode
-    encoding: bool = False
-    prediction: bool = False
-    shortened: bool = False
-    blocks: Kept | None = None
-    distinct: int | None = None
+    name: str = "anyorder"
+    _: KW_ONLY
+    orders_per_batch: int = _KEEP
+    """Number of groups of a batch, each with an order of its own; 1 in most presets."""
+    sequential_every: int | None = None
+    """Every n-th order runs all blocks in sequence; `None` adds no such order."""
     exit_weight: float | None = None
+    """Weight of the loss at an exit: the state after a random number of steps goes to the head
+    as well. `None`: there is no exit."""
+    drop: float | None = None
+    """Probability with which a block is left out of an order."""
+    min_kept: int | None = None
+    """Fewest blocks of an order, whose number is uniform from here to all."""
+    max_parallel: int | None = None
+    """Most blocks side by side in a round, whose sizes are drawn; `None`: one after the other."""
+    distinct: int | None = None
+    """Number of different blocks: the places of the stack share their weights."""
+    position: PositionPart = _KEEP
+    """Position parts of the paper: "encode" (section 3.3), "predict" (section 3.4) or "none"."""
+    kept: int | None = None
+    """Number of pretrained blocks that the model is made of; `None`: all."""
+    choose: Choice | None = None
+    """Which of them: "spaced" (evenly, the default), "first", "last" or "random" (by the seed)."""
+    encoding: EncodingForm = field(default_factory=EncodingForm)
+    prediction: PredictionForm = field(default_factory=PredictionForm)
+    seed: int = 0
+    """Seed of orders, exits and new position parts."""
 
+    def __post_init__(self) -> None:
+        if self.name not in PRESETS:
+            hint = did_you_mean(self.name, PRESETS, otherwise=f"one of {', '.join(PRESETS)}")
+            raise UsageError(f"There is no method {self.name!r}", hint=hint)
+        _, preset = PRESETS[self.name]
+        for option, value in {"orders_per_batch": 1, "position": "none", **preset}.items():
+            if getattr(self, option) is None:
+                object.__setattr__(self, option, value)  # the class is frozen
+        self._check()
 
-_TABLE = (
-    Method(
-        name="baseline",
-        summary="sequential, ordinary refinement",
-        source="paper, section 4",
-        policy=Sequential(),
-        selects_by="sequential",
-    ),
-    Method(
-        name="layershuffle",
-        summary="a uniform permutation of the blocks per forward",
-        source="paper, section 3.2",
-        policy=Shuffled(),
-        selects_by="arbitrary",
-    ),
-    Method(
-        name="layershuffle-position",
-        summary="shuffled, every block is told its position",
-        source="paper, section 3.3",
-        policy=Shuffled(),
-        selects_by="arbitrary",
-        encoding=True,
-    ),
-    Method(
-        name="layershuffle-predict",
-        summary="shuffled, every block's output must tell its position",
-        source="paper, section 3.4",
-        policy=Shuffled(),
-        selects_by="arbitrary",
-        prediction=True,
-    ),
-    Method(
-        name="layerdrop",
-        summary="sequential, each block left out with probability p",
-        source="arXiv 1909.11556, as the paper's section 4.2 uses it",
-        policy=LayerDrop(0.2),  # the rate of the paper's comparison
-        selects_by="sequential",
-    ),
-    Method(
-        name="truncated",
-        summary="sequential, a model made of some of the blocks",
-        source="paper, section 4.2",
-        policy=Sequential(),
-        selects_by="sequential",
-        shortened=True,
-    ),
-    Method(
-        name="layershuffle-depth",
-        summary="shuffled, a uniform number of blocks kept",
-        source="this project",
-        policy=Shuffled(depth=(3, None)),
-        selects_by="arbitrary",
-    ),
-    Method(
-        name="layershuffle-parallel",
-        summary="shuffled, in rounds of 1 to 4 blocks side by side",
-        source="this project; pairs of layers run so in arXiv 2502.02790",
-        policy=Shuffled(parallel=(1, 4)),
-        selects_by="arbitrary",
-    ),
-    Method(
-        name="layershuffle-mixed",
-        summary="shuffled, every fourth order is the sequential one",
-        source="this project",
-        policy=Shuffled(sequential_every=4),
-        selects_by="arbitrary",
-    ),
-    Method(
-        name="layershuffle-exit",
-        summary="shuffled, the state after a random number of blocks is classified as well",
-        source="this project; every layer has an exit so in arXiv 2404.16710",
-        policy=Shuffled(),
-        selects_by="arbitrary",
-        exit_weight=0.3,
-    ),
-    Method(
-        name="layershuffle-tied",
-        summary="shuffled, all places share the weights of one block, or of a few",
-        source="this project; layers are shared as in arXiv 1909.11942",
-        policy=Shuffled(),
-        selects_by="arbitrary",
-        distinct=1,
-    ),
-)
-METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
-
-
-def find_method(
-    name: str,
-    *,
-    drop: float | None = None,
-    min_blocks: int | None = None,
-    kept: int | None = None,
-    choose: Choice | None = None,
-    distinct: int | None = None,
-    max_parallel: int | None = None,
-    sequential_every: int | None = None,
-    exit_weight: float | None = None,
-) -> Method:
-    """The method of that name with its options set.
-
-    `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
-    fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
-    blocks a `truncated` model is made of. `distinct`: how many blocks a `layershuffle-tied` model
-    has. `max_parallel`: the most blocks in a round of a shuffled method. `sequential_every`: every
-    n-th order of a shuffled method is the sequential one. `exit_weight`: weight of the loss at an
-    exit, which every method can have. Raises `UsageError` for unknown names (with the nearest) and
-    for an option that the method does not have, or lacks.
-    """
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
-        raise UsageError(f"There is no method {name!r}", hint=hint)
-    # The table is never changed: options make a copy.
-    method = METHODS[name]
-    if drop is not None:
-        method = replace(method, policy=_with_drop(method, drop))
-    if min_blocks is not None:
-        method = replace(method, policy=_with_min_blocks(method, min_blocks))
-    if max_parallel is not None:
-        method = replace(method, policy=_with_rounds(method, max_parallel))
-    if sequential_every is not None:
-        method = replace(method, policy=_with_sequential(method, sequential_every))
-    if distinct is not None:
-        if method.distinct is None:
+    def _check(self) -> None:
+        for option in ("orders_per_batch", "min_kept", "max_parallel", "distinct", "kept"):
+            number = getattr(self, option)
+            if number is not None and number < 1:
+                raise UsageError(f"{option} must be 1 or more, got {number}")
+        if self.drop is not None and self.min_kept is not None:
             raise UsageError(
-                f"The method {method.name!r} gives every place its own block",
-                hint="only layershuffle-tied takes a number of different blocks",
+                f"drop={self.drop} and min_kept={self.min_kept} both say how many blocks run",
+                hint="give one of them; layershuffle and baseline have neither of their own",
             )
-        method = replace(method, distinct=distinct)
-    if exit_weight is not None:
-        method = replace(method, exit_weight=exit_weight)
-    return replace(method, blocks=_blocks(method, kept, choose))
-
-
-def _with_drop(method: Method, drop: float) -> OrderPolicy:
-    if method.name == "layerdrop":
-        return LayerDrop(drop)
-    # layershuffle-depth has a policy with a range already; the two options exclude each other.
-    if isinstance(method.policy, Shuffled) and method.policy.depth is None:
-        return replace(method.policy, drop=drop)
-    raise UsageError(
-        f"The method {method.name!r} has no drop probability",
-        hint="use layerdrop, or a shuffled method that keeps all blocks",
-    )
-
-
-def _with_min_blocks(method: Method, min_blocks: int) -> OrderPolicy:
-    if method.name != "layershuffle-depth":
-        raise UsageError(
-            f"The method {method.name!r} has no smallest number of blocks",
-            hint="only layershuffle-depth keeps a random number of blocks",
-        )
-    return Shuffled(depth=(min_blocks, None))
-
-
-def _with_rounds(method: Method, max_parallel: int) -> OrderPolicy:
-    if isinstance(method.policy, Shuffled):
-        return replace(method.policy, parallel=(1, max_parallel))
-    raise UsageError(
-        f"The method {method.name!r} runs one block after the other",
-        hint="only shuffled methods run blocks side by side, such as layershuffle-parallel",
-    )
-
-
-def _with_sequential(method: Method, every: int) -> OrderPolicy:
-    if isinstance(method.policy, Shuffled):
-        return replace(method.policy, sequential_every=every)
-    raise UsageError(
-        f"The method {method.name!r} has only the sequential order",
-        hint="only shuffled methods mix orders, such as layershuffle-mixed",
-    )
-
-
-def _blocks(method: Method, number: int | None, choose: Choice | None) -> Kept | None:
-    if not method.shortened:
-        # Refused, not ignored: a run would otherwise train all blocks while its owner believes
-        # that it trains a shorter model.
-        if number is not None or choose is not None:
+        if self.name == "truncated" and self.kept is None:
             raise UsageError(
-                f"The method {method.name!r} trains all blocks of the model",
-                hint="only truncated takes a number of blocks and a choice of them",
+                "truncated needs the number of blocks that the model is made of", hint="--kept 6"
             )
-        return None
-    if number is None:
-        raise UsageError(
-            "truncated needs the number of blocks that the model is made of", hint="--kept 6"
+        if self.kept is None and self.choose is not None:
+            raise UsageError(
+                f"choose={self.choose} says which blocks are kept, but not how many of them",
+                hint="give kept, too: --kept 6",
+            )
+        for option in ("min_kept", "distinct"):
+            number = getattr(self, option)
+            if None not in (number, self.kept) and number > self.kept:
+                raise UsageError(
+                    f"{option}={number} is more than the {self.kept} blocks that the model keeps",
+                    hint=f"give at most {self.kept}",
+                )
+        whole = self.runs_all and self.max_parallel is None
+        if self.selects_by == "sequential" and whole and self.sequential_every is not None:
+            raise UsageError(
+                f"Every order of {self.name} is the sequential one already, not only every "
+                f"{self.sequential_every}th",
+                hint="leave sequential_every out, or take the method layershuffle",
+            )
+        if self.exit_weight is not None and not self.exit_weight > 0:
+            raise UsageError(
+                f"exit_weight must be above 0, got {self.exit_weight}",
+                hint="leave it out for no exit; anyorder without one is layershuffle with "
+                "orders_per_batch=4 and sequential_every=4",
+            )
+        # Both check what is left: probabilities, ranges and words.
+        _ = self.policy, self.blocks
+
+    @property
+    def selects_by(self) -> OrderMode:
+        """The order mode in which held-out data picks the checkpoint."""
+        return PRESETS[self.name][0]
+
+    @property
+    def policy(self) -> OrderPolicy:
+        """What draws the orders."""
+        rounds = None if self.max_parallel is None else (1, self.max_parallel)
+        number = None if self.min_kept is None else (self.min_kept, None)
+        every = self.sequential_every
+        if self.selects_by == "arbitrary":
+            return Shuffled(self.drop, number, parallel=rounds, sequential_every=every)
+        if self.drop is not None:
+            return LayerDrop(self.drop, parallel=rounds, sequential_every=every)
+        return Sequential(parallel=rounds, depth=number, sequential_every=every)
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether no order leaves a block out."""
+        return self.drop is None and self.min_kept is None
+
+    @property
+    def blocks(self) -> Kept | None:
+        """What draws the pretrained blocks that the model is made of; `None`: all of them."""
+        return None if self.kept is None else Kept(self.kept, choose=self.choose or "spaced")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that are in force, by name: what a record of the training holds."""
+        return {name: getattr(self, name) for name in METHOD_OPTIONS}
+
+    def orders(
+        self, depth: int, *, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> tuple[ExecutionOrder, ...]:
+        """The orders of one forward of a model with `depth` blocks: one for each group.
+
+        A pure function of its arguments and the seed. `micro_batch` counts the forwards of a step
+        under gradient accumulation; `rank` is for processes that draw orders of their own.
+        """
+        groups = self.orders_per_batch
+        # Every group of a step has a number of its own, so that no two draw from one stream.
+        return tuple(
+            self.policy.draw(
+                depth,
+                seed=self.seed,
+                step=step,
+                micro_batch=micro_batch * groups + group,
+                rank=rank,
+            )
+            for group in range(groups)
         )
-    return Kept(number, choose=choose or "spaced")
+
+    def exit_after(
+        self,
+        orders: Sequence[ExecutionOrder],
+        *,
+        step: int,
+        micro_batch: int = 0,
+        rank: int = 0,
+    ) -> int | None:
+        """The number of steps of `orders` after which the states also go to the head.
+
+        Uniform in 1 to one less than the longest order has; an order that is shorter than that
+        counts with its end. `None` without an exit.
+        """
+        if self.exit_weight is None:
+            return None
+        # No group has this number, so exits do not depend on the draws of the orders.
+        stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=rank)
+        return 1 + stream.below(max(1, max(map(len, orders)) - 1))
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """`model` with what the method adds to it: wrapped, tied (in place), with position parts.
+
+        Position parts are modules around the model, so the result may be another module: give its
+        parameters to the optimiser. Raises `UsageError` if the model has another number of blocks
+        than the method keeps.
+        """
+        from layershuffle.core.losses import positioned_in
+        from layershuffle.core.position import add_position
+        from layershuffle.core.stack import depth_of, wrap
+        from layershuffle.core.tying import tie
+
+        depth = depth_of(wrap(model))
+        if self.blocks is not None and depth != self.kept:
+            chosen = self.blocks.draw(depth, seed=self.seed, step=0)
+            raise UsageError(
+                f"The model has {depth} blocks, and this method trains one of {self.kept}",
+                hint=f'first shorten it: layershuffle.models.truncate(model, "{chosen}")',
+            )
+        if self.distinct is not None:
+            tie(model, distinct=self.distinct)
+        positioned = positioned_in(model)
+        if positioned is not None:
+            has = {"encode": positioned.encoding, "predict": positioned.prediction}
+            present = [name for name, part in has.items() if part is not None]
+            if present != [name for name in has if name == self.position]:
+                raise UsageError(
+                    f"The model has the position parts {', '.join(present) or 'none'}, and the "
+                    f"method {self.name} trains {self.position}",
+                    hint="continue with the method that trained the model",
+                )
+            return model
+        if self.position == "none":
+            return model
+        return add_position(
+            model,
+            encoding=self.encoding if self.position == "encode" else None,
+            prediction=self.prediction if self.position == "predict" else None,
+            seed=self.seed,
+        )
+
+    def loss(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        step: int,
+        micro_batch: int = 0,
+        rank: int = 0,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """The loss of one forward: a scalar in fp32, attached to the graph.
+
+        It draws the orders of this step, runs `model` on `images` `[n, channels, height, width]`
+        along them (row i of the batch is in group i mod `orders_per_batch`), and adds the exit loss
+        and, for a model that predicts positions, the position loss. `model` is a wrapped model, or
+        that model inside the wrappers of DDP, accelerate or Lightning. `criterion(logits, labels)`
+        is a mean over its rows, by default the cross-entropy with `labels` int64 `[n]`. `step`,
+        `micro_batch` and `rank` as in `orders`. Raises `UsageError` for a model without the parts
+        that the method trains (`prepare` adds them), and `StackError` where the backbone cannot run
+        along such orders.
+        """
+        return self.loss_and_logits(
+            model, images, labels, step=step, micro_batch=micro_batch, rank=rank,
+            criterion=criterion,
+        )[0]  # fmt: skip
+
+    def loss_and_logits(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        step: int,
+        micro_batch: int = 0,
+        rank: int = 0,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32."""
+        from layershuffle.core.losses import check_parts, loss_along
+        from layershuffle.core.stack import depth_of
+
+        check_parts(model, distinct=self.distinct, position=self.position)
+        place = {"step": step, "micro_batch": micro_batch, "rank": rank}
+        orders = self.orders(depth_of(model), **place)
+        return loss_along(
+            model,
+            images,
+            labels=labels,
+            orders=orders,
+            exit_after=self.exit_after(orders, **place),
+            exit_weight=self.exit_weight or 0.0,
+            criterion=criterion,
+        )
+
+
+_NO_OPTIONS = {"name", "encoding", "prediction", "seed"}
+METHOD_OPTIONS = tuple(part.name for part in fields(Method) if part.name not in _NO_OPTIONS)
+"""The names of the options, which are also settings of `fit`."""

@@ -1,22 +1,34 @@
-"""Order policies: rules that draw execution orders.
+"""Order policies: rules that draw execution orders, and the modes of scores, named sets of orders.
 
-Every policy is a frozen value with one method, `draw(depth, seed=, step=, micro_batch=0, rank=0)`,
-a pure function of its arguments (generator: `core.draws`). `rank` is for independent orders
-under data-parallel training only; leave it at 0 where all ranks must share their order.
+Every policy is a frozen value with one method, `draw(depth, seed=0, step=..., micro_batch=0,
+rank=0)`, a pure function of its arguments (generator: `core.draws`). Without `step` a policy counts
+its own draws. `rank` is for independent orders under data-parallel training only; leave it at 0
+where all ranks must share their order.
+
+A mode is written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
+`kept:9:sequential:spaced` (choices: random, spaced, first, last). A range of block counts stands
+for each of them: `kept:1-11:arbitrary`. Behind any of them `:parallel=3` runs three blocks side by
+side, and behind kept `:passes=2` runs the blocks again: `kept:6:arbitrary:passes=2:parallel=3`.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, field
+from math import comb
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.orders import ExecutionOrder, check_depth, is_integer, order_of
 from layershuffle.errors import UsageError
+from layershuffle.text import did_you_mean
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]
+# One lock for all policies: a lock inside each could be neither copied nor pickled.
+_COUNTING = threading.Lock()
 
 
 @runtime_checkable
@@ -24,35 +36,94 @@ class OrderPolicy(Protocol):
     """The interface of all policies below."""
 
     def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+        self,
+        depth: int,
+        *,
+        seed: int = 0,
+        step: int | None = None,
+        micro_batch: int = 0,
+        rank: int = 0,
     ) -> ExecutionOrder:
         """The order of this policy at (seed, step, micro_batch, rank)."""
 
 
 @dataclass(frozen=True)
-class Sequential:
-    """Always 0..depth-1: ordinary training.
+class _Policy:
+    """What all policies share: the counter of draws without a step, and the stream of a draw.
 
-    `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
-    [low, high]; the last round takes the blocks that are left.
+    `drawn` says how many orders were drawn without a step. It is no part of the value: equal
+    policies may have drawn different numbers of orders.
     """
 
-    parallel: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+    drawn: int = field(default=0, init=False, repr=False, compare=False)
 
     def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+        self,
+        depth: int,
+        *,
+        seed: int = 0,
+        step: int | None = None,
+        micro_batch: int = 0,
+        rank: int = 0,
     ) -> ExecutionOrder:
-        """The sequential order; the other arguments determine the sizes of its rounds, if any."""
+        """The order for a model with `depth` blocks at (seed, step, micro_batch, rank).
+
+        The same arguments always give the same order. Without `step` the policy takes the number
+        of orders that it drew so, `drawn`, and adds one to it. Raises `UsageError` for a depth that
+        does not fit the policy.
+
+            >>> policy = Shuffled()
+            >>> policy.draw(4) == Shuffled().draw(4, step=0)
+            True
+            >>> policy.drawn
+            1
+        """
         check_depth(depth)
+        if step is None:
+            with _COUNTING:
+                step = self.drawn
+                # The class is frozen for its users: a policy is a value, and this is its odometer.
+                object.__setattr__(self, "drawn", step + 1)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
-        return _in_rounds([range(depth)], depth, parallel=self.parallel, stream=stream)
+        return self._order(depth, stream, turn=step + micro_batch)
+
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Sequential(_Policy):
+    """Blocks in their own order, 0..depth-1: ordinary training.
+
+    `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
+    [low, high]; the last round takes the blocks that are left.
+    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
+    all of them; which blocks is uniform too.
+    `sequential_every=n`: if `step + micro_batch` is a multiple of n, all blocks run one after the
+    other instead.
+    """
+
+    parallel: tuple[int, int] | None = None
+    depth: tuple[int, int | None] | None = None
+    sequential_every: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_every(self.sequential_every)
+        # The class is frozen; a list becomes a tuple so that the policy can be hashed.
+        object.__setattr__(self, "depth", _checked_range(self.depth))
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        if _is_sequential(self.sequential_every, turn):
+            return ExecutionOrder.sequential(depth)
+        blocks: Sequence[int] = range(depth)
+        if self.depth is not None:
+            blocks = sorted(_kept_of(stream.shuffled(blocks), self.depth, stream))
+        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
+
+
+@dataclass(frozen=True)
+class Shuffled(_Policy):
     """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
 
     `drop`: each block is left out with this probability (at least one stays).
@@ -70,65 +141,52 @@ class Shuffled:
     sequential_every: int | None = None
 
     def __post_init__(self) -> None:
-        every = self.sequential_every
-        if every is not None and (not is_integer(every) or every < 2):
-            raise UsageError(
-                f"sequential_every must be an integer of at least 2, got {every!r}",
-                hint="sequential_every=4; Sequential() draws only the sequential order",
-            )
+        _check_every(self.sequential_every)
         if self.drop is not None and self.depth is not None:
             raise UsageError("Shuffled takes drop= or depth=, not both")
         if self.drop is not None:
             _check_probability(self.drop)
-        if self.depth is not None:
-            # The class is frozen; a list becomes a tuple so that the policy can be hashed.
-            object.__setattr__(self, "depth", _checked_range(self.depth))
+        object.__setattr__(self, "depth", _checked_range(self.depth))
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
-    def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
-    ) -> ExecutionOrder:
-        """A uniform permutation of the kept blocks; `UsageError` if `depth=` does not fit."""
-        check_depth(depth)
-        # Counted, not drawn: with a drawn share some batches would be all sequential and others not
-        # at all, and several orders per batch are meant to remove exactly this variance.
-        if self.sequential_every is not None and (step + micro_batch) % self.sequential_every == 0:
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        if _is_sequential(self.sequential_every, turn):
             return ExecutionOrder.sequential(depth)
-        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         blocks = stream.shuffled(range(depth))
         if self.drop is not None:
             # Dropped after the shuffle: the order of the others is that of the full permutation.
             blocks = _survivors(blocks, self.drop, stream)
         if self.depth is not None:
-            # A prefix of a uniform permutation is a uniform subset in uniform order.
-            low, high = _kept_range(self.depth, depth)
-            blocks = blocks[: low + stream.below(high - low + 1)]
+            blocks = _kept_of(blocks, self.depth, stream)
         return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
 
 
 @dataclass(frozen=True)
-class LayerDrop:
+class LayerDrop(_Policy):
     """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
-    If all blocks would be left out, a single one runs, chosen uniformly.
+    If all blocks would be left out, a single one runs, chosen uniformly. `parallel` and
+    `sequential_every` as in `Sequential`.
     """
 
     p: float = 0.2
+    parallel: tuple[int, int] | None = None
+    sequential_every: int | None = None
 
     def __post_init__(self) -> None:
         _check_probability(self.p)
+        _check_every(self.sequential_every)
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
-    def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
-    ) -> ExecutionOrder:
-        """The surviving blocks, ascending."""
-        check_depth(depth)
-        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
-        return ExecutionOrder(_survivors(range(depth), self.p, stream), depth)
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        if _is_sequential(self.sequential_every, turn):
+            return ExecutionOrder.sequential(depth)
+        blocks = _survivors(range(depth), self.p, stream)
+        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(_Policy):
     """`k` blocks of the model, chosen by `choose`, in ascending or in uniform random order.
 
     `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
@@ -152,11 +210,8 @@ class Kept:
             raise UsageError(f"passes must be an integer of at least 1, got {self.passes!r}")
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
-    def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
-    ) -> ExecutionOrder:
-        """`k` blocks, `passes` times; raises `UsageError` unless 1 <= k <= depth."""
-        check_depth(depth)
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        del turn
         if not 1 <= self.k <= depth:
             raise UsageError(
                 f"Cannot keep {self.k} blocks of a model with {depth}",
@@ -164,7 +219,6 @@ class Kept:
             )
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
-        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         shuffled = stream.shuffled(range(depth))
         chosen = self._chosen(depth, shuffled)
         blocks = sorted(chosen)
@@ -184,7 +238,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(_Policy):
     """Always the given order."""
 
     order: ExecutionOrder
@@ -196,12 +250,8 @@ class Fixed:
                 hint='Fixed(ExecutionOrder.parse("3,0,2", depth=12))',
             )
 
-    def draw(
-        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
-    ) -> ExecutionOrder:
-        """The order itself; raises `UsageError` if it was made for another depth."""
-        check_depth(depth)
-        del seed, step, micro_batch, rank
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        del stream, turn
         return order_of(self.order, depth)
 
 
@@ -213,7 +263,14 @@ POLICIES: dict[str, type[OrderPolicy]] = {
     "fixed": Fixed,
 }
 # Options that models saved by earlier versions lack, with the values that they had there.
-_LATER = {"parallel": None, "passes": 1, "sequential_every": None}
+_ONE_BY_ONE: dict[str, object] = {"parallel": None, "sequential_every": None}
+_LATER: dict[str, dict[str, object]] = {
+    "sequential": {**_ONE_BY_ONE, "depth": None},
+    "shuffled": _ONE_BY_ONE,
+    "layerdrop": _ONE_BY_ONE,
+    "kept": {"parallel": None, "passes": 1},
+    "fixed": {},
+}
 
 
 def spaced(k: int, depth: int) -> tuple[int, ...]:
@@ -228,8 +285,9 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     """`{"policy": "shuffled", "drop": null, "depth": [3, null]}`: JSON types only."""
     name = next(name for name, kind in POLICIES.items() if type(policy) is kind)
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
+    del fields["drawn"]
     # Records of models are compared, so a record from before these options must equal a new one.
-    later = [key for key, default in _LATER.items() if fields.get(key) == default]
+    later = [key for key, default in _LATER[name].items() if fields[key] == default]
     return {"policy": name} | {key: value for key, value in fields.items() if key not in later}
 
 
@@ -279,17 +337,37 @@ def _in_rounds(
     return ExecutionOrder.in_rounds(rounds, depth)
 
 
-def _kept_range(limits: tuple[int, int | None], depth: int) -> tuple[int, int]:
+def _is_sequential(every: int | None, turn: int) -> bool:
+    # Counted, not drawn: with a drawn share some batches would be all sequential and others not at
+    # all, and several orders per batch are meant to remove exactly this variance.
+    return every is not None and turn % every == 0
+
+
+def _kept_of(
+    blocks: tuple[int, ...], limits: tuple[int, int | None], stream: Stream
+) -> tuple[int, ...]:
+    """A random number of shuffled `blocks`: a prefix is a uniform subset in uniform order."""
+    depth = len(blocks)
     low, high = limits[0], depth if limits[1] is None else limits[1]
     if not 1 <= low <= high <= depth:
         raise UsageError(
             f"A random number of blocks between {low} and {high} does not fit a model with {depth}",
             hint=f"choose 1 <= low <= high <= {depth}, or leave high out for all blocks",
         )
-    return low, high
+    return blocks[: low + stream.below(high - low + 1)]
 
 
-def _checked_range(limits: Sequence[int | None]) -> tuple[int, int | None]:
+def _check_every(every: int | None) -> None:
+    if every is not None and (not is_integer(every) or every < 2):
+        raise UsageError(
+            f"sequential_every must be an integer of at least 2, got {every!r}",
+            hint="sequential_every=4; Sequential() draws only the sequential order",
+        )
+
+
+def _checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None] | None:
+    if limits is None:
+        return None
     # A list is accepted because JSON and YAML have no tuples.
     parts = tuple(limits) if isinstance(limits, tuple | list) else ()
     if len(parts) == 2 and is_integer(parts[0]) and (parts[1] is None or is_integer(parts[1])):
@@ -323,3 +401,111 @@ def _check_word(field: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UsageError(
             f"{field}={value!r} is not an option of Kept", hint=f"one of {', '.join(allowed)}"
         )
+
+
+_FORMS = (
+    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, "
+    "kept:1-11:arbitrary, arbitrary:parallel=3, kept:6:arbitrary:passes=2"
+)
+_OPTION = re.compile(r"(parallel|passes)=([1-9][0-9]{0,5})")
+_RANGE = re.compile(r"kept:(\d+)-(\d+)((?::.*)?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """`order` as in the paper's tables; `kept=None` runs all blocks.
+
+    The blocks run in rounds of `parallel` side by side, and `passes` times over.
+    """
+
+    order: OrderMode
+    kept: int | None = None
+    choose: Choice = "random"
+    parallel: int = 1
+    passes: int = 1
+
+    def policy(self) -> OrderPolicy:
+        """What draws this mode's orders."""
+        rounds = None if self.parallel == 1 else (self.parallel, self.parallel)
+        if self.kept is not None:
+            return Kept(
+                self.kept,
+                order=self.order,
+                choose=self.choose,
+                passes=self.passes,
+                parallel=rounds,
+            )
+        if self.order == "sequential":
+            return Sequential(parallel=rounds)
+        return Shuffled(parallel=rounds)
+
+    def is_drawn(self, depth: int) -> bool:
+        """Whether more than one order of a model with `depth` blocks belongs to the mode."""
+        kept = depth if self.kept is None else self.kept
+        # "spaced", "first" and "last" name their blocks, and all blocks can be kept in one way.
+        subsets = comb(depth, kept) if self.choose == "random" else 1
+        return subsets > 1 or (self.order == "arbitrary" and kept > 1)
+
+    def draws(self, num_orders: int, *, depth: int) -> int:
+        """How many scores the mode gets: `num_orders`, or one if it has a single order."""
+        return num_orders if self.is_drawn(depth) else 1
+
+    def __str__(self) -> str:
+        # What `parse_modes` assumes is left out, so that equal modes have equal texts.
+        words: list[str] = [] if self.kept is None else ["kept", str(self.kept)]
+        words.append(self.order)
+        if self.choose != "random":
+            words.append(self.choose)
+        if self.passes > 1:
+            words.append(f"passes={self.passes}")
+        if self.parallel > 1:
+            words.append(f"parallel={self.parallel}")
+        return ":".join(words)
+
+
+def parse_modes(text: str) -> tuple[Mode, ...]:
+    """The modes of a comma-separated list. Raises `UsageError` naming the word that is wrong."""
+    words: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        counts = _RANGE.fullmatch(word)
+        if counts is None:
+            words.append(word)
+            continue
+        # The order of the modes is that of the rows in results.csv: most blocks first.
+        first, last = sorted((int(counts[1]), int(counts[2])), reverse=True)
+        words += [f"kept:{kept}{counts[3]}" for kept in range(first, last - 1, -1)]
+    modes = tuple(map(_parse_mode, words))
+    # Equal modes draw equal orders: their scores would count twice in every mean.
+    if len(set(modes)) < len(modes):
+        twice = next(mode for mode in modes if modes.count(mode) > 1)
+        raise UsageError(f"The mode {twice} is named twice in {text!r}")
+    return modes
+
+
+def _parse_mode(text: str) -> Mode:
+    words, counts = text.split(":"), {"parallel": 1, "passes": 1}
+    named: list[str] = []
+    # The options stand last, in any order, each once.
+    while words and (option := _OPTION.fullmatch(words[-1])) and option[1] not in named:
+        named.append(option[1])
+        counts[option[1]] = int(option[2])
+        words.pop()
+    parallel, passes = counts["parallel"], counts["passes"]
+    if words in (["sequential"], ["arbitrary"]):
+        if passes > 1:
+            raise UsageError(
+                f"{text!r} does not say how many blocks run again",
+                hint="kept:K:ORDER:passes=2, where K may be the number of all blocks",
+            )
+        return Mode(order=cast(OrderMode, words[0]), parallel=parallel)
+    name, *options = words or [""]
+    if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
+        choices = ("sequential", "arbitrary", ":".join(["kept", *(options or ["9"])]))
+        hint = did_you_mean(":".join(words), choices, otherwise=f"modes are {_FORMS}")
+        raise UsageError(f"{text!r} is not an evaluation mode", hint=hint)
+    order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
+    # Kept itself checks the words, so that there is one list of them.
+    policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
+    return Mode(
+        order=policy.order, kept=policy.k, choose=policy.choose, parallel=parallel, passes=passes
+    )

@@ -24,7 +24,7 @@ from torch import nn
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped, tensors_of
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import (
     ExecutionOrder,
     is_integer,

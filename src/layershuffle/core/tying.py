@@ -14,17 +14,31 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from layershuffle.core.stack import blocks_of
+from layershuffle.core.stack import blocks_of, wrap
 from layershuffle.errors import UsageError
 
 
-def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-    """Tie place i of `model` to the weights of block `blocks[i]`, in place; returns it wrapped.
+def tie(
+    model: nn.Module, places: Sequence[int] | None = None, *, distinct: int | None = None
+) -> nn.Module:
+    """Share weights between the places of `model`, in place; returns it wrapped.
 
+    Place i gets the weights of block `places[i]`. `distinct` instead keeps that number of different
+    blocks, each for a run of neighbouring places: of 12, `distinct=3` keeps blocks 1, 5 and 9.
     Raises `UsageError` for another number of places, for unknown blocks, and for blocks whose
     tensors have different shapes.
+
+        model = ls.tie(ls.load("bundled:digits"), distinct=3)
     """
-    stack = blocks_of(model)
+    stack = blocks_of(wrap(model))
+    blocks = places
+    if distinct is not None and places is None:
+        blocks = middle_blocks(distinct, len(stack))
+    if blocks is None or (distinct is not None and places is not None):
+        raise UsageError(
+            "tie takes the block of each place, or the number of different blocks",
+            hint="tie(model, distinct=3)",
+        )
     if len(blocks) != len(stack) or not all(0 <= block < len(stack) for block in blocks):
         raise UsageError(
             f"The model has {len(stack)} places; {list(blocks)} does not name a block for each"

@@ -43,9 +43,8 @@ from layershuffle.files import (
     write_text,
 )
 from layershuffle.image_view import ImageView
-from layershuffle.progress import Progress, unheard
 from layershuffle.settings import CacheSettings
-from layershuffle.text import shortened
+from layershuffle.text import Progress, shortened, unheard
 
 HEADER, MANIFEST = "cache.json", "manifest"
 SOURCE = "source"  # key of the header: image counts and checksum that identify the source

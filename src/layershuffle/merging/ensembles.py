@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from layershuffle.core.evaluation import Batches, Draw, Score, Tally, micro_batches
 from layershuffle.core.forwards import forward_many
-from layershuffle.core.modes import Mode, parse_modes
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of
 from layershuffle.errors import UsageError

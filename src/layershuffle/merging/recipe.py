@@ -23,8 +23,7 @@ from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.merging.plans import MergePlan, Source
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import BlockId, Settings, check_known
+from layershuffle.settings import BlockId, Settings, check_known, read_recipe
 from layershuffle.text import did_you_mean
 
 

@@ -17,15 +17,14 @@ from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Score, evaluate
-from layershuffle.core.modes import Mode
-from layershuffle.core.policies import OrderMode
+from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
-from layershuffle.machine import Device, device_of, warn_of_slow_bf16
+from layershuffle.machine import Device, choose_precision, device_of
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
@@ -40,8 +39,8 @@ from layershuffle.merging.settings import (
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
-from layershuffle.progress import Progress, unheard
 from layershuffle.scoring import compiler_for, prepare
+from layershuffle.text import Progress, unheard
 
 _IN_MEMORY_BYTES = 1 << 30  # limit for decoded images in CPU memory
 _SMALL_BYTES = 1 << 24  # not worth loader processes
@@ -84,7 +83,7 @@ def score_merging(
     ]  # fmt: skip
     opened = _open(group.donors, data, settings=settings, holdout=settings.soups, names=group.names)
     place = device_of(device)
-    warn_of_slow_bf16(settings.precision, place)
+    choose_precision(settings.precision, device=place, training=False)
     group.to(place)
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
@@ -141,7 +140,7 @@ def score_ensemble(
     check_members(models, names=donors)  # before the data are opened
     opened = _open(models, data, settings=settings, holdout=False, names=donors)
     place = device_of(device)
-    warn_of_slow_bf16(settings.precision, place)
+    choose_precision(settings.precision, device=place, training=False)
     batches = _batches(opened, "test", settings.batch_size, device=place)
     variant: Variant = (settings.combine, settings.orders)
     compiler = compiler_for(settings.compile)

@@ -18,6 +18,7 @@ from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.files import check_numbers, read_json
+from layershuffle.results import current_method
 from layershuffle.text import did_you_mean
 
 METADATA_FILE = "layershuffle.json"
@@ -81,6 +82,10 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
             {"resize": "squash", "crop_pct": 1.0} if settings.get("resize") == "squash" else {}
         )
         data = {**data, "image_view": {**view, **squashed}}
+    if isinstance(data.get("method"), str):
+        # Merges compare the methods of donors, which may be of different versions.
+        method, current = current_method(data["method"], settings or {})
+        data = {**data, "method": method, "settings": current if settings else settings}
     try:
         # As JSON, in which the strict types of a tuple and of a dataclass are lists and objects.
         return ModelMetadata.model_validate_json(json.dumps(data))

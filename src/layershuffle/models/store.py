@@ -68,7 +68,7 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
-from layershuffle.recipes import recipe_of_model
+from layershuffle.settings import recipe_of_model
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
 from layershuffle.study.pool import gpu_count
@@ -256,7 +256,7 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     from timm import is_model
 
     from layershuffle.models.spec import parse_spec
-    from layershuffle.recipes import recipe_of_model
+    from layershuffle.settings import recipe_of_model
 
     spec = parse_spec(model)
     recipe = None if Path(spec.place).exists() else recipe_of_model(Path(spec.place))

@@ -12,14 +12,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.core.modes import parse_modes
+from layershuffle.core.policies import parse_modes
 from layershuffle.errors import UsageError
 from layershuffle.files import refuse_foreign, remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings
+from layershuffle.results import current_method
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
 from layershuffle.text import one_line
@@ -250,6 +251,13 @@ def same_task(done: Task, planned: Task | None) -> bool:
     return done == planned
 
 
+def _current(arm: dict[str, Any]) -> dict[str, Any]:
+    """An arm of an older plan in today's words; it keeps its label."""
+    method, fit = current_method(arm["method"], arm.get("fit", {}))
+    label = arm.get("name") or (arm["method"] if method != arm["method"] else None)
+    return {**arm, "method": method, "name": label, "fit": fit}
+
+
 def read_study_plan(out: Path) -> StudySettings:
     """The study in `out`. Raises `UsageError` if there is none or it cannot be read.
 
@@ -261,7 +269,10 @@ def read_study_plan(out: Path) -> StudySettings:
         stored = json.loads(path.read_text(encoding="utf-8"))
         schema = stored["schema"]
         if schema == _SCHEMA:
-            return StudySettings(**stored["recipe"])
+            recipe = dict(stored["recipe"])
+            recipe["arms"] = [_current(arm) for arm in recipe["arms"]]
+            _, recipe["fit"] = current_method("", recipe.get("fit", {}))
+            return StudySettings(**recipe)
     except FileNotFoundError as error:
         cause = f"There is no readable study here: no {PLAN_FILE}"
         raise UsageError(cause, place=out, hint=hint) from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from layershuffle.analysis import ANALYSES
-from layershuffle.core.methods import METHODS
+from layershuffle.core.methods import PRESETS
 from layershuffle.errors import UsageError
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, Task, tasks_of
 from layershuffle.study.settings import StudySettings
 from layershuffle.text import did_you_mean
 
 _TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-predict"}
-_FIGURE_1 = METHODS.keys() - {"layershuffle-position", "layershuffle-predict"}
+_FIGURE_1 = PRESETS.keys() - {"layershuffle-position", "layershuffle-predict"}
 # The paper has a figure for one analysis; the others have their own names.
 _ANALYSES = {"fig4" if name == "umap" else name: name for name in ANALYSES}
 ARTEFACTS = ("table1", "fig1b", "fig1c", "table2", "fig5", "budget", *_ANALYSES)

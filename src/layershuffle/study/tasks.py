@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from layershuffle.errors import DataError, LayerShuffleError
 from layershuffle.merging.rows import MergingRow, rows_from_csv
-from layershuffle.results import ScoreRow, read_rows
+from layershuffle.results import ScoreRow, current_method, read_rows
 from layershuffle.settings import FitSettings
 from layershuffle.study.plan import (
     FAILURE_FILE,
@@ -225,7 +225,8 @@ def check_result(
     if isinstance(task, RunSpec) and isinstance(result, RunResult):
         settings = task.settings
         planned = (task.name, task.arm, settings.method, settings.seed)
-        if (result.run, result.arm, result.method, result.seed) != planned:
+        method, _ = current_method(result.method, {})
+        if (result.run, result.arm, method, result.seed) != planned:
             raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
         for name in _position_forms(settings):
             form, stored = asdict(getattr(settings, name)), result.settings.get(name, {})
@@ -240,8 +241,9 @@ def check_result(
 
 def _position_forms(settings: FitSettings) -> list[str]:
     """The settings of the position parts that the method trains."""
-    method = settings.find_method()
-    return [name for name in ("encoding", "prediction") if getattr(method, name)]
+    return {"encode": ["encoding"], "predict": ["prediction"]}.get(
+        settings.build_method().position, []
+    )
 
 
 def _another_study(cause: str, place: Path) -> StudyError:

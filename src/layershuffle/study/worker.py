@@ -110,7 +110,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
-        "eval_precision": evaluation.precision.precision,
+        "eval_precision": evaluation.precision,
         "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
@@ -138,7 +138,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     donors = _needed_runs(task, out)
     # The donors differ only in their seed.
     first = donors[0]
-    method = first.settings.find_method()
+    method = first.settings.build_method()
     options = task.options.options
     notes: list[str] = []
     rows = score_merging(

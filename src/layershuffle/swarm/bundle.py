@@ -160,7 +160,7 @@ def _check_servable(model: nn.Module) -> None:
         raise UsageError(
             "The blocks of this model need a position encoding, which hosts do not have",
             hint="serve a model without position encoding (methods layershuffle, "
-            "layershuffle-predict, layershuffle-exit)",
+            "layershuffle-predict, anyorder)",
         )
     if any(module.training for module in model.modules()):
         raise UsageError("The model is in training mode", hint="call model.eval()")

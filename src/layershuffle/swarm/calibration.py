@@ -24,10 +24,10 @@ from layershuffle.core.policies import Shuffled
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
-from layershuffle.progress import Progress, unheard
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
+from layershuffle.text import Progress, unheard
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,8 +23,7 @@ from pydantic import Field, model_validator
 
 from layershuffle.bundled import asset
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import BlockId, Name, Positive, Settings
+from layershuffle.settings import BlockId, Name, Positive, Settings, read_recipe
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.policy import Routing

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import refuse_more_than_blocks, run_head, run_stem
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, wrap
@@ -205,7 +205,7 @@ def served_host(model: nn.Module) -> nn.Module:
         raise StackError(
             "A model with position encoding cannot be served by a swarm: its blocks compute "
             "something else at every position, and block hosts do not know theirs",
-            hint="serve a model refined by layershuffle or layershuffle-exit",
+            hint="serve a model refined by layershuffle or anyorder",
         )
     host = wrap(backbone_of(model))
     weight = next(blocks_of(host)[0].parameters())

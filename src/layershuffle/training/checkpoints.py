@@ -1,14 +1,13 @@
 """The run directory: the settings of its run, and the checkpoints of an unfinished run.
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
-schedule, best score, seconds), `precision.json` and, for every process, the states of its random
+schedule, best score, seconds) and, for every process, the states of its random
 generators; a run that averages its weights adds `ema.safetensors`. Orders, batches and augmentation
 are pure functions of the seed and the step, so they are not saved.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -20,17 +19,15 @@ import torch
 import yaml
 from safetensors.torch import load_model, save_model
 
-from layershuffle.errors import TrainingError, UsageError
+from layershuffle.core.methods import METHOD_OPTIONS
+from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
-from layershuffle.precision import ChosenPrecision
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import METHOD_OPTIONS, FitSettings
+from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.training.job import Job
 from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
 from layershuffle.training.state import TrainState, new_state
 
 SETTINGS_FILE = "settings.yaml"
-_PRECISION = "precision.json"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
@@ -67,7 +64,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     }
     # An option may be given if the method has the same value anyway.
     only_options = differing.keys() <= set(METHOD_OPTIONS)
-    if only_options and FitSettings(**stored).find_method() == settings.find_method():
+    if only_options and FitSettings(**stored).build_method() == settings.build_method():
         return
     if differing:
         raise UsageError(
@@ -82,25 +79,6 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     # Step numbers have eight digits, so names sort as the steps do.
     paths = sorted(checkpoints.glob("step-*"))
     return paths[-1] if paths else None
-
-
-def recorded_precision(checkpoints: Path) -> ChosenPrecision | None:
-    """The precision in which the newest checkpoint was trained; `None` without a checkpoint.
-
-    A resumed run keeps its precision; another processor, or a busy moment, might choose another.
-    """
-    checkpoint = latest_checkpoint(checkpoints)
-    if checkpoint is None or not (checkpoint / _PRECISION).is_file():
-        return None
-    try:
-        stored = json.loads((checkpoint / _PRECISION).read_text(encoding="utf-8"))
-        return ChosenPrecision(**stored)
-    except (ValueError, TypeError) as error:
-        raise TrainingError(
-            f"The record of the precision cannot be read ({error})",
-            place=checkpoint / _PRECISION,
-            hint="start again in another --out",
-        ) from error
 
 
 def save_checkpoint(state: TrainState, *, loss: float) -> None:
@@ -139,8 +117,6 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
                 "scheduler": state.scheduler.state_dict(),
             }
             torch.save(content, stage / _STATE)
-            precision = {"precision": job.precision, "why": job.precision_why}
-            write_text(stage / _PRECISION, json.dumps(precision))
     if ranks.first:
         # Only now, so that a kill before this line leaves two checkpoints and never none.
         for path in sorted(job.checkpoints.glob("step-*")):
@@ -152,12 +128,6 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     """The state of a run at the checkpoint; without a checkpoint, before its first step."""
     if checkpoint is None:
         return new_state(job)
-    if not (checkpoint / _STATE).is_file():
-        raise TrainingError(
-            "An older version of layershuffle began this run, so its checkpoint cannot be read",
-            place=checkpoint,
-            hint="finish the run with that version, or start again in another --out",
-        )
     load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
     state = new_state(job)
     if state.ema is not None:
@@ -166,9 +136,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state.step, state.best = content["step"], content["best"]
     state.seconds_before = content["seconds"]
-    # Without them, as an older version leaves it, the rate is that of the steps from here on.
-    state.images_trained = content.get("images", 0)
-    state.step_seconds = content.get("step_seconds", 0.0)
+    state.images_trained, state.step_seconds = content["images"], content["step_seconds"]
     if job.sharded:
         load_optimizer_state(state.model, state.optimizer, state=content["optimizer"])
     else:

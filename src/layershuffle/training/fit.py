@@ -17,22 +17,22 @@ from torch import nn
 
 from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
-from layershuffle.errors import Interrupted, ModelFileError
+from layershuffle.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.extras import missing
 from layershuffle.files import locked, names_in, refuse_foreign, write_text
 from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
 from layershuffle.settings import FitSettings, digest
+from layershuffle.text import unheard
 from layershuffle.training.checkpoints import (
     SETTINGS_FILE,
     latest_checkpoint,
     load_state,
     prepare_directory,
-    recorded_precision,
 )
 from layershuffle.training.distributed import is_first_process, joined
 from layershuffle.training.job import Job, prepare
-from layershuffle.training.loop import Event, Listener, OnPhase, ignore_phase, train
+from layershuffle.training.loop import Event, Listener, OnPhase, train
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import too_large
 
@@ -65,13 +65,19 @@ class FitResult:
 
 
 def fit(
-    settings: FitSettings,
-    out: Path,
+    settings: FitSettings | None = None,
+    out: str | Path = "",
     *,
     listeners: Sequence[Listener] = (),
-    on_phase: OnPhase = ignore_phase,
+    on_phase: OnPhase = unheard,
+    **fields: Any,
 ) -> FitResult:
     """Train as `settings` say in the directory `out`; the best state ends up in `out/model`.
+
+    The settings are those of `layershuffle fit`, as one object or by keyword:
+
+        ls.fit(model="timm:vit_small_patch16_224", data="folder:flowers", out="runs/flowers")
+        model = ls.load("runs/flowers")
 
     A run that was killed at any moment resumes from its last checkpoint when it is started again
     with the same settings, and ends with the same weights, bit for bit on a CPU. A finished run
@@ -80,6 +86,13 @@ def fit(
     after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
     that does not fit the memory.
     """
+    if not out or (settings is not None and fields):
+        raise UsageError(
+            "fit needs a directory, and settings as one object or by keyword",
+            hint='fit(model="timm:NAME", data="folder:DIR", out="runs/NAME")',
+        )
+    settings = settings or FitSettings(**fields)
+    out = Path(out)
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
     with joined(device_of(settings.device)) as ranks, _own(out) if ranks.first else nullcontext():
@@ -94,8 +107,7 @@ def fit(
         # The number of threads decides how sums are rounded, so it is a setting of the run.
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
-        job = prepare(settings, out, ranks=ranks, recorded=recorded)
+        job = prepare(settings, out, ranks=ranks)
         return _run(job, listeners, on_phase)
 
 
@@ -140,9 +152,10 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
         save(model, job.out / "model", record=_record(job, state.step, scores))
 
     if job.ranks.count > 1 and job.settings.rank_orders == "same":
-        job.ranks.check_same(job.orders.fingerprint(), what="The execution orders")
+        job.ranks.check_same(job.order_digest(), what="The execution orders")
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
-    tell("data", text=_describe_data(job), notes=(*job.data.notes, *_precision_notes(job)))
+    why = [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
+    tell("data", text=_describe_data(job), notes=(*job.data.notes, *why))
     tell("start", steps=job.steps, at=state.step)
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
@@ -195,10 +208,6 @@ def _describe_data(job: Job) -> str:
     )
 
 
-def _precision_notes(job: Job) -> list[str]:
-    return [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
-
-
 def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
     """What `layershuffle.json` beside a saved model says of its training."""
     modes: tuple[OrderMode, ...] = ("sequential", "arbitrary")
@@ -213,8 +222,8 @@ def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
             "top1": {mode: scores[f"eval_{mode}_top1"] for mode in modes},
             "images": job.data.splits[job.selection_split].size,
         },
-        # The weight of the method where none was given: a default may change.
-        "settings": job.settings.model_dump(mode="json") | {"exit_weight": job.method.exit_weight},
+        # The options of the method where none were given: a preset may change.
+        "settings": job.settings.model_dump(mode="json") | job.method.options,
         "provenance": {
             "base": job.settings.model,
             "base_sha256": job.base_sha256,
@@ -246,7 +255,7 @@ def _finish(state: TrainState) -> FitResult:
             "spec": job.data.spec,
             "classes": len(job.data.classes),
             "sizes": sizes,
-            "notes": [*job.data.notes, *_precision_notes(job)],
+            "notes": [*job.data.notes],
         },
         hardware=hardware(job.precision),
         versions=versions(),

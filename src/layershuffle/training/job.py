@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,16 +14,15 @@ from torch.utils.data import Subset
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.position import PositionedModel, add_position
+from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import depth_of, stack_of
-from layershuffle.core.tying import middle_blocks, tie
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
-from layershuffle.machine import device_of, warn_of_slow_bf16
+from layershuffle.machine import choose_precision, device_of
 from layershuffle.models import (
     class_names_of,
     image_view,
@@ -34,11 +34,9 @@ from layershuffle.models import (
     truncate,
 )
 from layershuffle.models.files import LOG, weights_digest
-from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
-from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
 
 # Of 100 images, one is a percent; with fewer, chance outweighs the differences of checkpoints.
@@ -53,7 +51,7 @@ class Job:
     pretrained blocks that a truncated model is made of. `images_per_forward` are those of one
     process, `steps` the optimiser steps, `eval_every` those between two evaluations. The held-out
     cross-entropy in the order mode `select_by` picks the checkpoint. `ranks` are the processes that
-    train together. `precision` is the dtype of forwards (fp32, bf16 by autocast, or bf16-pure), and
+    train together. `precision` is the dtype of forwards (fp32, or bf16 by autocast), and
     `precision_why` the reason if the settings left it open.
     """
 
@@ -97,25 +95,27 @@ class Job:
 
     @cached_property
     def has_unused_parameters(self) -> bool:
-        """Whether DDP has to look for parameters without a gradient.
-
-        It then walks the graph in every step, so this is only on if there can be such parameters.
-        """
-        if self.ranks.count == 1 or self.sharded:
-            return False
-        return not always_runs_all(self.method.policy) or bool(idle_parameters(self.model))
+        """Whether DDP has to look for parameters without a gradient, by a walk in every step."""
+        alone = self.ranks.count == 1 or self.sharded
+        return not alone and (not self.method.runs_all or bool(idle_parameters(self.model)))
 
     @cached_property
-    def orders(self) -> OrderSchedule:
-        """The execution orders of the forwards."""
-        return OrderSchedule(
-            policy=self.method.policy,
-            depth=depth_of(self.model),
-            seed=self.settings.seed,
-            per_batch=self.settings.orders_per_batch,
-            rank=self.ranks.rank if self.settings.rank_orders == "own" else 0,
-            exits=self.method.exit_weight is not None,
-        )
+    def depth(self) -> int:
+        """The number of blocks."""
+        return depth_of(self.model)
+
+    @property
+    def order_rank(self) -> int:
+        """The number of the process if every process draws its own orders, else 0."""
+        return self.ranks.rank if self.settings.rank_orders == "own" else 0
+
+    def order_digest(self) -> str:
+        """A SHA-256 over the orders of the first steps: equal in processes that draw the same ones.
+
+        Even with three blocks, two seeds agree on 16 steps with a chance of 6 ** -16.
+        """
+        drawn = [self.method.orders(self.depth, step=step) for step in range(16)]
+        return hashlib.sha256(repr(drawn).encode("utf-8")).hexdigest()
 
     @property
     def selection_split(self) -> str:
@@ -144,13 +144,10 @@ class Job:
         )
 
 
-def prepare(
-    settings: FitSettings, out: Path, *, ranks: Ranks, recorded: ChosenPrecision | None = None
-) -> Job:
+def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     """Load the model and open the data; other classes give the model a new head.
 
-    `recorded`: the precision of a resumed run, which it keeps on any processor. Raises `UsageError`
-    for settings that are impossible here, and the errors of model and data.
+    Raises `UsageError` for settings that are impossible here, and the errors of model and data.
     """
     forwards, device = settings.accumulate * ranks.count, device_of(settings.device)
     if settings.batch_size % forwards:
@@ -159,9 +156,9 @@ def prepare(
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
-    warn_of_slow_bf16(settings.precision, device)
-    method = settings.find_method()
-    host = load(settings.model, seed=settings.seed)
+    precision, why = choose_precision(settings.precision, device=device, training=True)
+    method = settings.build_method()
+    backbone = load(settings.model, seed=settings.seed)
     options = DataOptions(
         # The paper selected on the split that it reports, and trained on all the rest.
         holdout=None if settings.paper_protocol else settings.holdout,
@@ -171,59 +168,53 @@ def prepare(
         seed=settings.seed,
     )
     # Saved with the model, so that every later score prepares images in the same way.
-    set_image_view(host, resized_as(image_view(host), settings.resize))
-    data = _with_head(host, open_data(settings.data, image_view(host), options=options), settings)
+    set_image_view(backbone, resized_as(image_view(backbone), settings.resize))
+    data = _with_head(
+        backbone, open_data(settings.data, image_view(backbone), options=options), settings
+    )
     # Before `truncate` removes blocks, because merges compare the bases of donors by this digest.
-    base_sha256 = weights_digest(stack_of(host))
+    base_sha256 = weights_digest(stack_of(backbone))
     origin = None
     if method.blocks is not None:
-        origin = method.blocks.draw(depth_of(host), seed=settings.seed, step=0)
-        truncate(host, origin)
-    if method.distinct is not None:
-        tie(host, middle_blocks(method.distinct, depth_of(host)))
+        origin = method.blocks.draw(depth_of(backbone), seed=settings.seed, step=0)
+        truncate(backbone, origin)
+    _warn_of_few(data)
     steps, per_epoch = steps_of(settings, data.splits["train"])
     eval_every = min(settings.eval_every or per_epoch, steps)
     # A single evaluation leaves nothing to choose.
     if eval_every < steps:
         data = _with_warning(data, settings)
-    eager = None  # why blocks are not compiled, if they are not
-    if settings.compile is False:
-        eager = "compile is off"
-    elif settings.compile is None and device == "cpu":
+    eager = "compile is off" if settings.compile is False else None
+    if settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains little"
-    model, images = _with_position(host, method, settings), settings.batch_size // forwards
-    chosen = ChosenPrecision(precision="fp32")
-    if settings.precision == "auto":
-        # The first process decides for all, because others may have been slowed down.
-        chosen = recorded or ranks.from_first(
-            lambda: choose_precision(model, device=device, training=True, images=images)
-        )
+    model = method.prepare(backbone)
     return Job(
         settings=settings,
         ranks=ranks,
         out=out,
         method=method,
         data=data,
-        model=model,
+        # One type with and without position parts: checkpoints name their weights alike.
+        model=model if isinstance(model, PositionedModel) else PositionedModel(model),
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
-        compiler=BlockCompiler(reason=eager, dynamic=settings.orders_per_batch > 1),
-        images_per_forward=images,
+        compiler=BlockCompiler(reason=eager, dynamic=method.orders_per_batch > 1),
+        images_per_forward=settings.batch_size // forwards,
         steps=steps,
         eval_every=eval_every,
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,
-        precision=chosen.precision if settings.precision == "auto" else settings.precision,
-        precision_why=chosen.why,
+        precision=precision,
+        precision_why=why,
         base_sha256=base_sha256,
         origin=origin,
     )
 
 
-def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> ImageData:
+def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> ImageData:
     """`data` in the order of the model's classes; other classes give the model a new head.
 
     The model has the names of the data afterwards; data without names are numbered.
     """
-    names, outputs = class_names_of(host), num_classes_of(host)
+    names, outputs = class_names_of(backbone), num_classes_of(backbone)
     difference = class_difference(data.classes, names, outputs=outputs)
     if difference is None:
         data = in_order_of(data, names)
@@ -231,10 +222,23 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
         # Another number of classes is said with the new head.
         if len(data.classes) == outputs:
             LOG.warning("%s: %s.", settings.model, difference)
-        replace_head(host, len(data.classes), seed=settings.seed)
+        replace_head(backbone, len(data.classes), seed=settings.seed)
     # Numbers as well: a folder has the same ones in the order 0, 1, 10, 2.
-    set_class_names(host, data.classes)
+    set_class_names(backbone, data.classes)
     return data
+
+
+def _warn_of_few(data: ImageData) -> None:
+    """Log a warning for data that cannot show what distinguishes classes."""
+    classes, images = len(data.classes), data.splits["train"].size
+    if classes == 1:
+        LOG.warning("%s has a single class, so every answer is right: give several", data.spec)
+    elif images is not None and images < 2 * classes:
+        LOG.warning(
+            "%s has %d training images for %d classes, fewer than two per class: check that its "
+            "folders are classes, or give a smaller --holdout",
+            *(data.spec, images, classes),
+        )
 
 
 def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
@@ -248,25 +252,6 @@ def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
         f"mostly chance; use {_FEW_IMAGES} or more (--holdout is their share)"
     )
     return replace(data, notes=(*data.notes, note))
-
-
-def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:
-    if not isinstance(host, PositionedModel):
-        return add_position(
-            host,
-            encoding=settings.encoding if method.encoding else None,
-            prediction=settings.prediction if method.prediction else None,
-            seed=settings.seed,
-        )
-    has = (host.encoding is not None, host.prediction is not None)
-    if has != (method.encoding, method.prediction):
-        raise UsageError(
-            f"The model has position encoding: {has[0]}, prediction: {has[1]}; the method "
-            f"{method.name!r} trains encoding: {method.encoding}, prediction: {method.prediction}",
-            place=settings.model,
-            hint="continue with the method that trained the model",
-        )
-    return host
 
 
 def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
-from layershuffle.core.modes import Mode
+from layershuffle.core.policies import Mode
 from layershuffle.errors import DataError, TrainingError
-from layershuffle.text import one_line
+from layershuffle.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.data_wait import DataWaitMeter
 from layershuffle.training.distributed import Ranks
@@ -43,18 +44,13 @@ TrainingBatch = tuple[Tensor, Tensor]
 """Pixels uint8 [n, channels, height, width] and labels int64 [n] of one forward."""
 
 
-def ignore_phase(phase: str, step: int) -> None:
-    """An `OnPhase` that ignores all phases."""
-    del phase, step
-
-
 def train(
     state: TrainState,
     *,
     tell: Callable[..., None],
     keep_best: Callable[[nn.Module, dict[str, float]], None],
     stop_asked: threading.Event | None = None,
-    on_phase: OnPhase = ignore_phase,
+    on_phase: OnPhase = unheard,
     batches: Iterator[list[TrainingBatch]] | None = None,
 ) -> None:
     """Take the remaining steps of a run; `state.step` is the number of steps taken so far.
@@ -82,21 +78,21 @@ def train(
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
-            orders = job.orders.draw(step=state.step, micro_batch=micro_batch)
-            exit_after = job.orders.exit_after(orders, step=state.step, micro_batch=micro_batch)
-            images = state.images(pixels)
+            images = job.data.finish(pixels)
+            place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
+            orders = job.method.orders(job.depth, **place)
             # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
             # each one, or those of a block that the last one leaves out would be lost.
             reduces = micro_batch == len(micro_batches) - 1 or job.sharded
             with (
-                state.running(orders, len(labels), exit_after=exit_after),
+                state.recomputing(),
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
                 nullcontext() if reduces else accelerator.no_sync(state.wrapped),
             ):
-                loss, logits = state.loss_and_logits(state.wrapped, images=images, labels=labels)
+                forward = partial(job.method.loss_and_logits, state.wrapped, images, labels)
+                loss, logits = job.compiler.or_eager(partial(forward, **place))
                 loss = loss / len(micro_batches)
                 on_phase("backward", state.step)
-                # Activation checkpointing runs the blocks again, so `running` must still be active.
                 accelerator.backward(loss)
             sums.add(loss.detach(), logits, labels)
 
@@ -178,7 +174,7 @@ def _score_and_keep(
     """Score the model on held-out data, and keep it if it is the best so far."""
     model = state.scored_model()
     try:
-        with state.accelerator.autocast(), torch.no_grad(), state.cast(model):
+        with state.accelerator.autocast(), torch.no_grad():
             metrics = state.job.compiler.or_eager(
                 lambda: score(
                     state.job,

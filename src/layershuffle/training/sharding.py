@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from layershuffle.core.losses import logits_of
+from layershuffle.core.losses import loss_along
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import PositionedModel
-from layershuffle.core.stack import blocks_of
+from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import image_view
 
 _WHOLE = StateDictOptions(full_state_dict=True)
@@ -77,11 +77,9 @@ def idle_parameters(model: PositionedModel) -> Sequence[str]:
     images = torch.zeros(2, view.channels, view.height, view.width)
     images = images.to(next(model.parameters()).device)
     model.eval()
-    guessing = model.guessing() if model.prediction is not None else contextlib.nullcontext()
-    with guessing as guesses:
-        loss = logits_of(model(images)).float().sum()
-    if guesses is not None:
-        loss = loss + guesses.loss()
+    labels = torch.zeros(2, dtype=torch.long, device=images.device)
+    order = ExecutionOrder.sequential(depth_of(model))
+    loss, _ = loss_along(model, images, labels=labels, orders=[order])
     loss.backward()  # type: ignore[no-untyped-call]
     idle = [name for name, w in model.named_parameters() if w.requires_grad and w.grad is None]
     model.zero_grad()

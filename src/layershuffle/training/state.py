@@ -5,32 +5,24 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from layershuffle.core.losses import logits_of
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import PositionedModel
-from layershuffle.core.stack import recomputing, running
+from layershuffle.core.stack import recomputing
 from layershuffle.errors import TrainingError
 from layershuffle.training.job import Job
-from layershuffle.training.order_schedule import orders_by_row
 from layershuffle.training.sharding import gathered, shard
-from layershuffle.training.weights_cast import weights_cast_to
 
 # Recipes for transformers do not apply decoupled weight decay to these parameters.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -72,73 +64,10 @@ class TrainState:
             return gathered(self.model, into=self.whole)
         return self.model if self.ema is None else self.ema.module
 
-    @contextmanager
-    def running(
-        self, orders: Sequence[ExecutionOrder], images: int, *, exit_after: int | None
-    ) -> Iterator[None]:
-        """Run forwards and backwards of `images` along `orders`, as the settings say.
-
-        `exit_after` as in `layershuffle.running`.
-        """
-        with ExitStack() as stack:
-            rows = orders_by_row(orders, images)
-            if exit_after is not None and isinstance(rows, ExecutionOrder):
-                rows = (rows,) * images
-            stack.enter_context(running(self.model, rows, exit_after=exit_after))
-            if self.job.settings.activation_checkpointing:
-                stack.enter_context(recomputing(self.model))
-            stack.enter_context(self.cast(self.model))
-            yield
-
-    @contextmanager
-    def cast(self, model: nn.Module) -> Iterator[None]:
-        """Cast the weights of `model` to bf16 under bf16-pure; otherwise do nothing."""
-        pure = self.job.precision == "bf16-pure"
-        with weights_cast_to(model, torch.bfloat16) if pure else nullcontext():
-            yield
-
-    def images(self, pixels: Tensor) -> Tensor:
-        """The model's input, computed from a batch of pixels on the device."""
-        images = self.job.data.finish(pixels)
-        # Without autocast nothing else casts the images to the dtype of the weights.
-        return images.bfloat16() if self.job.precision == "bf16-pure" else images
-
-    def loss_and_logits(
-        self, model: nn.Module, *, images: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of the classes plus the losses of the method, and logits [n, classes].
-
-        A method adds the position loss of the paper's section 3.4, or the cross-entropy at an exit.
-        `model` is `self.wrapped`, or `self.model` for a forward that other processes do not join.
-        """
-        logits, position_loss = self.job.compiler.or_eager(lambda: self._forward(model, images))
-        weight = self.job.method.exit_weight
-        if weight is None:
-            loss = F.cross_entropy(logits, labels)
-        else:
-            logits, early = logits.chunk(2)  # `_forward` puts the rows of the exit last
-            loss = F.cross_entropy(logits, labels) + weight * F.cross_entropy(early, labels)
-        return (loss if position_loss is None else loss + position_loss), logits
-
-    def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Losses are computed in fp32 under every precision, so logits are widened here.
-        if self.model.prediction is None:
-            return self._logits(model(images)), None
-        # DDP treats parameters as unused if no output of the model's call depends on them. So the
-        # loss of the position guesses must be an output: a hook inside the DDP wrapper adds it.
-        with self.model.guessing() as guesses:
-            hook = self.model.register_forward_hook(
-                # The trial of an order per sample is not recorded, and nothing is guessed.
-                lambda *call: (call[-1], guesses.loss() if guesses.items else None)
-            )
-            with hook:
-                output, position_loss = model(images)
-        return self._logits(output), position_loss
-
-    def _logits(self, output: Any) -> Tensor:
-        if self.job.method.exit_weight is None:
-            return logits_of(output).float()
-        return torch.cat(output).float()  # those of the exit come last
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Around forward and backward: with activation checkpointing, run the blocks again."""
+        again = self.job.settings.activation_checkpointing
+        return recomputing(self.model) if again else nullcontext()
 
     def refuse_non_finite(self, value: float) -> None:
         """Raises `TrainingError` unless `value`, a loss or a score, is finite."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from layershuffle.core.compiling import OFF
+from layershuffle.core.losses import loss_along
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import TrainingError
+from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
 
 
@@ -66,16 +70,34 @@ def try_forward(state: TrainState, images: int) -> None:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
         model.train()
-        inputs = state.images(pixels)
-        for orders in state.job.orders.warmup():
-            blocks = range(state.job.orders.depth)
-            exit_after = state.job.orders.exit_after(orders, step=0, micro_batch=0)
-            with (
-                state.running(orders, images, exit_after=exit_after),
-                state.job.compiler.step(inputs.shape, blocks),
-            ):
-                loss, _ = state.loss_and_logits(model, images=inputs, labels=labels)
-                state.accelerator.backward(loss)
+        inputs = state.job.data.finish(pixels)
+        job = state.job
+        for orders in warmup_orders(job):
+            forward = partial(
+                loss_along,
+                model,
+                inputs,
+                labels=labels,
+                orders=orders,
+                exit_after=job.method.exit_after(orders, step=0),
+                exit_weight=job.method.exit_weight or 0.0,
+            )
+            with state.recomputing(), job.compiler.step(inputs.shape, range(job.depth)):
+                state.accelerator.backward(job.compiler.or_eager(forward)[0])
+
+
+def warmup_orders(job: Job) -> tuple[tuple[ExecutionOrder, ...], ...]:
+    """Orders of forwards that run every block: with all groups apart, then with all joined.
+
+    Groups that share a block at a position run it together, so these two are the smallest and the
+    largest batches that a block meets.
+    """
+    every, groups = range(job.depth), job.method.orders_per_batch
+    apart = tuple(
+        ExecutionOrder((*every[shift:], *every[:shift]), job.depth)
+        for shift in (group % job.depth for group in range(groups))
+    )
+    return (apart,) if groups == 1 else (apart, (apart[0],) * groups)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ class UpCommand(_ServingCommand):
     """
 
     model: str = DEFAULT_MODEL
-    """Model to serve, preferably one refined by layershuffle-exit."""
+    """Model to serve, preferably one refined by anyorder."""
     plan: Path | None = None
     """A plan to start instead of an even distribution of the blocks; it replaces --model, --hosts,
     --replicas, --routing and --wire."""

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.recipes import read_recipe
-from layershuffle.settings import Above, Name, NotBelow, Positive, Settings
+from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
 from layershuffle.swarm.messages import Wire, pack
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 

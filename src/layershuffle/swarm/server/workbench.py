@@ -22,7 +22,7 @@ from starlette.requests import Request
 from torch import Tensor, nn
 
 from layershuffle.bundled import asset
-from layershuffle.core.losses import logits_of
+from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.data.class_names import numbered
