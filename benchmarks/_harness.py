@@ -67,6 +67,8 @@ GPU_TARGETS: dict[str, tuple[str, str, Bound | None]] = {
     "training, recompiles": ("after warm-up:", "graphs", Bound("equal", 0)),
     "training, syncs": ("the host waits for the GPU", "times a step", Bound("equal", 0)),
     "training, memory": ("at the highest:", "GB", Bound("at_most", 60)),
+    "attention": ("forward and backward of one block's:", "ms", None),
+    "training, cuDNN attention first": ("otherwise as above:", "images/s", None),
     "inference": ("ViT-B/16 at 224, batch 640, bf16:", "images/s", Bound("at_least", 12_500)),
     "inference, MFU": ("of a matrix product measured in the run:", "%", None),
     "training step, order": ("shuffled / fixed order", "", Bound("at_most", 1.01)),

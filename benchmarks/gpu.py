@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -23,6 +24,8 @@ from _harness import GPU_TARGETS, Bound, Claim, ClaimRow, compare, ratio_row, ru
 from hf_trainer import TINY, Case
 from hf_trainer import row as row_against_plain
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from layershuffle.bench.kinds import bench_eval, bench_input
 from layershuffle.bench.report import BenchReport, mode_of
@@ -53,6 +56,15 @@ TRIAL = replace(
     FULL, model=PICO.replace("depth=12", "depth=3"), batch=8, steps=2, device="cpu",
     precision="fp32", compile=False, workers=0, backend="eager",
 )  # fmt: skip
+# The order in which `training_cudnn_first` prefers them.
+ATTENTION = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "plain": SDPBackend.MATH,
+}
+ONLY_ON_GPUS = ("cuDNN", "memory-efficient")
+ATTENTION_TIMES = 9
 AGAINST_PLAIN_BATCH = 320  # unfused attention keeps three times as much for the backward pass
 # Errors of torch, Triton and this package on a machine that was never tried. Not: interrupts.
 FAILURES = (
@@ -121,6 +133,40 @@ def inference(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     report = bench_eval(config)
     yield throughput("inference", report)
     yield measured("inference, MFU", 100 * (report.mfu or 0), ceiling=report.ceiling)
+
+
+def attention(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
+    """Forward and backward of the attention of a block of ViT-B/16: each kernel that torch has."""
+    on_gpu = config.device == "cuda"
+    images, dtype = (config.batch, torch.bfloat16) if on_gpu else (2, torch.float32)
+    *inputs, gradient = (
+        torch.randn(images, 12, 197, 64, device=config.device, dtype=dtype) for _ in range(4)
+    )
+    q, k, v = (tensor.requires_grad_() for tensor in inputs)
+
+    def step() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+
+    side = timed_on(config.device, step)
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    for name, backend in {"as torch chooses": None, **ATTENTION}.items():
+        if not on_gpu and name in ONLY_ON_GPUS:
+            continue
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            side()  # the first one builds plans
+            seconds = [side() for _ in range(ATTENTION_TIMES)]
+            with profile(activities=[activity]) as profiled:
+                side()
+        longest = sorted(profiled.key_averages(), key=lambda event: -event.device_time_total)
+        row = measured("attention", *(1000 * s for s in seconds))
+        facts = {"kernels": [event.key for event in longest[:2]]}
+        yield replace(row, name=f"attention, {name}", facts=facts)
+
+
+def training_cudnn_first(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
+    """The throughput of training where cuDNN's attention comes before the others."""
+    with sdpa_kernel(list(ATTENTION.values()), set_priority=True):
+        yield throughput("training, cuDNN attention first", bench_train(config))
 
 
 def order(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
@@ -234,7 +280,8 @@ def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
 
 
 SECTIONS = (
-    training, inference, order, compiled, against_plain, four_orders, trie, reading
+    training, attention, training_cudnn_first, inference, order, compiled, against_plain,
+    four_orders, trie, reading,
 )  # fmt: skip
 
 
