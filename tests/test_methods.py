@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -134,6 +134,7 @@ def test_refused_with_the_reason(phrase: str) -> None:
 PLACES = {"step": st.integers(0, 999), "micro_batch": st.integers(0, 7), "rank": st.integers(0, 3)}
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.integers(1, 6), st.integers(0, 99), st.fixed_dictionaries(PLACES))
 def test_every_group_of_every_forward_has_a_draw_of_its_own(
     groups: int, seed: int, place: dict[str, int]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, chisquare
 
@@ -301,6 +301,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(options(), st.floats(0, 0.9), st.integers(1, 12), st.integers(0, 99), st.integers(0, 9))
 def test_options_compose(
     rounds: dict[str, Any], p: float, least: int, step: int, micro_batch: int

@@ -141,7 +141,9 @@ def merging_rows(donors: Sequence[float], merges: Sequence[float]) -> list[Mergi
 
 
 def run_rows(task: RunSpec, orders: int, draw: str) -> list[ScoreRow]:
+    # An arm with options has its own level; others have that of their method, whatever their name.
     method, seed = task.settings.method, task.settings.seed
+    method = task.arm if task.arm == "layershuffle-depth" else method
     noise = random.Random(f"{method}-{seed}")
     shift = noise.gauss(0, 0.8)
     rows = []
