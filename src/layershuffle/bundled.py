@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
@@ -49,3 +52,15 @@ def image_file(path: Path) -> Path:
     """The file of an image: `path` itself, or the packaged picture "bundled:NAME"."""
     name = str(path)
     return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else path
+
+
+def recipe_of_model(place: Path) -> dict[str, Any] | None:
+    """The packaged recipe that trains a model into a directory of this name, `None` without one.
+
+    Some recipes refine what another one trains: `runs/NAME`, made by `layershuffle pretrain NAME`.
+    """
+    if place.name not in recipe_names():
+        return None
+    text = asset("recipes", f"{place.name}.yaml").read_text(encoding="utf-8")
+    recipe: dict[str, Any] = yaml.safe_load(text)
+    return None if "arms" in recipe else recipe  # a study fills its directory with other things

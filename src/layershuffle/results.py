@@ -64,8 +64,10 @@ def current_method(method: str, options: Mapping[str, object]) -> tuple[str, dic
     """
     former = _FORMER_METHODS.get(method, {})
     renamed = {"min_kept" if key == "min_blocks" else key: options[key] for key in options}
-    given = {key: value for key, value in renamed.items() if value is not None or key not in former}
-    return "layershuffle" if former else method, {**former, **given}
+    chosen = {
+        key: value for key, value in renamed.items() if value is not None or key not in former
+    }
+    return "layershuffle" if former else method, {**former, **chosen}
 
 
 class ScoreRow(BaseModel):

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from layershuffle.bundled import asset, recipe_names
 from layershuffle.core.methods import METHOD_OPTIONS, Method, PositionPart
 from layershuffle.core.policies import Choice, parse_modes
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
@@ -286,17 +285,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError("A recipe must be a YAML mapping of settings", place=path, hint=_HINT)
     return content
-
-
-def recipe_of_model(place: Path) -> dict[str, Any] | None:
-    """The packaged recipe that trains a model into a directory of this name, `None` without one.
-
-    Some recipes refine what another one trains: `runs/NAME`, made by `layershuffle pretrain NAME`.
-    """
-    if place.name not in recipe_names():
-        return None
-    recipe = read_recipe(asset("recipes", f"{place.name}.yaml"))
-    return None if "arms" in recipe else recipe  # a study fills its directory with other things
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any, Protocol, cast
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 
-from layershuffle.bundled import asset
+from layershuffle.bundled import asset, recipe_of_model
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
@@ -68,7 +68,6 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
-from layershuffle.settings import recipe_of_model
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 

@@ -255,8 +255,8 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     from huggingface_hub import try_to_load_from_cache
     from timm import is_model
 
+    from layershuffle.bundled import recipe_of_model
     from layershuffle.models.spec import parse_spec
-    from layershuffle.settings import recipe_of_model
 
     spec = parse_spec(model)
     recipe = None if Path(spec.place).exists() else recipe_of_model(Path(spec.place))
