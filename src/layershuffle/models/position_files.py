@@ -19,7 +19,7 @@ PARTS = "layershuffle.safetensors"
 _OTHERS = "the files come from different models: save the model again"
 
 
-def with_stored_parts(backbone: nn.Module, forms: PositionForms, directory: Path) -> nn.Module:
+def with_stored_parts(backbone: nn.Module, forms: PositionForms, *, directory: Path) -> nn.Module:
     """`backbone`, or a `PositionedModel` of it with the parts in `directory`."""
     path = directory / PARTS
     if forms.encoding is not None or forms.prediction is not None:

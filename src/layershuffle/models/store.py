@@ -413,7 +413,7 @@ def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Modul
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
-    return with_stored_parts(backbone, metadata.position, directory)
+    return with_stored_parts(backbone, metadata.position, directory=directory)
 
 
 def _tie_again(backbone: nn.Module, metadata: ModelMetadata, path: Path) -> None:
