@@ -19,7 +19,6 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from layershuffle.data.view import resized_as
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
@@ -27,6 +26,7 @@ from torchvision.datasets import FashionMNIST
 from transformers import Dinov2Config, Dinov2ForImageClassification, Dinov2Model
 
 from layershuffle.data import ImageData, open_data
+from layershuffle.image_view import resized_as
 from layershuffle.models import image_view, save, set_image_view
 
 NAMES = (

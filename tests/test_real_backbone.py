@@ -12,12 +12,12 @@ import pytest
 import real_backbone
 import torch
 import torch.nn.functional as F
-from layershuffle.data.view import ImageView
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
 from layershuffle.data import open_data
+from layershuffle.image_view import ImageView
 
 VIEW = ImageView(channels=3, height=28, width=28, mean=(0.5,) * 3, std=(0.5,) * 3)
 

@@ -17,8 +17,8 @@ import traceback
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent
-WORK = Path(os.environ.get("WORK", "/dev/shm/study"))
-OUT = Path(os.environ.get("OUT", "/tmp/out"))
+WORK = Path(os.environ.get("WORK", "runs/fashion-dinov2"))
+OUT = Path(os.environ.get("OUT", "out"))
 STEPS = int(os.environ.get("STEPS", "2000"))
 RATE_STEPS = int(os.environ.get("RATE_STEPS", "500"))
 ORDERS = int(os.environ.get("ORDERS", "20"))
