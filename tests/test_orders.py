@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import kendalltau
 
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.errors import UsageError
@@ -93,21 +92,8 @@ def test_rounds() -> None:
     assert order.has_repeats
     assert ExecutionOrder.parse("3,7@0,0@1", depth=8).rounds is None
     assert ExecutionOrder.in_rounds([[1], [0]], 2) == ExecutionOrder((1, 0), 2)
-    assert not ExecutionOrder.in_rounds([[0, 1]], 2).is_sequential
     assert ExecutionOrder.in_rounds([[0, 1]], 2).is_permutation
     assert repr(order) == "ExecutionOrder('3+7+0,5+1,3' of 8, 3 missing, repeats)"
-
-
-def test_kendall_counts_no_pair_side_by_side() -> None:
-    """Blocks of one round are in no order: 1+0 and 0+1 are the same, and so is a single round."""
-    assert ExecutionOrder.parse("3+2+1+0", depth=4).kendall_tau() == 1.0
-    assert ExecutionOrder.parse("1+0,3+2", depth=4).kendall_distance() == 0
-    reversed_rounds = ExecutionOrder.parse("3+2,1+0", depth=4)
-    assert (reversed_rounds.kendall_distance(), reversed_rounds.kendall_tau()) == (4, -1.0)
-    # 3 before 0 and 1, 0 before 1; 2 began together with 3.
-    mixed = ExecutionOrder.parse("3,2@0,0@1,1@3", depth=4)
-    assert mixed.kendall_distance() == 3
-    assert mixed.kendall_tau() == pytest.approx(1 - 2 * 3 / 4)
 
 
 @given(orders())
@@ -129,40 +115,14 @@ def test_properties_of_an_order(order: ExecutionOrder) -> None:
     assert order.has_repeats == any(run.count(block) > 1 for block in run)
     assert order.missing == tuple(b for b in range(order.depth) if b not in run)
     assert order.is_permutation == (sorted(run) == list(range(order.depth)))
-    assert order.is_sequential == (run == list(range(order.depth)))
     assert len(order) == len(run)
     assert ("repeats" in repr(order)) == order.has_repeats
     assert (f"{len(order.missing)} missing" in repr(order)) == bool(order.missing)
 
 
-@given(subsets())
-def test_kendall_tau_is_scipys(order: ExecutionOrder) -> None:
-    wanted = kendalltau(range(len(order)), order.blocks).statistic
-    assert order.kendall_tau() == pytest.approx(wanted, abs=1e-12)
-
-
-@given(subsets())
-def test_kendall_distance_counts_neighbour_swaps(order: ExecutionOrder) -> None:
-    """Bubble sort needs exactly that many swaps of neighbours."""
-    run, swaps = list(order), 0
-    for _ in run:
-        for i in range(len(run) - 1):
-            if run[i] > run[i + 1]:
-                run[i], run[i + 1] = run[i + 1], run[i]
-                swaps += 1
-    assert order.kendall_distance() == swaps
-
-
-def test_kendall_at_its_ends() -> None:
-    assert ExecutionOrder.sequential(12).kendall_tau() == 1.0
-    assert ExecutionOrder(tuple(reversed(range(12))), 12).kendall_tau() == -1.0
-    assert ExecutionOrder((5,), 12).kendall_tau() == 1.0
-
-
 def test_sequential() -> None:
     order = ExecutionOrder.sequential(3)
     assert order.blocks == (0, 1, 2)
-    assert order.is_sequential
     assert order.is_permutation
     assert str(order) == "0,1,2"
     assert repr(ExecutionOrder((2, 2), 3)) == "ExecutionOrder('2,2' of 3, 2 missing, repeats)"
@@ -255,8 +215,6 @@ BAD = {
         '"versions" must be a list',
     ),
     "set": (lambda: order_of({2, 0, 1}, 3), "{0, 1, 2} is a set, which has no order"),
-    "tau of repeats": (ExecutionOrder((1, 1), 2).kendall_tau, "not defined with repeats"),
-    "distance of repeats": (ExecutionOrder((0, 0), 2).kendall_distance, "not defined with repeats"),
 }
 
 

@@ -38,7 +38,6 @@ from layershuffle.core.position_forms import (
     AUTHORS_ENCODING,
     AUTHORS_PREDICTION,
     TEXT_PREDICTION,
-    form_from_json,
 )
 from layershuffle.errors import StackError, UsageError
 
@@ -372,7 +371,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "init": (lambda: ls.EncodingForm(table_init="x"), "one of normal, zero"),  # type: ignore[arg-type]
     "pooling": (lambda: ls.PredictionForm(pooling="max"), "one of class, mean"),  # type: ignore[arg-type]
     "loss": (lambda: ls.PredictionForm(loss="max"), "one of sum, mean"),  # type: ignore[arg-type]
-    "stored": (lambda: form_from_json(ls.EncodingForm, {"rows": 3}), "EncodingForm has other"),
 }
 
 
@@ -392,11 +390,6 @@ def test_unknown_width_is_refused() -> None:
 
     with pytest.raises(StackError, match="width of Plain is unknown"):
         ls.add_position(Plain(), encoding=ls.EncodingForm())
-
-
-@pytest.mark.parametrize("form", [ls.EncodingForm(dropout=0.1), AUTHORS_ENCODING, MEAN], ids=str)
-def test_forms_round_trip(form: Any) -> None:
-    assert form_from_json(type(form), dict(vars(form))) == form
 
 
 def test_class_tokens_are_known() -> None:

@@ -95,7 +95,7 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
     """From the arrival of a batch to the end of the step; logging is at the last step."""
     fit(settings(steps=1), tmp_path / "zero")  # constants are sent once
     # On a CPU `to_device` leaves tensors where they are; on GPUs it is told not to wait.
-    for user in ("entries", "position"):
+    for user in ("entries", "losses", "position"):
         monkeypatch.setattr(f"layershuffle.core.{user}.to_device", lambda tensor, device: tensor)
     monkeypatch.setattr(Syncs, "found", 0)
     run = {"method": "layershuffle", "min_kept": 3, "ema": 0.9, "orders_per_batch": 3, "steps": 3}

@@ -151,7 +151,6 @@ class BlockCompiler:
 
 
 def _first_line(error: Exception) -> str:
-    # torch wraps the exception of a backend.
-    inner = getattr(error, "inner_exception", error)
+    inner = getattr(error, "inner_exception", error)  # torch wraps the exception of a backend
     line = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
     return f"{type(inner).__name__}: {line.strip()}"

@@ -36,8 +36,11 @@ class Entry:
     `module`, so its weights may be read.
     """
 
-    def __init__(self, module: nn.Module, call: Call, *, one_block: bool = True) -> None:
-        self._module, self._call, self._one_block = module, call, one_block
+    def __init__(self, module: Any, call: Call, *, one_block: bool = True) -> None:
+        # In place of another entry, as much may be read of the block as before.
+        inner = vars(module) if type(module) is Entry else {}
+        self._module, self._call = inner.get("_module", module), call
+        self._one_block: bool = inner.get("_one_block", one_block)
 
     @property  # type: ignore[misc]  # that of objects can be set too
     def __class__(self) -> type:
@@ -99,13 +102,6 @@ class Entry:
             hint="make a module of each group of parts, with their residual sums in its forward; "
             "one order for the whole batch, and evaluate(), work without a change",
         )
-
-
-def watched(entry: Call, call: Call) -> Entry:
-    """`call` in place of a block or an entry, of which the backbone may read as much as before."""
-    if type(entry) is Entry:
-        return Entry(entry._module, call, one_block=entry._one_block)
-    return Entry(entry, call)  # type: ignore[arg-type]  # a block
 
 
 def state_of(out: Any) -> Tensor:
@@ -200,10 +196,8 @@ def along(
             else:
                 if replayed and graph and not first_run[0]:
                     raise StackError(
-                        "Reentrant gradient checkpointing detaches a block from the older state "
-                        "that it reads",
-                        hint="checkpoint with use_reentrant=False, or use "
-                        "layershuffle.recomputing(model)",
+                        "Reentrant gradient checkpointing cuts a block off from an older state",
+                        hint="checkpoint with use_reentrant=False",
                     )
                 out = _older(call, state, states=states, version=version, others=(args, kwargs))
             if shared is not None and position < shared.kept:
@@ -221,10 +215,8 @@ def _older(
     """`state` plus what a block adds to version `version` of it, in the form of its output."""
     if version not in states:
         raise StackError(
-            f"A step reads version {version} of the state, which the backbone has not computed in "
-            "this run of its blocks",
-            hint="iterate over the stack (for block in self.blocks) in its forward, or give an "
-            "order in which every step reads the newest version",
+            f"A step reads version {version} of the state, which the backbone has not computed yet",
+            hint="iterate over the stack (for block in self.blocks) in its forward",
         )
     read = states[version]
     # Other steps still have to read it, and a block may write into its input.
@@ -336,12 +328,7 @@ def grouped(
             if position + 1 == exit_after and not left:
                 left.append(result)
             if exit_after is not None and position + 1 == longest:
-                if not left:
-                    raise StackError(
-                        "The backbone runs its last block first, so no state leaves early",
-                        hint="run it without an exit",
-                    )
-                result = torch.cat([result, left[0]], axis)
+                result = torch.cat([result, *left], axis)
             return _beside(outs, result, axes=outputs, samples=samples)
 
         return Entry(blocks[0], call, one_block=False)
@@ -382,9 +369,9 @@ def _cut(arguments: Any, rows: tuple[int, ...], *, axes: Sequence[int | None], s
         axis = next(known_axes, _UNKNOWN)
         if axis == _UNKNOWN and leaf.dim() and len(leaf) == samples > 1:
             raise StackError(
-                f"The backbone passes its blocks an argument of shape {tuple(leaf.shape)}, and a "
-                "compiled model cannot be tried for whether that has a part per sample",
-                hint="compile the blocks, not the whole model, or use one order for the batch",
+                f"It is unknown whether an argument of blocks of shape {tuple(leaf.shape)} has a "
+                "part per sample: the model was compiled, or not run by its own call",
+                hint="call the model itself, with compiled blocks, or use one order for the batch",
             )
         if axis is None or axis == _UNKNOWN or len(rows) == samples:
             return leaf

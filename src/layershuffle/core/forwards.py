@@ -52,36 +52,26 @@ def forward_many(
         return logits_of(model(batch))
 
     stack, call = stack_of(model), forward or logits
-    checked = [order_of(order, stack.depth) for order in orders]
-    ranked = sorted(range(len(checked)), key=lambda index: checked[index].steps)
-    alike = sharing_of(model, images, forward=call).shared if len(set(checked)) > 1 else False
-    shared, output = Shared(), torch.empty(0)
-    for place, index in enumerate(ranked):
-        order = checked[index]
-        last = checked[ranked[place - 1]] if place else None
-        if order != last:
-            if not alike:
-                with running(model, order):
-                    output = call(images)
-            else:
-                later = (checked[after] for after in ranked[place + 1 :])
-                following = next((other for other in later if other != order), None)
-                shared.reused = min(shared.kept, order.common_beginning(last)) if last else 0
-                shared.kept = order.common_beginning(following) if following else 0
-                output = _forward(model, order, shared, lambda: call(images))
-                del shared.outputs[shared.kept :]
-        yield index, output
-
-
-def _forward(
-    model: nn.Module, order: ExecutionOrder, shared: Shared, forward: Callable[[], Tensor]
-) -> Tensor:
-    stack = stack_of(model)
-    asked = Asked(stack.depth)
-    with in_order(stack, order, asked=asked, shared=shared):
-        output = forward()
-    asked.refuse_cut(model)
-    return output
+    indices: dict[ExecutionOrder, list[int]] = {}
+    for index, order in enumerate(orders):
+        indices.setdefault(order_of(order, stack.depth), []).append(index)
+    ranked = sorted(indices, key=lambda order: order.steps)
+    alike = len(ranked) > 1 and sharing_of(model, images, forward=call).shared
+    shared = Shared()
+    for order, following in zip(ranked, [*ranked[1:], None], strict=True):
+        if not alike:
+            with running(model, order):
+                output = call(images)
+        else:
+            common = order.common_beginning(following) if following else 0
+            shared.reused, shared.kept = shared.kept, common
+            asked = Asked(stack.depth)
+            with in_order(stack, order, asked=asked, shared=shared):
+                output = call(images)
+            asked.refuse_cut(model)
+            del shared.outputs[shared.kept :]
+        for index in indices[order]:
+            yield index, output
 
 
 def block_runs(orders: Sequence[ExecutionOrder]) -> int:

@@ -17,6 +17,7 @@ from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, running, stack_of
 from layershuffle.core.tying import places_tied
 from layershuffle.errors import StackError, UsageError
+from layershuffle.machine import to_device
 
 _log = logging.getLogger("layershuffle")
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -90,17 +91,32 @@ def _joined(
     criterion: Criterion,
 ) -> tuple[Tensor, Tensor]:
     """All groups in one forward."""
-    way = orders[0] if len(orders) == 1 else orders_by_row(orders, len(images))
+    way: ExecutionOrder | list[ExecutionOrder] = orders[0]
+    if len(orders) > 1:
+        # Row i is in group i mod G, counted in each process. Samples of a group go side by side, so
+        # that the stack splits the batch without a copy.
+        rows = [
+            row for group in range(len(orders)) for row in range(group, len(images), len(orders))
+        ]
+        way = [orders[row % len(orders)] for row in rows]
+        images = images.index_select(0, _on(images.device, rows))
+        back = _on(images.device, sorted(range(len(rows)), key=rows.__getitem__))
     # Not around the wrappers of other libraries, whose output holds the position loss as well.
     with running(positioned_in(model) or model, way, exit_after=exit_after):
         output, position_loss = _forward(model, images)
-    if exit_after is None:
-        logits = logits_of(output).float()
-        loss = criterion(logits, labels)
-    else:
-        logits, early = (part.float() for part in output)
-        loss = criterion(logits, labels) + exit_weight * criterion(early, labels)
+    parts = (logits_of(output),) if exit_after is None else output
+    if len(orders) > 1:
+        # Before the criterion, which may know its samples by their place in the batch.
+        parts = tuple(part.index_select(0, back) for part in parts)
+    logits, *early = (part.float() for part in parts)
+    loss = criterion(logits, labels)
+    for answers in early:
+        loss = loss + exit_weight * criterion(answers, labels)
     return (loss if position_loss is None else loss + position_loss), logits
+
+
+def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
+    return to_device(torch.tensor(rows), device)
 
 
 def _apart(
@@ -153,15 +169,6 @@ def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:
         with hook:
             output, position_loss = model(images)
     return output, position_loss
-
-
-def orders_by_row(orders: Sequence[ExecutionOrder], images: int) -> tuple[ExecutionOrder, ...]:
-    """The order of each row of a batch of `images`: row i is in group i mod G.
-
-    Rows are counted from the first row of each process. So a process that holds half of the batch
-    puts its rows into the same groups as a process that holds all of it, if G divides the half.
-    """
-    return tuple(orders[row % len(orders)] for row in range(images))
 
 
 def beginning_of(order: ExecutionOrder, steps: int) -> ExecutionOrder:

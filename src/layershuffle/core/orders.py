@@ -163,11 +163,6 @@ class ExecutionOrder:
         return len(self.blocks) == self.depth and not self.has_repeats
 
     @property
-    def is_sequential(self) -> bool:
-        """Whether this is the full stack in its original order, one block after the other."""
-        return self.blocks == tuple(range(self.depth)) and self.versions is None
-
-    @property
     def has_repeats(self) -> bool:
         """Whether some block runs more than once."""
         return len(set(self.blocks)) < len(self.blocks)
@@ -187,35 +182,6 @@ class ExecutionOrder:
                 hint=f"name each of 0..{self.depth - 1} once",
             )
         return self
-
-    def kendall_distance(self) -> int:
-        """Number of pairs of blocks that run in reverse sequential order (0 when ascending).
-
-        Blocks side by side have no order and are not counted. Raises `UsageError` for orders with
-        repeats, where the distance is not defined.
-        """
-        if self.has_repeats:
-            raise UsageError(f"Kendall's distance is not defined with repeats, as in {self}")
-        return sum(a > b for a, b in self._successive())
-
-    def kendall_tau(self) -> float:
-        """Kendall's tau against the sequential order: 1.0 ascending, -1.0 reversed.
-
-        For a subset, only the blocks that run are compared, and only pairs of which the later one
-        reads the effect of the earlier one (Goodman and Kruskal's gamma of the rounds); without
-        such a pair it is 1.0. Raises `UsageError` for orders with repeats.
-        """
-        distance, pairs = self.kendall_distance(), len(self._successive())
-        # Kendall's tau counts concordant minus discordant pairs.
-        return 1.0 - 2.0 * distance / pairs if pairs else 1.0
-
-    def _successive(self) -> list[tuple[int, int]]:
-        """The pairs of blocks whose second block reads a state that the first one changed."""
-        return [
-            (self.blocks[earlier], block)
-            for block, version in self.steps
-            for earlier in range(version)
-        ]
 
     def __str__(self) -> str:
         rounds = self.rounds

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -289,25 +289,6 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     # Records of models are compared, so a record from before these options must equal a new one.
     later = [key for key, default in _LATER[name].items() if fields[key] == default]
     return {"policy": name} | {key: value for key, value in fields.items() if key not in later}
-
-
-def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
-    """The policy that `policy_to_json` wrote. Raises `UsageError` for anything else."""
-    if not isinstance(data, Mapping):
-        raise UsageError(f"A stored order policy must be a mapping, got {data!r}")
-    fields = dict(data)
-    name = fields.pop("policy", None)
-    if not isinstance(name, str) or name not in POLICIES:
-        raise UsageError(f"{name!r} is not an order policy", hint=f"one of {', '.join(POLICIES)}")
-    # `Kept` also has a field named "order", which is a word.
-    if isinstance(fields.get("order"), Mapping):
-        fields["order"] = ExecutionOrder.from_json(fields["order"])
-    try:
-        return POLICIES[name](**fields)
-    except TypeError as error:
-        raise UsageError(
-            f"These are not the options of the order policy {name!r}: {error}"
-        ) from error
 
 
 def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ Each difference between the two has a name here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -70,17 +69,6 @@ class PredictionForm:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-
-
-def form_from_json(
-    kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any]
-) -> EncodingForm | PredictionForm:
-    """The form stored as a mapping of its fields; raises `UsageError` for unknown ones."""
-    # The dataclass itself is the schema; its TypeError names the field that it does not know.
-    try:
-        return kind(**data)
-    except TypeError as error:
-        raise UsageError(f"{kind.__name__} has other fields: {error}") from error
 
 
 def _check_choices(form: EncodingForm | PredictionForm) -> None:

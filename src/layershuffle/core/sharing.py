@@ -31,7 +31,6 @@ from layershuffle.core.entries import (
     grouped,
     mapped,
     tensors_of,
-    watched,
 )
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import PLAIN, changed, holders, in_eval, is_compiled, never_asked
@@ -76,7 +75,7 @@ class _Trace:
             self.outputs.append([tensor.detach().clone() for tensor in tensors_of(out)])
             return out
 
-        return watched(entry, call)
+        return Entry(entry, call)
 
 
 def forget(model: nn.Module) -> None:
@@ -100,7 +99,10 @@ def beginnings(
 
     def find_out() -> Beginnings:
         few = images[:2]
-        half, first, second = _two_orders(len(blocks))
+        depth, ids = len(blocks), _steps(len(blocks))
+        half = len(ids) // 2
+        first = ExecutionOrder(ids, depth)
+        second = ExecutionOrder((*ids[:half], *ids[half:][::-1]), depth)
 
         def trace(order: ExecutionOrder, shared: Shared | None = None) -> _Trace:
             entries = along(blocks, order, run=PLAIN, shared=shared)
@@ -128,13 +130,11 @@ def beginnings(
     return verdict
 
 
-def _two_orders(depth: int) -> tuple[int, ExecutionOrder, ExecutionOrder]:
-    """Two orders of one length, and the length of the beginning that they share."""
-    if depth < 3:  # too few blocks to end in another order without a repeat
-        last = depth - 1
-        return 1, ExecutionOrder((0, last, 0), depth), ExecutionOrder((0, 0, last), depth)
-    half, ids = depth // 2, tuple(range(depth))
-    return half, ExecutionOrder(ids, depth), ExecutionOrder((*ids[:half], *ids[half:][::-1]), depth)
+def _steps(depth: int) -> tuple[int, ...]:
+    """The blocks in sequence, at least three: of fewer steps, no two orders begin alike and end in
+    another way, and the mean of two states is the last one if a sample waits for one.
+    """
+    return tuple(place % depth for place in range(max(depth, 3)))
 
 
 # --- an order per sample --------------------------------------------------------------------------
@@ -162,9 +162,7 @@ def sample_axes(
         return _trace(stack, entries, lambda: forward(_samples(arguments, samples, count)))
 
     def find_out(uneven: bool) -> Axes | str:
-        depth = len(blocks)
-        # At least three steps: the mean of two states is the last one, if a sample waits for one.
-        ids = tuple(place % depth for place in range(max(depth, 3)))
+        depth, ids = len(blocks), _steps(len(blocks))
         first = ExecutionOrder(ids, depth)
         second = ExecutionOrder((*ids[1:], ids[0])[: len(ids) - uneven], depth)
 
