@@ -41,9 +41,9 @@ from layershuffle.bench.workloads import (
     sweeps,
 )
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.logits import logits_of
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
+from layershuffle.core.tensors import logits_of
 from layershuffle.errors import LayerShuffleError
 from layershuffle.text import one_line
 

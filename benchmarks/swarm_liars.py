@@ -16,7 +16,7 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.core.forwards import run_stem
-from layershuffle.core.logits import logits_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.models import file_view, load
 from layershuffle.swarm.bundle import Bundle, make_bundle

@@ -248,7 +248,7 @@ def test_the_way_of_an_order_is_short():
     names = (
         "evaluation",
         "orders",
-        "logits",
+        "tensors",
         "forwards",
         "sharing",
         "stack",

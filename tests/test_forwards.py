@@ -11,7 +11,6 @@ import torch
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
 from deaf_models import CUTTING
-from layershuffle.core.entries import state_of
 from layershuffle.core.forwards import (
     block_runs,
     forward_many,
@@ -22,6 +21,7 @@ from layershuffle.core.forwards import (
 )
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError
 from own_models import CHAINS, LOOPS
 

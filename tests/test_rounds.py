@@ -13,7 +13,7 @@ import layershuffle as ls
 from common import DEPTH, WIDTH, assert_close, images
 from contracts import answer
 from deaf_models import CUTTING
-from layershuffle.core.entries import state_of
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError
 from own_models import CHAINS, LOOPS, Block, Own
 

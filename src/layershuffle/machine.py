@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    pass
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where to compute; auto takes a GPU if there is one."""
@@ -158,14 +157,6 @@ def device_of(choice: Device) -> Literal["cpu", "cuda"]:
     if choice == "cuda" and not has_gpu:
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     return "cuda" if has_gpu and choice != "cpu" else "cpu"
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` from the host on `device`, without making the host wait for what runs there."""
-    if device.type == "cuda":
-        # A copy from pageable memory waits in spite of `non_blocking`.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 @contextmanager

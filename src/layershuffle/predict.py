@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.bundled import image_file
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of, running
+from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform

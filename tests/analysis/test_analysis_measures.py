@@ -16,9 +16,9 @@ from layershuffle.analysis.cka import cka_matrix, linear_cka
 from layershuffle.analysis.norms import BranchWatch
 from layershuffle.analysis.position_table import grid
 from layershuffle.analysis.subject import DoesNotApply
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, running, with_hooks
+from layershuffle.core.tensors import logits_of
 
 ORDER = ExecutionOrder(PERMUTED, DEPTH)
 NO_ATTENTION = {"timm-xcit", "timm-mixer"}

@@ -13,9 +13,9 @@ from saved_models import RECORD, TINY, assert_same_model, outputs
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, global_generators_untouched, images, redraw
-from layershuffle.core.logits import logits_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack
+from layershuffle.core.tensors import logits_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models import image_view, num_classes_of
 from layershuffle.models.origin import origin_of

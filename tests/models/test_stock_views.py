@@ -18,7 +18,7 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, SIZE, assert_close
-from layershuffle.core.logits import logits_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView, resized_as, uncropped_size

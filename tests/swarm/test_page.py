@@ -10,7 +10,7 @@ import torch
 
 import layershuffle as ls
 from layershuffle.bundled import asset
-from layershuffle.core.logits import logits_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.hooks import BlockHook
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
+from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of

@@ -29,9 +29,9 @@ from layershuffle.bench.workloads import (
     sweeps,
     write_photographs,
 )
-from layershuffle.core.logits import logits_of
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running, with_hooks
+from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.machine import versions
 from layershuffle.merging.plans import sample_plans

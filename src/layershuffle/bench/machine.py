@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from layershuffle.core.logits import logits_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.image_view import ImageView
 
 _SIZE = {"cpu": 1024, "cuda": 8192}

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
 from layershuffle.core.forwards import block_runs, forward_many
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
+from layershuffle.core.tensors import logits_of
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import Run, in_backward
+from layershuffle.core.tensors import mapped, state_of, tensor_of, to_device
 from layershuffle.errors import StackError, UsageError
-from layershuffle.machine import to_device
 
 Call = Callable[..., Any]
 """Called as a block is: the state, then whatever else the backbone passes to its blocks."""
@@ -102,20 +102,6 @@ class Entry:
             hint="make a module of each group of parts, with their residual sums in its forward; "
             "one order for the whole batch, and evaluate(), work without a change",
         )
-
-
-def state_of(out: Any) -> Tensor:
-    """The state in a block's output; raises `StackError` if it holds none."""
-    # Blocks of older transformers releases return tuples whose first entry is the state.
-    state = out[0] if isinstance(out, tuple | list) and out else out
-    if not isinstance(state, Tensor):
-        raise StackError(
-            f"A block returned a {type(out).__name__}; a tensor is needed, or a tuple that begins "
-            "with one",
-            hint="let the block return its state first; one order for the whole batch "
-            "(layershuffle.running) works without a change",
-        )
-    return state
 
 
 def placed(block: nn.Module, step: Step, *, run: Run) -> Call:
@@ -230,18 +216,6 @@ def _older(
         )
     after = tensor_of(state) + (added - read)
     return after if isinstance(out, Tensor) else type(out)((after, *out[1:]))
-
-
-def tensor_of(state: Any) -> Tensor:
-    """`state` itself; raises `StackError` unless it is a tensor."""
-    if not isinstance(state, Tensor):
-        raise StackError(
-            f"The backbone passes a {type(state).__name__} to its blocks; rounds, older versions "
-            "and an order per sample need a tensor",
-            hint="pass the state to the blocks first and other values after it; one order for the "
-            "whole batch in which every step reads the newest state works without a change",
-        )
-    return state
 
 
 # --- an order per sample --------------------------------------------------------------------------
@@ -378,24 +352,6 @@ def _cut(arguments: Any, rows: tuple[int, ...], *, axes: Sequence[int | None], s
         return _rows(leaf, rows, axis)
 
     return mapped(arguments, cut)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([mapped(item, function) for item in value])
-    return value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    tensors: list[Tensor] = []
-    mapped(value, tensors.append)
-    return tensors
 
 
 def _beside(

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import forward_many, images_at_once
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.errors import DataError, UsageError
-from layershuffle.stats import ImageGroups
+
+if TYPE_CHECKING:
+    from layershuffle.stats import ImageGroups
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -184,6 +186,8 @@ def evaluate(
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
     if groups is not None:
+        from layershuffle.stats import ImageGroups  # scipy, for those who have groups
+
         image_groups = ImageGroups(groups.numpy())
         for column in columns:
             column.tally.groups = image_groups

@@ -15,13 +15,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.entries import Entry, Shared, placed, state_of, tensor_of
+from layershuffle.core.entries import Entry, Shared, placed
 from layershuffle.core.hooks import Step
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.runs import Asked, Run, changed, run_of
 from layershuffle.core.sharing import Beginnings, beginnings
 from layershuffle.core.stack import blocks_of, depth_of, in_order, running, stack_of, tap
+from layershuffle.core.tensors import logits_of, state_of, tensor_of
 from layershuffle.errors import StackError
 
 _log = logging.getLogger("layershuffle")

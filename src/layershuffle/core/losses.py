@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, running, stack_of
+from layershuffle.core.tensors import logits_of, to_device
 from layershuffle.core.tying import places_tied
 from layershuffle.errors import StackError, UsageError
-from layershuffle.machine import to_device
 
 _log = logging.getLogger("layershuffle")
 Criterion = Callable[[Tensor, Tensor], Tensor]

@@ -193,11 +193,7 @@ def in_backward() -> bool:
     if torch.compiler.is_compiling():
         return False
     try:
-        queue_callback(_nothing)  # only a backward pass takes callbacks
+        queue_callback(lambda: None)  # only a backward pass takes callbacks
     except RuntimeError:
         return False
     return True
-
-
-def _nothing() -> None:
-    pass

@@ -22,18 +22,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.entries import (
-    Axes,
-    Call,
-    Entry,
-    Shared,
-    along,
-    grouped,
-    mapped,
-    tensors_of,
-)
+from layershuffle.core.entries import Axes, Call, Entry, Shared, along, grouped
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import PLAIN, changed, holders, in_eval, is_compiled, never_asked
+from layershuffle.core.tensors import mapped, tensors_of
 from layershuffle.errors import StackError
 
 _VERDICTS: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from layershuffle.core.discovery import find_blocks
-from layershuffle.core.entries import Axes, Shared, along, grouped, tensors_of
+from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import (
     ExecutionOrder,
     is_integer,
@@ -45,6 +44,7 @@ from layershuffle.core.runs import (
     run_of,
 )
 from layershuffle.core.sharing import sample_axes
+from layershuffle.core.tensors import logits_of, tensors_of
 from layershuffle.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")

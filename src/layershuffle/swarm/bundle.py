@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.entries import state_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import image_view
 from layershuffle.swarm.export import UNSERVED, Alone, RecordedCall, export

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputSpec
 
-from layershuffle.core.entries import state_of
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError
 from layershuffle.swarm.program import (
     ARITHMETIC,

@@ -22,9 +22,9 @@ from starlette.requests import Request
 from torch import Tensor, nn
 
 from layershuffle.bundled import asset
-from layershuffle.core.logits import logits_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, running, wrap
+from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
