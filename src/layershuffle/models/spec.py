@@ -15,7 +15,7 @@ from layershuffle.models.origin import unknown_name
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
     "bundled": "bundled:digits",
-    "timm": "timm:NAME[?pretrained=false&...]",  # or local-dir:DIR instead of NAME
+    "timm": "timm:NAME[?pretrained=false&...]",
     "hf": "hf:NAME_OR_DIR[?pretrained=false]",
     "torchvision": "torchvision:NAME[?weights=none]",
     "dir": "dir:PATH",
