@@ -240,6 +240,11 @@ def _write(
 
 def _refuse_changed_weights(backbone: nn.Module) -> None:
     """Raises `UsageError` for tensors that the library could not read back."""
+    if hasattr(backbone, "_orig_mod"):
+        raise UsageError(
+            "torch.compile wrapped this model in a module with other tensor names",
+            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
+        )
     for name, tensor in backbone.state_dict().items():
         # Libraries such as torchao store packed numbers in subclasses of Tensor.
         if type(tensor) not in (Tensor, nn.Parameter):
