@@ -241,8 +241,8 @@ def write(
     name = named.pop("architecture", None) or _architecture(backbone)
     hint = "pass replacements by name: save(model, directory, model_args={...})"
     with refused_by("JSON", hint=hint, kind=UsageError):
-        known = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
-        args: dict[str, Any] = json.loads(json.dumps(known))
+        built = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
+        args: dict[str, Any] = json.loads(json.dumps(built))
     _check_rebuilt(backbone, name, args)
     cfg = getattr(backbone, "pretrained_cfg", None) or {}
     config = {
