@@ -142,7 +142,6 @@ def test_scores_replace_a_file_only_when_asked(
     [
         ("dir:runs/c", "runs/c/model"),
         ("runs/b", "runs/b"),
-        ("timm:local-dir:runs/b", "runs/b"),
         ("hf:runs/b?pretrained=false", "runs/b"),
         ("timm:vit_tiny_patch16_224?checkpoint=runs/b/model.safetensors", "runs/b"),
         ("timm:vit_tiny_patch16_224?pretrained=false", None),

@@ -424,7 +424,7 @@ class Packed(torch.Tensor):
 
 def test_models_that_their_library_could_not_read_back(tmp_path):
     model = FAMILIES["timm-vit"].wrapped()
-    with pytest.raises(UsageError, match=r"save\(model\._orig_mod, directory\)"):
+    with pytest.raises(UsageError, match="_orig_mod"):
         ls.save(torch.compile(model), tmp_path / "compiled")
     weight = model.head.weight.detach().as_subclass(Packed)
     model.head.weight = torch.nn.Parameter(weight, requires_grad=False)

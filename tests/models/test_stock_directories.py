@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import layershuffle as ls
 from common import CLASSES, DEPTH, FAMILIES, WIDTH, assert_close, images, redraw
 from layershuffle.core.position_forms import AUTHORS_PREDICTION
-from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.errors import ModelFileError
 from layershuffle.models import class_names_of, image_view
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
@@ -42,7 +42,7 @@ def timm_directory(tmp_path: Path) -> Path:
     return tmp_path / "stock"
 
 
-@pytest.mark.parametrize("form", ["timm:local-dir:{}", "dir:{}", "{}"])
+@pytest.mark.parametrize("form", ["hf:{}", "dir:{}", "{}"])
 def test_a_directory_that_timm_saved(form: str, timm_directory: Path) -> None:
     model = ls.load(form.format(timm_directory))
     assert_same_model(model, FAMILIES["timm-vit"].wrapped())
@@ -67,11 +67,6 @@ def test_a_directory_of_timm_without_arguments(timm_directory: Path) -> None:
     again = ls.load(str(timm_directory))
     assert_same_model(again, ls.wrap(model))
     assert (image_view(again).channels, image_view(again).size) == (1, (64, 64))
-
-
-def test_a_local_directory_has_settings_of_its_own(timm_directory: Path) -> None:
-    with pytest.raises(UsageError, match="its own settings"):
-        ls.load(f"timm:local-dir:{timm_directory}?num_classes=3")
 
 
 @pytest.mark.parametrize("name", ["hf-vit", "hf-timm-wrapper"])

@@ -223,7 +223,7 @@ def test_timm_sees_our_view_of_a_saved_model(resize: Any, tmp_path: Path) -> Non
     for shape in SIZES:
         image = picture(*shape)
         assert_close(prepared(image_view(model), image), transform(image), tolerance=0.0)
-    assert image_view(ls.load(f"timm:local-dir:{tmp_path / 'm'}")) == image_view(model)
+    assert image_view(ls.load(f"dir:{tmp_path / 'm'}")) == image_view(model)
 
 
 def test_models_that_were_saved_before_are_resized_as_they_were_trained(tmp_path: Path) -> None:

@@ -65,15 +65,14 @@ def evaluate_ensembles(
     seed: int = 0,
     draw: Draw = "pass",
     groups: Tensor | None = None,
-    names: Sequence[str] | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
     """As `evaluate_ensemble`, for several variants, of which those with equal orders share work.
 
-    "same": the orders of a single model in `evaluate` with the same seed. `names`: the donors' in
-    messages. `on_images` as in `evaluate`.
+    "same": the orders of a single model in `evaluate` with the same seed. `on_images` as in
+    `evaluate`.
     """
-    check_members(donors, names=names or tuple(map(str, range(len(donors)))))
+    check_members(donors, names=tuple(map(str, range(len(donors)))))
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
         raise UsageError(

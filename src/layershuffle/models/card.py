@@ -37,7 +37,7 @@ def render(
 
     `classes`: the class names, if the model has any. `repo`: its name on the hub.
     """
-    scores, provenance = _scores(metadata), metadata.get("provenance") or {}
+    scores, provenance = metadata.get("scores") or {}, metadata.get("provenance") or {}
     title = _title(metadata, provenance, place=place)
     front = ModelCardData(
         library_name=metadata["library"],
@@ -53,14 +53,13 @@ def render(
     # A record may only have scores of other metrics, which would give an empty table.
     if any(key in score for key, _ in _NUMBERS for score in scores.values()):
         sections.append(f"## Scores\n\n{_score_table(scores)}")
-    if accuracy := _held_out(metadata.get("selected")):
+    if accuracy := _held_out(metadata.get("selected") or {}):
         sections.append(f"## Accuracy\n\n{accuracy}")
     if classes:
         listed = shortened(classes, limit=_CLASSES_LISTED)
         sections.append(f"## Classes\n\n{len(classes)}, in the order of the logits: {listed}.")
-    merge = _merge_table(provenance.get("merge"))
-    if merge:
-        sections.append(f"## Merge\n\n{merge}")
+    if "merge" in provenance:
+        sections.append(f"## Merge\n\n{_merge_table(provenance['merge'])}")
     stock = _STOCK[metadata["library"]].replace("{name}", metadata["name"])
     ours = 'import layershuffle as ls\nmodel = ls.load("dir:.")'
     if repo:
@@ -76,14 +75,14 @@ def render(
 def _title(metadata: Mapping[str, Any], provenance: Mapping[str, Any], *, place: str) -> str:
     """The title; it avoids the name of the directory, which is often just "model"."""
     name, merge = str(metadata["name"]).rpartition("/")[2], provenance.get("merge")
-    if isinstance(merge, Mapping) and isinstance(merge.get("donors"), list):
+    if merge:
         return f"{name}, merged from {len(merge['donors'])} models"
     return f"{name}, {metadata['method']}" if metadata.get("method") else place
 
 
-def _held_out(selected: object) -> str:
+def _held_out(selected: Mapping[str, Any]) -> str:
     """A sentence with the top-1 on the images that picked the checkpoint, or ""."""
-    if not isinstance(selected, Mapping) or not isinstance(selected.get("top1"), Mapping):
+    if not isinstance(selected.get("top1"), Mapping):  # older records have one number
         return ""
     top1 = selected["top1"].items()
     orders = " and ".join(f"{percent:.1f} % in {mode} order" for mode, percent in top1)
@@ -109,21 +108,11 @@ def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[
             )
 
 
-def _scores(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Scores by order mode; invalid values are left out."""
-    scores = metadata.get("scores")
-    if not isinstance(scores, Mapping):
-        return {}
-    return {str(mode): dict(score) for mode, score in scores.items() if isinstance(score, Mapping)}
-
-
 def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     classes, tied = metadata["num_classes"], metadata["tied"]
-    kind, heads = (
-        ("An image classifier", f", {classes} classes")
-        if classes
-        else ("A vision transformer without a classifier", "")
-    )
+    kind, heads = "A vision transformer without a classifier", ""
+    if classes:
+        kind, heads = "An image classifier", f", {classes} classes"
     blocks = f"{metadata['depth']} blocks"
     if tied:
         blocks += (
@@ -161,20 +150,12 @@ def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown_table(["order", *(title for _, title in columns)], rows)
 
 
-def _merge_table(merge: object) -> str:
-    """A table of the blocks of each donor, or "" if the model is no merge."""
-    if not isinstance(merge, Mapping):
-        return ""
-    donors, blocks = merge.get("donors"), merge.get("blocks")
-    if not isinstance(donors, list) or not isinstance(blocks, list):
-        return ""
+def _merge_table(merge: Mapping[str, Any]) -> str:
+    """A table of the blocks of each donor."""
     rows = []
-    for number, donor in enumerate(donors):
-        if isinstance(donor, Mapping):
-            donated = ", ".join(str(block) for block, giver in enumerate(blocks) if giver == number)
-            files = donor.get("sha256")
-            digests = files.items() if isinstance(files, Mapping) else ()
-            listing = ", ".join(f"{name} `{digest}`" for name, digest in digests)
-            rows.append([donor.get("model"), donated, listing])
-    ends = f"Stem: {merge.get('stem')}. Head: {merge.get('head')}."
+    for number, donor in enumerate(merge["donors"]):
+        donated = [str(block) for block, giver in enumerate(merge["blocks"]) if giver == number]
+        digests = [f"{name} `{digest}`" for name, digest in donor.get("sha256", {}).items()]
+        rows.append([donor["model"], ", ".join(donated), ", ".join(digests)])
+    ends = f"Stem: {merge['stem']}. Head: {merge['head']}."
     return f"{ends}\n\n{markdown_table(['donor', 'blocks', 'SHA-256 of its weights'], rows)}"

@@ -7,7 +7,6 @@ a repository is never run, and only safetensors are read.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,6 @@ from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (
     CONFIG,
     LOG,
-    PROCESSOR,
     WRAPPERS,
     check_numbers,
     difference,
@@ -43,7 +41,6 @@ from layershuffle.models.origin import (
     Backbone,
     Origin,
     check_rebuilt,
-    new_linear,
     remember,
     seeded,
     sketched,
@@ -110,8 +107,14 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
     for number, (path, head) in enumerate(heads.items()):
         owner, _, attribute = path.rpartition(".")
+        with seeded(seed):
+            new = nn.Linear(head.in_features, classes, bias=head.bias is not None)
         # Different seeds, so the two heads of a distilled model do not start equal.
-        new = new_linear(head, classes, std=std, seed=seed + number)
+        generator = torch.Generator().manual_seed(seed + number)
+        nn.init.trunc_normal_(new.weight, std=std, generator=generator)
+        if new.bias is not None:
+            nn.init.zeros_(new.bias)
+        new = new.to(head.weight.device, head.weight.dtype)
         setattr(backbone.get_submodule(owner), attribute, new)
     set_class_names(backbone, [f"LABEL_{index}" for index in range(classes)])  # its filler
     backbone.num_labels = classes
@@ -214,8 +217,7 @@ def write(
         vars(backbone.config).update(before)
     processor = None if wrapped else processor_of(view)
     if processor:
-        text = json.dumps(processor, indent=2)
-        (directory / PROCESSOR).write_text(text + "\n", encoding="utf-8")
+        processor.save_pretrained(directory)
     return type(backbone).__name__, {}
 
 

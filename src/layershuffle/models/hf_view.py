@@ -8,12 +8,11 @@ are listed here because some defaults of the processor classes differ (DeiT, DIN
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from timm.data import resolve_data_config
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, ViTImageProcessor
 
 from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView, Resize, uncropped_size
@@ -32,26 +31,21 @@ _PLAIN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _ViewHabit:
-    mean: tuple[float, ...] = _HALF
-    std: tuple[float, ...] = _HALF
-    interpolation: str = "bicubic"
-    crop_pct: float = 1.0
-    resize: Resize = "squash"
-
-
-_DEIT = _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256)
-_DINOV2 = _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256, resize="crop")
-_HABITS = {
-    "vit": _ViewHabit(interpolation="bilinear"),
-    "deit": _DEIT,
+# Fields of a view by kind of model, where they are not those of `_USUAL`.
+_USUAL: dict[str, Any] = {"mean": _HALF, "std": _HALF, "resize": "squash"}
+_IMAGENET = {"mean": _IMAGENET_MEAN, "std": _IMAGENET_STD}
+_DINOV2 = {**_IMAGENET, "crop_pct": 224 / 256, "resize": "crop"}
+_HABITS: dict[str, dict[str, Any]] = {
+    "vit": {"interpolation": "bilinear"},
+    "deit": {**_IMAGENET, "crop_pct": 224 / 256},
     "dinov2": _DINOV2,
     "dinov2_with_registers": _DINOV2,
-    "ijepa": _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD),
-    "clip": _ViewHabit(
-        (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), resize="crop"
-    ),
+    "ijepa": _IMAGENET,
+    "clip": {
+        "mean": (0.48145466, 0.4578275, 0.40821073),
+        "std": (0.26862954, 0.26130258, 0.27577711),
+        "resize": "crop",
+    },
 }
 
 
@@ -62,20 +56,13 @@ def view_of(backbone: Backbone) -> ImageView:
     if timm_model is not None:
         cfg = getattr(backbone.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
         return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
-    size, channels = _input_of(backbone)
+    (height, width), channels = _input_of(backbone)
     # The towers of CLIP and its like have a type of their own ("clip_vision_model").
     kind = backbone.config.model_type.removesuffix("_vision_model")
-    habit = _HABITS.get(kind, _ViewHabit())
-    return ImageView(
-        channels=channels,
-        height=size[0],
-        width=size[1],
-        mean=per_channel(habit.mean, channels),
-        std=per_channel(habit.std, channels),
-        interpolation=habit.interpolation,
-        crop_pct=habit.crop_pct,
-        resize=habit.resize,
-    )
+    habit = {**_USUAL, **_HABITS.get(kind, {})}
+    for name in ("mean", "std"):
+        habit[name] = per_channel(habit[name], channels)
+    return ImageView(channels=channels, height=height, width=width, **habit)
 
 
 def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
@@ -176,8 +163,8 @@ def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
     raise ValueError(f"the size {dict(size)!r} is neither height and width nor shortest_edge")
 
 
-def processor_of(view: ImageView) -> dict[str, Any] | None:
-    """The file content of an image processor for `view`.
+def processor_of(view: ImageView) -> ViTImageProcessor | None:
+    """An image processor for `view`: of the simplest class, for any kind of model.
 
     `None` for views that no processor of transformers supports: a crop that is not square.
     """
@@ -185,18 +172,12 @@ def processor_of(view: ImageView) -> dict[str, Any] | None:
     if view.resize == "crop" and height != width:
         return None
     squashed = {"height": height, "width": width}
-    return {
-        # The simplest class, which has only these steps, for any kind of model.
-        "image_processor_type": "ViTImageProcessor",
-        **({"do_convert_rgb": True} if view.channels == 3 else {}),
-        "do_resize": True,
-        "size": squashed if view.resize == "squash" else {"shortest_edge": height},
-        "resample": {"nearest": 0, "bilinear": 2, "bicubic": 3}[view.interpolation],
-        "do_center_crop": view.resize == "crop" or (height, width) != view.size,
-        "crop_size": {"height": view.height, "width": view.width},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(view.mean),
-        "image_std": list(view.std),
-    }
+    return ViTImageProcessor(
+        do_convert_rgb=True if view.channels == 3 else None,
+        size=squashed if view.resize == "squash" else {"shortest_edge": height},
+        resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[view.interpolation],
+        do_center_crop=view.resize == "crop" or (height, width) != view.size,
+        crop_size={"height": view.height, "width": view.width},
+        image_mean=list(view.mean),
+        image_std=list(view.std),
+    )

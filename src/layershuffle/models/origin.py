@@ -156,18 +156,6 @@ def warn_new_head(old: int, new: int, *, seed: int) -> None:
     )
 
 
-def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Linear:
-    """A linear layer like `old` with `outputs` rows: truncated normal weights, bias zero."""
-    # On the meta device, because the constructor would draw from the global generator.
-    layer = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device="meta")
-    layer = layer.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    nn.init.trunc_normal_(layer.weight, std=std, generator=generator)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer.to(old.weight.device, old.weight.dtype)
-
-
 def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, ...] | None:
     """The names of `count` classes in a configuration's list, or `None` if it is empty.
 

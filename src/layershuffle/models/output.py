@@ -87,7 +87,7 @@ def directory_of(spec: str) -> Path | None:
         return asset(parsed.place)
     if "checkpoint" in parsed.settings:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
-    path = Path(parsed.place.removeprefix("local-dir:")).expanduser()
+    path = Path(parsed.place).expanduser()
     if parsed.scheme != "dir":
         # Names of the hub are no paths, unless a directory of that name exists.
         return path if path.is_dir() else None

@@ -15,7 +15,7 @@ from layershuffle.models.origin import unknown_name
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
     "bundled": "bundled:digits",
-    "timm": "timm:NAME[?pretrained=false&...]",  # or local-dir:DIR instead of NAME
+    "timm": "timm:NAME[?pretrained=false&...]",
     "hf": "hf:NAME_OR_DIR[?pretrained=false]",
     "torchvision": "torchvision:NAME[?weights=none]",
     "dir": "dir:PATH",
@@ -55,11 +55,8 @@ def parse_spec(spec: str) -> ModelSpec:
 def _unknown(spec: str, scheme: str) -> UsageError:
     forms = f"The forms are {', '.join(FORMS.values())}"
     if not scheme:
-        meant = _meant(spec)
-        return UsageError(
-            f"{spec!r} is neither a path that exists nor a model spec",
-            hint=f"did you mean {meant}?" if meant else forms,
-        )
+        cause = f"{spec!r} is neither a path that exists nor a model spec"
+        return UsageError(cause, hint=_meant(spec) or forms)
     error = unknown_name("kind of model", scheme, names=list(FORMS), listing=forms)
     return UsageError(
         error.cause, hint=error.hint if error.hint == forms else f"{error.hint} {forms}"
@@ -67,17 +64,18 @@ def _unknown(spec: str, scheme: str) -> UsageError:
 
 
 def _meant(spec: str) -> str | None:
-    """The spec of a model that `spec` names without its library, `None` if no library has it."""
+    """A hint for a model that is named without its library, `None` if no library has it."""
     name = spec.partition("?")[0]
     if name.count("/") == 1:
-        return f"hf:{spec}"
+        return f"check the path, or write hf:{spec} for a model of the hub"
     # Slow to import, and this is the way to an error.
     import timm
     import torchvision
 
     if timm.is_model(name.partition(".")[0]):
-        return f"timm:{spec}"
-    return f"torchvision:{spec}" if name in torchvision.models.list_models() else None
+        return f"did you mean timm:{spec}?"
+    is_torchvision = name in torchvision.models.list_models(include="vit_*")
+    return f"did you mean torchvision:{spec}?" if is_torchvision else None
 
 
 def _settings(query: str, spec: str) -> dict[str, Any]:

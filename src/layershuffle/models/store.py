@@ -3,7 +3,6 @@
     bundled:digits                                  the base checkpoint in this package
     timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
     timm:NAME?checkpoint=FILE[&num_classes=10&...]  a checkpoint of timm's training script
-    timm:local-dir:DIR                              a directory in timm's layout
     hf:NAME_OR_DIR[?pretrained=false&revision=...]  the hub or a directory: what `push_to_hub`,
                                                     transformers or timm wrote
     torchvision:NAME[?weights=none&image_size=...]  torchvision
@@ -240,7 +239,7 @@ def _write(
 
 
 def _refuse_changed_weights(backbone: nn.Module) -> None:
-    """Raises `UsageError` for models whose tensors their library could not read back."""
+    """Raises `UsageError` for tensors that the library could not read back."""
     if hasattr(backbone, "_orig_mod"):
         raise UsageError(
             "torch.compile wrapped this model in a module with other tensor names",
@@ -355,11 +354,8 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
         return _load_directory(asset(spec.place), seed)
     if spec.scheme == "hf":
         return _from_hub_or_directory(spec, seed)
-    if spec.scheme == "dir" or spec.place.startswith("local-dir:"):
-        place = Path(spec.place.removeprefix("local-dir:")).expanduser()
-        if spec.settings:
-            raise UsageError("A directory has its own settings", hint=f"write dir:{place}")
-        return _load_directory(place, seed)
+    if spec.scheme == "dir":
+        return _load_directory(Path(spec.place), seed)
     return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
 
 

@@ -35,7 +35,7 @@ from layershuffle.models.files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.models.hub import fetched, weights_missing
+from layershuffle.models.hub import fetched
 from layershuffle.models.origin import (
     Backbone,
     Origin,
@@ -134,19 +134,14 @@ def _create(name: str, args: Mapping[str, Any], **weights: Any) -> Backbone:
 def _trained(name: str) -> tuple[str, str]:
     """(hub name, path of the downloaded safetensors); timm itself would fall back to a pickle."""
     repository = getattr(get_pretrained_cfg(name), "hf_hub_id", None)
-    random = f"timm:{name}?pretrained=false"
     if not repository:
         raise UsageError(
             f"timm has no weights of {name!r} in safetensors",
             hint=f"choose one of timm.list_models('{name.partition('.')[0]}*', pretrained=True), "
-            f"or {random} for random weights",
+            f"or timm:{name}?pretrained=false for random weights",
         )
-    path = fetched(repository, [WEIGHTS], random=random) / WEIGHTS
-    if not path.is_file():
-        raise weights_missing(
-            f"timm:{name}", download=f"hf download {repository} {WEIGHTS}", random=random
-        )
-    say_dtype(stored_dtypes(path), f"timm:{name}")  # raises for a damaged download
+    path = fetched(repository, [WEIGHTS]) / WEIGHTS
+    say_dtype(stored_dtypes(path), f"timm:{name}")  # raises for a damaged or missing one
     return repository, str(path)
 
 
@@ -246,8 +241,8 @@ def write(
     name = named.pop("architecture", None) or _architecture(backbone)
     hint = "pass replacements by name: save(model, directory, model_args={...})"
     with refused_by("JSON", hint=hint, kind=UsageError):
-        known = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
-        args: dict[str, Any] = json.loads(json.dumps(known))
+        built = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
+        args: dict[str, Any] = json.loads(json.dumps(built))
     _check_rebuilt(backbone, name, args)
     cfg = getattr(backbone, "pretrained_cfg", None) or {}
     config = {

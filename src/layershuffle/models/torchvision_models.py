@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import torch
 import torchvision
@@ -33,7 +32,6 @@ from layershuffle.models.files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.models.hub import weights_missing
 from layershuffle.models.origin import (
     Backbone,
     Origin,
@@ -99,17 +97,9 @@ def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Mod
         backbone: Backbone = _create(name, args)
     # torchvision only publishes .pth files. Their hash is checked, and with weights_only torch
     # reads tensors and refuses other pickled objects, unlike torch.hub's default.
-    try:
+    hint = f"copy the file into this cache, or use torchvision:{name}?weights=none"
+    with refused_by(weights.url, torch.hub.get_dir(), hint=hint):
         tensors = weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
-    except URLError as error:
-        raise weights_missing(
-            f"torchvision:{name}",
-            why=f"the network did not give them ({error.reason})",
-            place=torch.hub.get_dir(),
-            download=f'python -c "import torch; torch.hub.load_state_dict_from_url('
-            f"'{weights.url}', weights_only=True)\"",
-            random=f"torchvision:{name}?weights=none",
-        ) from error
     backbone.load_state_dict(tensors, strict=True)
     view = replace(
         image_view(backbone),
@@ -132,12 +122,11 @@ def num_classes(backbone: Backbone) -> int:
 def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     """Replace the head of `backbone` by a zero one, as in torchvision, with a warning."""
     old: nn.Linear = backbone.heads.head
-    # On the meta device, which does not draw from torch's global generator.
-    new = nn.Linear(old.in_features, classes, device="meta").to_empty(device=old.weight.device)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter.zero_()
-    backbone.heads.head = new.to(old.weight.dtype)
+    with seeded(seed):
+        new = nn.Linear(old.in_features, classes)
+    for parameter in new.parameters():
+        nn.init.zeros_(parameter)
+    backbone.heads.head = new.to(old.weight.device, old.weight.dtype)
     backbone.num_classes = classes  # an attribute of torchvision
     remember(backbone, replace(origin_of(backbone), class_names=None))
     warn_new_head(old.out_features, classes, seed=seed)
