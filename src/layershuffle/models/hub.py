@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from httpx import HTTPError
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 
 from layershuffle.errors import ModelFileError
 from layershuffle.text import one_line
