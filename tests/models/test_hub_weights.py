@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import httpx
 import pytest
 import timm
 import torch
 import torchvision
 import transformers
 from huggingface_hub import HfApi, RepoUrl, constants
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from saved_models import RECORD, Sentinel, assert_same_model, front_matter, positioned
@@ -255,7 +255,7 @@ def test_others_load_a_pushed_model_as_they_load_any(hub: Path) -> None:
 
 def test_what_the_hub_refuses_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise httpx.ConnectError("no route")
+        raise HTTPError("no route")
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
     with pytest.raises(ModelFileError) as caught:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError
+
+# HTTPError is that of the client which this version has: of httpx or of httpx2.
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
 from layershuffle.errors import ModelFileError
 from layershuffle.text import one_line
