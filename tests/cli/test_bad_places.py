@@ -51,8 +51,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"fit {SHORT} --data cifar100:file --out o", "CIFAR-100 is not there"),
         # models, recipes and images
         (f"eval file --data {DATA}", "There is no layershuffle.json"),
-        (f"eval hf:empty --data {DATA}", "There is no model.safetensors here"),
-        (f"eval timm:test_vit?checkpoint=bytes --data {DATA}", "The checkpoint cannot be read"),
+        (f"eval hf:empty --data {DATA}", "There is no layershuffle.json and no config.json here"),
+        (f"eval timm:test_vit?checkpoint=bytes --data {DATA}", "torch refuses this"),
         (f"eval timm:test_vit?checkpoint=none --data {DATA}", "There is no such file"),
         (f"predict {MODEL} empty", "Cannot read image"),
         (f"predict {MODEL} bytes", "Cannot read image"),

@@ -21,9 +21,9 @@ class _Scored(Settings):
     """Settings of scores: images, orders and precision."""
 
     num_orders: Positive = 5
-    """Orders drawn for each model; a merge gets one, an ensemble one for each member."""
+    """Orders drawn for each model; an ensemble gets one for each member."""
     seed: Seed = 0
-    """Seed of all draws: orders, merges and their ends."""
+    """Seed of all draws."""
     precision: Precision = "fp32"
     """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
     Weights and outputs are averaged in fp32 in any case."""

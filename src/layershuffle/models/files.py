@@ -73,6 +73,8 @@ def refused_by(
         raise (
             error if kind is UsageError else kind(error.cause, place=place, hint=error.hint)
         ) from error
+    except FileNotFoundError as error:  # timm raises it without a word
+        raise kind("There is no such file", place=place, hint=hint) from error
     except REFUSALS as error:
         raise kind(
             f"{library} refuses this ({type(error).__name__}: {one_line(error)})",
