@@ -18,7 +18,6 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +44,7 @@ from layershuffle.core.hooks import TapRecord
 from layershuffle.core.orders import order_of
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import UsageError
+from refusals import refuses
 
 Gradients = dict[str, Tensor | None]
 
@@ -489,10 +489,7 @@ def check_an_exit_is_what_the_cut_orders_give(family: Family) -> None:
 def check_wrong_number_of_orders_is_refused(family: Family) -> None:
     model = family.wrapped()
     orders = [ls.ExecutionOrder(PERMUTED, DEPTH)] * 2
-    with (
-        ls.running(model, orders),
-        pytest.raises(UsageError, match="2 orders were given for a batch of 3 samples"),
-    ):
+    with ls.running(model, orders), refuses(UsageError):
         answer(model)
 
 

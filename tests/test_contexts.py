@@ -19,6 +19,7 @@ import layershuffle as ls
 from common import FAMILIES, PERMUTED, PRUNED, SEQUENTIAL, assert_close, gradients, images, score
 from layershuffle.core.stack import stack_of
 from layershuffle.errors import StackError
+from refusals import refuses
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 
@@ -156,7 +157,7 @@ def test_replay_of_the_stack_without_its_order_is_refused() -> None:
         errors = _backward_error(score(model(images())))
         assert "where its execution order is not set" in str(errors[0])
         outside = score(model(images()))
-    with pytest.raises(StackError, match="checkpoint the blocks one by one"):
+    with refuses(StackError):
         outside.backward()
 
 
@@ -200,7 +201,7 @@ def test_one_backward_through_forwards_in_several_orders_is_refused(
         model(images())  # as between two steps of a training
     with ls.running(model, orders[1]):
         loss = loss + score(run(images(seed=8).requires_grad_()))
-        with pytest.raises(StackError, match="forwards had several execution orders"):
+        with refuses(StackError):
             loss.backward()
 
 
@@ -209,13 +210,13 @@ def test_a_plain_forward_and_one_in_an_order_are_refused(model: nn.Module) -> No
     loss = score(run(images()))
     with ls.running(model, PERMUTED):
         loss = loss + score(run(images()))
-        with pytest.raises(StackError, match="forwards had several execution orders"):
+        with refuses(StackError):
             loss.backward()
     with ls.running(model, PERMUTED):
         loss = score(run(images()))
     with torch.no_grad():
         run(images())
-    with pytest.raises(StackError, match="where its execution order is not set"):
+    with refuses(StackError):
         loss.backward()
 
 

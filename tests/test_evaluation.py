@@ -18,6 +18,7 @@ from layershuffle.errors import DataError, UsageError
 from layershuffle.scoring import evaluate_spec, score_rows
 from layershuffle.settings import EvalSettings
 from layershuffle.stats import ImageGroups
+from refusals import refuses
 
 VIT = FAMILIES["timm-vit"]
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(3)] + [
@@ -196,22 +197,22 @@ def test_autocast_around_it_runs_the_blocks_in_bf16():
 
 
 def test_nothing_to_evaluate():
-    with pytest.raises(DataError, match="nothing to evaluate"):
+    with refuses(DataError):
         evaluate(VIT.wrapped(), [], modes=parse_modes("sequential"))
     batches = iter(BATCHES)
-    with pytest.raises(DataError, match="no mode and no order"):
+    with refuses(DataError):
         evaluate(VIT.wrapped(), batches)
     assert len(list(batches)) == len(BATCHES)
 
 
 def test_a_model_without_a_classifier_has_no_accuracy():
     model = ls.load("timm:vit_tiny_patch16_224?pretrained=false&depth=2&num_classes=0&img_size=32")
-    with pytest.raises(UsageError, match="has no classifier"):
+    with refuses(UsageError):
         evaluate(model, [(torch.zeros(1, 3, 32, 32), torch.tensor([0]))], modes="sequential")
 
 
 def test_too_many_kept():
-    with pytest.raises(UsageError, match="Cannot keep 5 blocks of a model with 4"):
+    with refuses(UsageError):
         evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("kept:5"))
 
 
@@ -259,9 +260,9 @@ def test_the_way_of_an_order_is_short():
 
 
 def test_orders_that_do_not_fit_are_refused():
-    with pytest.raises(UsageError, match="4 is not a block of this model"):
+    with refuses(UsageError):
         evaluate(VIT.wrapped(), BATCHES, orders=["4,0"])
-    with pytest.raises(UsageError, match="was made for 3 blocks, but the model has 4"):
+    with refuses(UsageError):
         evaluate(VIT.wrapped(), BATCHES, orders=[ls.ExecutionOrder.sequential(3)])
 
 
@@ -277,7 +278,7 @@ def test_modes_as_text():
 def test_scores_that_are_not_finite_become_no_rows(loss):
     (score,) = evaluate(VIT.wrapped(), BATCHES, modes="sequential")
     broken = dataclasses.replace(score, cross_entropy=loss)
-    with pytest.raises(DataError, match=rf"{loss} under the order 0,1,2,3.*lower lr"):
+    with refuses(DataError):
         score_rows([score, broken], method="layershuffle", seed=0, draw="pass")
 
 
@@ -297,11 +298,11 @@ def test_groups_of_images_give_the_effective_number_of_images():
             right = np.array([value < rank for value in ranks])
             assert effective == round(clusters.effective(right), 1)
     assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
-    with pytest.raises(DataError, match="10 images, but groups for 11"):
+    with refuses(DataError):
         evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))
     # The third batch is not read: it is known to be too many before.
     unread = iter([*BATCHES, None])
-    with pytest.raises(DataError, match="10 images and more, but groups for 9"):
+    with refuses(DataError):
         evaluate(model, unread, orders=orders, groups=groups[1:])
     assert next(unread) is None
 

@@ -8,6 +8,7 @@ import pytest
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import explained, locked, remove_stale_stages, staged_directory, write_text
+from refusals import refuses
 
 
 def test_write_text_replaces_in_one_step(tmp_path):
@@ -20,7 +21,7 @@ def test_write_text_replaces_in_one_step(tmp_path):
 
 def test_a_file_in_the_place_of_a_directory_is_explained(tmp_path):
     (tmp_path / "d").mkdir()
-    with pytest.raises(LayerShuffleError, match=f"A directory stands .* Where: {tmp_path}/d\\."):
+    with refuses(LayerShuffleError, tmp_path / "d"):
         write_text(tmp_path / "d", "one")
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
@@ -63,17 +64,16 @@ def test_stale_stages_go_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "phrase"),
+    "number",
     [
-        (errno.ENOSPC, "The disk is full"),
-        (errno.EROFS, "read-only"),
-        (errno.EACCES, "may not write here"),
+        errno.ENOSPC,
+        errno.EROFS,
+        errno.EACCES,
     ],
 )
-def test_system_errors_in_words(tmp_path, number, phrase):
-    with pytest.raises(LayerShuffleError, match=phrase) as caught, explained(tmp_path):
+def test_system_errors_in_words(tmp_path, number):
+    with refuses(LayerShuffleError, tmp_path), explained(tmp_path):
         raise OSError(number, os.strerror(number))
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_other_system_errors_pass(tmp_path):
@@ -94,7 +94,7 @@ def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
     holder = spawn.Process(target=hold, args=(tmp_path, taken, release))
     holder.start()
     assert taken.wait(60)
-    with pytest.raises(LayerShuffleError, match="Another process is working"), locked(tmp_path):
+    with refuses(LayerShuffleError, tmp_path), locked(tmp_path):
         pass
     assert f"Another process is working in {tmp_path}; waiting up to" in caplog.text
     release.set()

@@ -24,6 +24,7 @@ from layershuffle.core.stack import running
 from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError
 from own_models import CHAINS, LOOPS
+from refusals import refuses
 
 DEPTH = 12
 VIT = "timm-vit"
@@ -154,7 +155,7 @@ def test_stem_blocks_and_head_are_the_forward(family):
         logits = run_head(model, batch, state=state, forward=forward)
         with running(model, (2, 0, 3)):
             assert torch.equal(logits, forward(batch))
-    with pytest.raises(StackError, match="never called its block stack"):
+    with refuses(StackError):
         run_stem(model, batch, forward=lambda pixels: pixels)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from layershuffle.core.policies import Kept, Mode, Sequential, Shuffled, parse_modes
 from layershuffle.errors import UsageError
+from refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -85,25 +86,25 @@ def test_a_range_stands_for_each_of_its_counts(text, expanded):
 
 
 @pytest.mark.parametrize(
-    ("text", "phrase"),
+    "text",
     [
-        ("", "'' is not an evaluation mode"),
-        ("shuffled", "'shuffled' is not an evaluation mode"),
-        ("kept", "'kept' is not an evaluation mode"),
-        ("kept:", "is not an evaluation mode"),
-        ("kept:-3", "'kept:-3' is not an evaluation mode"),
-        ("kept:9:backwards", "order='backwards'"),
-        ("kept:9:sequential:best", "choose='best'"),
-        ("kept:9:sequential:first:more", "is not an evaluation mode"),
-        ("kept:2,sequential,sequential", "The mode sequential is named twice"),
-        ("arbitrary,arbitrary:parallel=1", "The mode arbitrary is named twice"),
-        ("arbitrary:parallel=0", "is not an evaluation mode"),
-        ("arbitrary:parallel=2:parallel=3", "is not an evaluation mode"),
-        ("parallel=3", "is not an evaluation mode"),
-        ("arbitrary:rounds=3", "is not an evaluation mode"),
-        ("arbitrary:passes=2", "does not say how many blocks run again"),
+        "",
+        "shuffled",
+        "kept",
+        "kept:",
+        "kept:-3",
+        "kept:9:backwards",
+        "kept:9:sequential:best",
+        "kept:9:sequential:first:more",
+        "kept:2,sequential,sequential",
+        "arbitrary,arbitrary:parallel=1",
+        "arbitrary:parallel=0",
+        "arbitrary:parallel=2:parallel=3",
+        "parallel=3",
+        "arbitrary:rounds=3",
+        "arbitrary:passes=2",
     ],
 )
-def test_wrong_mode_texts(text, phrase):
-    with pytest.raises(UsageError, match=phrase.replace("(", r"\(")):
+def test_wrong_mode_texts(text):
+    with refuses(UsageError):
         parse_modes(text)

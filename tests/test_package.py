@@ -17,10 +17,11 @@ from PIL import Image
 
 import layershuffle as ls
 from built import build, built_package
-from layershuffle.bundled import asset, image_file, recipe_file, recipe_names
+from layershuffle.bundled import asset, image_file, recipe_file
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.extras import EXTRAS, missing, require
+from refusals import refuses
 from without import run_without
 
 ABSENT = {module for extra in EXTRAS.values() for module in extra.modules}
@@ -122,11 +123,11 @@ def test_recipes_go_by_name_in_any_directory(
     mine = Path("digits-quick.yaml")
     mine.write_text(shipped.read_text().replace("digits-quick", "mine"))
     assert recipe_file(mine) == mine
-    with pytest.raises(UsageError, match=r"no recipe of this name\. Where: elsewhere/"):
+    with refuses(UsageError, "elsewhere/digits-quick.yaml"):
         recipe_file(Path("elsewhere/digits-quick.yaml"))
-    with pytest.raises(UsageError, match="did you mean 'digits-quick'"):
+    with refuses(UsageError):
         recipe_file(Path("digit-quick"))
-    with pytest.raises(UsageError, match=", ".join(recipe_names())):
+    with refuses(UsageError):
         recipe_file(Path("x"))
     words = ["reproduce", "digits-quick", "--data", "digit-pairs?train=640", "--dry-run"]
     assert main(words) == 0
@@ -145,7 +146,7 @@ def test_the_picture_is_there() -> None:
 def test_require_names_the_extra() -> None:
     require("study")
     assert missing("study", "umap", "no_such_module", "sklearn") == ["no_such_module"]
-    with pytest.raises(UsageError, match=r"no_such.* Next: pip install 'layershuffle\[study\]'"):
+    with refuses(UsageError):
         require("study", "no_such_module")
 
 

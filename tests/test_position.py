@@ -40,6 +40,7 @@ from layershuffle.core.position_forms import (
     TEXT_PREDICTION,
 )
 from layershuffle.errors import StackError, UsageError
+from refusals import refuses
 
 VIT = FAMILIES["timm-vit"]
 MEAN = ls.PredictionForm(loss="sum")
@@ -388,7 +389,7 @@ def test_unknown_width_is_refused() -> None:
             layers = [nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]
             self.blocks = nn.Sequential(*layers)
 
-    with pytest.raises(StackError, match="width of Plain is unknown"):
+    with refuses(StackError):
         ls.add_position(Plain(), encoding=ls.EncodingForm())
 
 
@@ -399,14 +400,14 @@ def test_class_tokens_are_known() -> None:
 
 @pytest.mark.parametrize("name", ["timm-mixer", "timm-xcit", "hf-siglip"])
 def test_class_pooling_needs_a_class_token(name: str) -> None:
-    with pytest.raises(UsageError, match='pooling="mean"'):
+    with refuses(UsageError):
         ls.add_position(FAMILIES[name].wrapped(), prediction=TEXT_PREDICTION)
 
 
 def test_impossible_forms() -> None:
-    with pytest.raises(UsageError, match="features=0"):
+    with refuses(UsageError):
         ls.EncodingForm(features=0)
-    with pytest.raises(UsageError, match=r"dropout=1\.0"):
+    with refuses(UsageError):
         ls.EncodingForm(dropout=1.0)
 
 

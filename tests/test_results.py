@@ -11,6 +11,7 @@ from layershuffle.errors import DataError
 from layershuffle.models.metadata import parse_metadata
 from layershuffle.results import COLUMNS, ScoreRow, current_method, read_rows, write_rows
 from layershuffle.study.plan import read_study_plan
+from refusals import refuses
 
 
 def row(**fields):
@@ -68,7 +69,7 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
     path.write_text(path.read_text().replace("122.6", "6.6"))
     assert read_rows(path)[0].top1_n == 6.6
     path.write_text(path.read_text().replace("6.6", "0.5"))
-    with pytest.raises(DataError, match=r"top1_n '0.5'"):
+    with refuses(DataError):
         read_rows(path)
 
 
@@ -85,29 +86,29 @@ def test_columns_that_hold_their_default_in_every_row_are_left_out(tmp_path):
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
     assert [(r.draw, r.parallel, r.passes) for r in read_rows(path)] == [("pass", 1, 1)]
     path.write_text(path.read_text().replace("2,0,1", "2,0,1,2"))
-    with pytest.raises(DataError, match="order has 4 steps but kept is 3 and passes is 1"):
+    with refuses(DataError):
         read_rows(path)
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
+    ("column", "value"),
     [
-        ("mode", "random", "mode 'random'"),
-        ("choose", "best", "choose 'best'"),
-        ("draw", "epoch", "draw 'epoch'"),
-        ("kept", "0", "kept '0'"),
-        ("kept", "11", "order has 3 steps but kept is 11"),
-        ("kept", "2.5", "valid integer"),
-        ("n", "0", "n '0'"),
-        ("order", "", "order is empty"),
-        ("order", "a,b", "order 'a,b'"),
-        ("top1", "101", "less than or equal to 100"),
-        ("top1", "nan", "top1 'nan'"),
-        ("top1", "99", "is above top5"),
-        ("cross_entropy", "inf", "finite"),
+        ("mode", "random"),
+        ("choose", "best"),
+        ("draw", "epoch"),
+        ("kept", "0"),
+        ("kept", "11"),
+        ("kept", "2.5"),
+        ("n", "0"),
+        ("order", ""),
+        ("order", "a,b"),
+        ("top1", "101"),
+        ("top1", "nan"),
+        ("top1", "99"),
+        ("cross_entropy", "inf"),
     ],
 )
-def test_impossible_rows_are_refused_with_their_line(path, column, value, message):
+def test_impossible_rows_are_refused_with_their_line(path, column, value):
     with path.open() as file:
         rows = list(csv.DictReader(file))
     rows[1][column] = value
@@ -115,24 +116,23 @@ def test_impossible_rows_are_refused_with_their_line(path, column, value, messag
         writer = csv.DictWriter(file, [*COLUMNS, "draw"], restval="pass")
         writer.writeheader()
         writer.writerows(rows)
-    with pytest.raises(DataError, match="line 3") as error:
+    with refuses(DataError):
         read_rows(path)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda lines: [lines[0].replace(",top5", ""), *lines[1:]], "has no column top5"),
-        (lambda lines: [lines[0] + ",n", *lines[1:]], "names a column twice"),
-        (lambda lines: lines[:1], "has no rows"),
-        (lambda lines: [*lines, lines[-1]], "has a score twice"),
-        (lambda lines: [*lines, "a,b"], "2 fields, the header 11"),
+        lambda lines: [lines[0].replace(",top5", ""), *lines[1:]],
+        lambda lines: [lines[0] + ",n", *lines[1:]],
+        lambda lines: lines[:1],
+        lambda lines: [*lines, lines[-1]],
+        lambda lines: [*lines, "a,b"],
     ],
 )
-def test_wrong_csv_is_refused(path, change, message):
+def test_wrong_csv_is_refused(path, change):
     path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError):
         read_rows(path)
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path):
             with pytest.raises(DataError):
                 read_rows(path)
     path.unlink()
-    with pytest.raises(DataError, match=r"no results\.csv.*Next: run it again"):
+    with refuses(DataError, path.parent):
         read_rows(path, hint="run it again")
 
 

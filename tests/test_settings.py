@@ -8,6 +8,7 @@ from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
 from layershuffle.study.settings import StudySettings
+from refusals import refuses
 
 BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}
 STUDY = {"name": "s", "model": "bundled:digits", "data": "digit-pairs"}
@@ -56,30 +57,29 @@ def test_an_error_within_an_error_has_one_next_step():
 
 
 @pytest.mark.parametrize(
-    ("text", "phrase"),
+    "text",
     [
-        ("- a\n- b\n", "a YAML mapping"),
-        ("a: [", "cannot be read"),
-        ("a: !!python/object/apply:os.system ['true']", "cannot be read"),
-        ("1: 2", "a YAML mapping"),
-        ("", "a YAML mapping"),
-        ("[" * 5000, "cannot be read"),
+        "- a\n- b\n",
+        "a: [",
+        "a: !!python/object/apply:os.system ['true']",
+        "1: 2",
+        "",
+        pytest.param("[" * 5000, id="deep"),
     ],
 )
-def test_hostile_recipes(tmp_path, text, phrase):
+def test_hostile_recipes(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=phrase) as caught:
+    with refuses(UsageError, path):
         read_recipe(path)
-    assert "recipe.yaml" in str(caught.value)
 
 
 def test_recipe_that_is_absent_or_huge(tmp_path):
-    with pytest.raises(UsageError, match="There is no such file"):
+    with refuses(UsageError, tmp_path / "none.yaml"):
         read_recipe(tmp_path / "none.yaml")
     huge = tmp_path / "huge.yaml"
     huge.write_text("a: " + "b" * (1 << 20))
-    with pytest.raises(UsageError, match="small YAML file"):
+    with refuses(UsageError, huge):
         read_recipe(huge)
 
 

@@ -27,6 +27,7 @@ from layershuffle.core.hooks import Step
 from layershuffle.core.stack import BlockStack, stack_of, with_hooks
 from layershuffle.errors import StackError, UsageError
 from own_models import Own
+from refusals import refuses
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 
@@ -124,7 +125,7 @@ def test_iteration_length_and_index_follow_the_order(model: nn.Module) -> None:
             assert list(stack[:DEPTH]) == [blocks[b] for b in order], "blocks[:depth] means all"
             assert stack.depth == DEPTH
             assert stack.blocks[2] is blocks[2]
-            with pytest.raises(StackError, match="it uses its own number of blocks"):
+            with refuses(StackError):
                 stack[len(order)]
     with pytest.raises(IndexError):
         stack[DEPTH]
@@ -229,10 +230,10 @@ def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
 def test_functions_need_a_wrapped_model() -> None:
     plain = VIT.plain()
     for call in (ls.blocks_of, ls.depth_of, stack_of):
-        with pytest.raises(StackError, match="has 0 block stacks"):
+        with refuses(StackError):
             call(plain)
     for context in (ls.tap(plain), ls.running(plain, PERMUTED)):
-        with pytest.raises(StackError, match=r"call layershuffle.wrap\(model\) first"), context:
+        with refuses(StackError), context:
             pass
 
 
@@ -260,7 +261,7 @@ def test_bad_orders(model: nn.Module, order: Any, phrase: str) -> None:
 
 def test_wrap_at_another_place_is_refused(model: nn.Module) -> None:
     for path in ("nowhere", "head", "blocks.0"):
-        with pytest.raises(StackError, match="already wrapped, but not at"):
+        with refuses(StackError):
             ls.wrap(model, blocks=path)
     assert ls.wrap(model, blocks="blocks") is model
 
@@ -276,7 +277,7 @@ def test_data_parallel_replicas_are_refused(family: Any) -> None:
     replica = container._replicate_for_data_parallel()
     assert replica._is_replica
     model.get_submodule(owner)._modules[name] = replica
-    with pytest.raises(StackError, match="DataParallel copies the model into threads"):
+    with refuses(StackError):
         model(images())
 
 
@@ -327,7 +328,7 @@ def test_an_exit_of_one_order_is_that_of_every_sample() -> None:
 def test_an_exit_needs_a_step_of_the_order() -> None:
     model, order = VIT.wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
     for steps in (0, DEPTH + 1, 2.5, "2"):
-        with pytest.raises(UsageError, match=rf"must be in \[1, {DEPTH}\] for these orders"):
+        with refuses(UsageError):
             ls.running(model, [order], exit_after=steps).__enter__()
 
 
@@ -343,7 +344,7 @@ def test_a_head_that_loses_the_rows_of_an_exit_is_refused() -> None:
     model, order = ls.wrap(CutToImages()), ls.ExecutionOrder(PERMUTED, DEPTH)
     with (
         ls.running(model, [order] * 3, exit_after=1),
-        pytest.raises(StackError, match="returned 3 rows for 6 states"),
+        refuses(StackError),
     ):
         model(images(3))
 
@@ -356,7 +357,7 @@ def test_labels_under_an_exit_are_refused_with_what_to_do() -> None:
         assert model(images(3), labels=labels).loss.isfinite()
     with (
         ls.running(model, [order] * 3, exit_after=1),
-        pytest.raises(UsageError, match="leave out labels"),
+        refuses(UsageError),
     ):
         model(images(3), labels=labels)
 
@@ -377,7 +378,7 @@ def test_two_exits_in_one_replayed_backward_are_refused() -> None:
         first = torch.cat(model(images(3)))
     with ls.running(model, [order] * 3, exit_after=2):
         second = torch.cat(model(images(3)))
-        with pytest.raises(StackError, match="several execution orders"):
+        with refuses(StackError):
             (first.sum() + second.sum()).backward()
 
 

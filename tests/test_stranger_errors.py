@@ -18,44 +18,45 @@ import layershuffle as ls
 from common import FAMILIES
 from layershuffle.core.policies import parse_modes
 from layershuffle.errors import DataError, StackError, UsageError
+from refusals import refuses
 
 VIT = FAMILIES["timm-vit"]
 
 
 @pytest.mark.parametrize(
-    ("call", "phrase"),
+    "call",
     [
-        (lambda m: ls.wrap("timm:vit_tiny_patch16_224"), r"layershuffle\.load\('timm:vit_tiny_"),
-        (lambda m: ls.depth_of("timm:x"), r"layershuffle\.load\('timm:x'\)"),
-        (lambda m: ls.wrap([1]), "<class 'list'> is not an nn.Module"),
-        (lambda m: ls.running(m, None).__enter__(), "None is not an execution order. Next: pass"),
-        (lambda m: ls.running(m, 3).__enter__(), "3 is not an execution order"),
-        (lambda m: ls.running(m, ls.Shuffled()).__enter__(), r"policy\.draw\(layershuffle\.depth_"),
+        lambda m: ls.wrap("timm:vit_tiny_patch16_224"),
+        lambda m: ls.depth_of("timm:x"),
+        lambda m: ls.wrap([1]),
+        lambda m: ls.running(m, None).__enter__(),
+        lambda m: ls.running(m, 3).__enter__(),
+        lambda m: ls.running(m, ls.Shuffled()).__enter__(),
     ],
 )
-def test_invalid_models_and_orders(call: Any, phrase: str) -> None:
-    with pytest.raises((StackError, UsageError), match=phrase):
+def test_invalid_models_and_orders(call: Any) -> None:
+    with refuses((StackError, UsageError)):
         call(VIT.wrapped())
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(2, 3, 8, 8), {"pixel_values": torch.zeros(2)}])
 def test_batches_without_labels(batch: Any) -> None:
-    with pytest.raises(DataError, match=r"must be a pair .* without labels, call the model itself"):
+    with refuses(DataError):
         ls.evaluate(VIT.wrapped(), [batch], modes="sequential")
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    "text",
     [
-        ("sequental", "sequential"),
-        ("arbitary", "arbitrary"),
-        ("kep:2:arbitrary", "kept:2:arbitrary"),
-        ("kept", "did you mean 'kept:9'"),
-        ("fast", "modes are sequential"),
+        "sequental",
+        "arbitary",
+        "kep:2:arbitrary",
+        "kept",
+        "fast",
     ],
 )
-def test_misspelt_modes(text: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=meant):
+def test_misspelt_modes(text: str) -> None:
+    with refuses(UsageError):
         parse_modes(text)
 
 

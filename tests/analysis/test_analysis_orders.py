@@ -28,6 +28,7 @@ from layershuffle.analysis.subject import balanced_order, balanced_orders
 from layershuffle.errors import DataError, UsageError
 from layershuffle.plotting import INK
 from layershuffle.stats import ImageGroups, t_interval
+from refusals import refuses
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 7, 12])
@@ -65,7 +66,7 @@ def test_no_more_images_than_asked_for():
 
 
 def test_other_classes_are_refused():
-    with pytest.raises(DataError, match="5 outputs, the data has 7 classes"):
+    with refuses(DataError):
         subject_of(FAMILIES["timm-vit"].wrapped(), classes=7).require_classes()
 
 
@@ -74,7 +75,7 @@ def test_cells():
     for block in range(2):
         cells.add(block, 0, values=torch.tensor([block, 2.0 * block]), first=0)
         cells.add(block, 0, values=torch.tensor([0.5, 0.5]), first=0)
-    with pytest.raises(UsageError, match="2 of 4 pairs of block and position were never run"):
+    with refuses(UsageError):
         cells.mean()
     cells.add(0, 1, values=torch.tensor([1.0]), first=0)
     cells.add(1, 1, values=torch.tensor([2.0]), first=1)
@@ -165,7 +166,7 @@ def test_groups_of_the_data_join_the_batches():
     few = replace(split, groups=torch.arange(48)[:, None] % 9)
     nine = replace(subject, data=replace(subject.data, splits={"test": few}))
     assert nine.clusters(48, by_batch=False) is None
-    with pytest.raises(DataError, match="There are 49 images, but groups for 48"):
+    with refuses(DataError):
         grouped.clusters(49, by_batch=False)
 
 

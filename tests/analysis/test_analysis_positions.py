@@ -21,6 +21,7 @@ from layershuffle.core.stack import running
 from layershuffle.data import Split
 from layershuffle.errors import UsageError
 from layershuffle.stats import ImageGroups
+from refusals import refuses
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "hf-dinov2", "torchvision-vit", "hf-siglip"])
@@ -86,11 +87,11 @@ def test_few_positions_have_no_early_ones():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"block": 4}, "4 is not a block"), ({"neighbours": 4}, "8 images are too few")],
+    "settings",
+    [{"block": 4}, {"neighbours": 4}],
 )
-def test_umap_refuses(settings, words):
-    with pytest.raises(UsageError, match=words):
+def test_umap_refuses(settings):
+    with refuses(UsageError):
         umap.measure(subject_of(FAMILIES["timm-vit"].wrapped(), **settings))
 
 

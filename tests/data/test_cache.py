@@ -28,6 +28,7 @@ from layershuffle.data.cache import (
 )
 from layershuffle.errors import DataError, UsageError
 from layershuffle.settings import CacheSettings
+from refusals import refuses
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 SMALL = CacheSettings(size=24, workers=0)
@@ -220,18 +221,18 @@ def test_a_class_without_readable_images_is_an_error(source: Path) -> None:
     for path in (source / "val" / "bee").iterdir():
         path.write_bytes(b"no image")
     settings = CacheSettings(size=24, workers=0, skip_corrupt=True)
-    with pytest.raises(DataError, match="No image could be read of 1 classes: val/bee"):
+    with refuses(DataError):
         build_cache(f"folder:{source}", source.with_name("cached"), settings=settings)
 
 
 def test_another_cache_in_the_same_place_is_refused(source: Path) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
     build_cache(spec, out, settings=SMALL)
-    with pytest.raises(UsageError, match="size 24 there, 32 now"):
+    with refuses(UsageError):
         build_cache(spec, out, settings=CacheSettings(size=32))
-    with pytest.raises(UsageError, match="quality 90 there, 80 now"):
+    with refuses(UsageError):
         build_cache(spec, out, settings=CacheSettings(size=24, quality=80))
-    with pytest.raises(UsageError, match="holds no cache"):
+    with refuses(UsageError):
         build_cache(spec, source, settings=SMALL)
 
 
@@ -248,15 +249,15 @@ def swapped(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        (lambda folder: (folder / "0.jpg").unlink(), "20 train and 6 val then, 19 train and 6 val"),
-        (renamed, "as many images, but other classes, labels, file names or sizes"),
-        (swapped, "as many images, but other classes, labels, file names or sizes"),
+        lambda folder: (folder / "0.jpg").unlink(),
+        renamed,
+        swapped,
     ],
 )
 def test_a_source_that_changed_meanwhile_is_refused(
-    source: Path, monkeypatch, change: Callable[[Path], None], reason: str
+    source: Path, monkeypatch, change: Callable[[Path], None]
 ) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
 
@@ -268,16 +269,15 @@ def test_a_source_that_changed_meanwhile_is_refused(
         with pytest.raises(KeyboardInterrupt):
             build_cache(spec, out, settings=SMALL)
     change(source / "train" / "ant")
-    with pytest.raises(UsageError, match=reason) as caught:
+    with refuses(UsageError):
         build_cache(spec, out, settings=SMALL)
-    assert f"rm -r {partial_of(out)} and the same command again" in str(caught.value)
 
 
 def test_other_files_in_the_partial_directory_are_refused(source: Path) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
     partial_of(out).mkdir()
     (partial_of(out) / "thesis.tex").write_text("ten years")
-    with pytest.raises(UsageError, match="holds no cache"):
+    with refuses(UsageError):
         build_cache(spec, out, settings=SMALL)
 
 
@@ -353,12 +353,12 @@ def test_where_a_cache_goes(tmp_path: Path) -> None:
     assert default_out(f"folder:{tmp_path}/", 256) == Path(f"{tmp_path}-256")
     assert default_out("hf:owner/name", 128) == Path("name-128")
     assert default_out("hf:owner/name:config", 128) == Path("name-config-128")
-    with pytest.raises(UsageError, match="add --out"):
+    with refuses(UsageError):
         default_out("wds:a/t-{0..9}.tar,a/v-?.tar", 256)
 
 
 def test_digits_need_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="in memory"):
+    with refuses(UsageError):
         build_cache("digit-pairs?train=20&validation=5&test=5", tmp_path / "x", settings=SMALL)
 
 
@@ -371,11 +371,11 @@ def test_a_class_without_images_in_one_split(tmp_path: Path) -> None:
         for split, labels in (("train", [0, 1]), ("test", [1, 1]))
     }
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match="1 classes have no image in test: a"):
+    with refuses(DataError):
         build_cache(f"hf:{tmp_path / 'saved'}", tmp_path / "out", settings=SMALL)
 
 
 def test_a_missing_source_leaves_no_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nope"):
+    with refuses(DataError, tmp_path / "nope"):
         build_cache(f"folder:{tmp_path}/nope", tmp_path / "out", settings=CacheSettings())
     assert list(tmp_path.iterdir()) == []

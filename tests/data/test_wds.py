@@ -14,6 +14,7 @@ from layershuffle.data.shards import expand_braces, find_shards, split_patterns
 from layershuffle.data.wds import held_out_shards
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
@@ -145,26 +146,26 @@ def test_validation_beside_test_is_the_holdout(root: Path) -> None:
 
 def test_labels_beyond_the_classes(root: Path) -> None:
     (root / "classes.txt").write_text("ant\nbee\n")
-    with pytest.raises(DataError, match="labels run from 0 to 2, but there are 2 classes"):
+    with refuses(DataError):
         opened(root)
     (root / "classes.txt").write_text("ant\nant\n")
-    with pytest.raises(DataError, match="repeats a name"):
+    with refuses(DataError):
         opened(root)
 
 
 def test_missing_shards_are_named(root: Path) -> None:
-    with pytest.raises(DataError, match=r"a shard is missing.*train-005\.tar"):
+    with refuses(DataError, root / "train-005.tar"):
         opened(f"{root}/train-{{000..009}}.tar,{root}/val-000.tar")
-    with pytest.raises(DataError, match=r"a shard is missing.*x-\*\.tar"):
+    with refuses(DataError, root / "x-*.tar"):
         opened(f"{root}/x-*.tar,{root}/val-000.tar")
-    with pytest.raises(UsageError, match="two shard patterns are needed"):
+    with refuses(UsageError):
         opened(f"{root}/train-000.tar")
-    with pytest.raises(UsageError, match="no such folder"):
+    with refuses(UsageError):
         opened(f"{root}/nowhere")
-    with pytest.raises(UsageError, match="read from local files"):
+    with refuses(UsageError):
         opened("https://example.org/a.tar,b.tar")
     (root / "val-000.tar").unlink()
-    with pytest.raises(DataError, match=r"no val-\*\.tar or val/\*\.tar; found train-000\.tar"):
+    with refuses(DataError, root):
         opened(root)
 
 
@@ -173,7 +174,7 @@ def test_a_broken_shard_is_named(root: Path, named: bool) -> None:
     if named:
         (root / "classes.txt").write_text("ant\nbee\ncat\n")
     (root / "train-000.tar").write_bytes(b"not a tar archive" * 100)
-    with pytest.raises(DataError, match=r"train-000\.tar"):
+    with refuses(DataError, root / "train-000.tar"):
         opened(root)
 
 
@@ -181,17 +182,17 @@ def test_a_broken_shard_is_named(root: Path, named: bool) -> None:
 def test_a_truncated_shard_is_an_error_whenever_it_is_met(root: Path, streaming: bool) -> None:
     path = root / "val-000.tar"
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"end of data|was interrupted|cannot read the shards"):
+    with refuses(DataError):
         list(opened(root, streaming=streaming).splits["test"].dataset)
 
 
 def test_samples_without_labels(tmp_path: Path) -> None:
     shard(tmp_path / "train-0.tar", range(3), label="txt")
     shard(tmp_path / "val-0.tar", range(3), label="txt")
-    with pytest.raises(DataError, match="no sample has a label"):
+    with refuses(DataError):
         opened(tmp_path)
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
-    with pytest.raises(DataError, match="samples have no label among: png, txt"):
+    with refuses(DataError):
         opened(tmp_path)
 
 
@@ -202,5 +203,5 @@ def test_a_label_that_is_no_integer(tmp_path: Path, content: bytes) -> None:
             member = tarfile.TarInfo("0.json")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    with pytest.raises(DataError, match="integer"):
+    with refuses(DataError):
         opened(tmp_path)

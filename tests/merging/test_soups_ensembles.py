@@ -15,6 +15,7 @@ from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import set_class_names
 from layershuffle.models.files import weights_digest
+from refusals import refuses
 
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(2)]
 
@@ -142,9 +143,9 @@ def test_one_sequential_order_and_the_members_stay_as_they_were():
 
 def test_nothing_to_score():
     donors = donors_of("timm-vit", count=2)
-    with pytest.raises(DataError, match="no image"):
+    with refuses(DataError):
         evaluate_ensemble(donors, [])
-    with pytest.raises(UsageError, match="one mode, not in 2"):
+    with refuses(UsageError):
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
 
 
@@ -154,7 +155,7 @@ def test_members_whose_classes_stand_in_another_order_are_refused():
     names = ("ant", "bee", "cat", "dog", "elk")
     set_class_names(first, names)
     set_class_names(second, names[::-1])
-    with pytest.raises(UsageError, match="names of the classes"):
+    with refuses(UsageError):
         evaluate_ensemble([first, second], BATCHES)
     set_class_names(second, names)
     assert len(evaluate_ensemble([first, second], BATCHES, num_orders=1)) == 1

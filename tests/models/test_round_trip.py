@@ -29,6 +29,7 @@ from layershuffle.core.stack import BlockStack
 from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
 from layershuffle.models import image_view, num_classes_of, read_record, timm_models
 from layershuffle.models.files import check_finite
+from refusals import refuses
 
 
 def environment() -> dict[str, str]:
@@ -171,10 +172,10 @@ def test_settings_that_the_files_do_not_have_are_refused(
 @pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
 def test_weights_that_are_not_finite_are_not_saved(value: float, name: str, tmp_path: Path) -> None:
     model = FAMILIES[name].wrapped()
-    path, parameter = list(model.named_parameters())[5]
+    parameter = list(model.parameters())[5]
     with torch.no_grad():
         parameter.view(-1)[0] = value
-    with pytest.raises(ModelFileError, match=re.escape(path)):
+    with refuses(ModelFileError):
         ls.save(model, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -184,7 +185,7 @@ def test_a_mask_may_be_infinite_and_no_buffer_nan() -> None:
     model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
     check_finite(model)
     model.register_buffer("mean", torch.tensor([0.0, float("nan")]))
-    with pytest.raises(ModelFileError, match="mean"):
+    with refuses(ModelFileError):
         check_finite(model)
 
 
@@ -226,7 +227,7 @@ def test_models_without_a_classifier_give_the_same_features_again(
     if name == "timm":
         assert num_classes_of(ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)) == 3
     else:
-        with pytest.raises(UsageError, match="hf:DIR"):
+        with refuses(UsageError):
             ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)
 
 
@@ -271,14 +272,14 @@ def test_saving_replaces_an_older_model(tmp_path: Path) -> None:
 
 def test_saving_does_not_delete_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match=r"thesis\.tex"):
+    with refuses(UsageError, tmp_path):
         ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     model = FAMILIES["timm-vit"].wrapped()
-    with pytest.raises(UsageError, match="'colour'"):
+    with refuses(UsageError):
         ls.save(model, tmp_path / "m", record={"colour": 1})
     with pytest.raises(UsageError):
         ls.save(model, tmp_path / "m", model_args={"colour": 1})
@@ -292,7 +293,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("layershuffle.models.files.save_file", full)
-    with pytest.raises(LayerShuffleError, match="The disk is full"):
+    with refuses(LayerShuffleError):
         ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -312,7 +313,7 @@ def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(
     args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "img_size": 32}
     model: Any = timm.create_model("vit_tiny_patch16_224", **args)
     model._model_args = {k: v for k, v in args.items() if k != hidden}
-    with pytest.raises(UsageError, match=r"model_args=\{"):
+    with refuses(UsageError):
         ls.save(model, tmp_path / "m")
     ls.save(model, tmp_path / "m", model_args={hidden: args[hidden]})
     assert_same_model(ls.load(str(tmp_path / "m")), model)
@@ -321,7 +322,7 @@ def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(
 def test_a_timm_model_built_past_the_factory_needs_its_name(tmp_path: Path) -> None:
     sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}
     model = timm.models.vision_transformer.VisionTransformer(**sizes, num_classes=4)
-    with pytest.raises(UsageError, match="architecture"):
+    with refuses(UsageError):
         ls.save(model, tmp_path / "m")
     ls.save(model, tmp_path / "m", model_args={"architecture": "vit_tiny_patch16_224", **sizes})
     assert_same_model(ls.load(str(tmp_path / "m")), model)
@@ -334,7 +335,7 @@ def test_arguments_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_no_known_library_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Linear is not a model of timm"):
+    with refuses(UsageError):
         ls.save(nn.Linear(2, 2), tmp_path / "m")
 
 
@@ -363,7 +364,7 @@ def test_saving_a_loaded_model_keeps_its_record_but_not_its_scores(
 
 @pytest.mark.parametrize("value", [{1, 2}, float("nan"), object()])
 def test_a_record_must_be_json(value: object, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written as JSON"):
+    with refuses(UsageError):
         ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m", record={"settings": {"x": value}})
 
 
@@ -414,7 +415,7 @@ def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> 
 
 @pytest.mark.usefixtures("assets")
 def test_a_missing_bundled_model_is_named() -> None:
-    with pytest.raises(UsageError, match="digits"):
+    with refuses(UsageError):
         ls.load("bundled:digits")
 
 
@@ -424,10 +425,10 @@ class Packed(torch.Tensor):
 
 def test_models_that_their_library_could_not_read_back(tmp_path):
     model = FAMILIES["timm-vit"].wrapped()
-    with pytest.raises(UsageError, match="_orig_mod"):
+    with refuses(UsageError):
         ls.save(torch.compile(model), tmp_path / "compiled")
     weight = model.head.weight.detach().as_subclass(Packed)
     model.head.weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(UsageError, match=r"head\.weight is a Packed, not a plain tensor"):
+    with refuses(UsageError):
         ls.save(model, tmp_path / "packed")
     assert not list(tmp_path.iterdir())

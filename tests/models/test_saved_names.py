@@ -17,6 +17,7 @@ import layershuffle as ls
 from common import FAMILIES
 from layershuffle.errors import UsageError
 from layershuffle.models import class_names_of, replace_head, set_class_names
+from refusals import refuses
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 LIBRARIES = ("timm-vit", "timm-deit-distilled", "hf-vit", "hf-timm-wrapper", "torchvision-vit")
@@ -54,7 +55,7 @@ def test_names_are_saved_where_the_library_reads_them(name: str, tmp_path: Path)
 
 
 def test_as_many_names_as_classes() -> None:
-    with pytest.raises(UsageError, match="2 names do not name 5 classes"):
+    with refuses(UsageError):
         set_class_names(FAMILIES["timm-vit"].wrapped(), ("ant", "bee"))
 
 
@@ -94,7 +95,7 @@ def named(order: tuple[str, ...]) -> nn.Module:
 
 def test_heads_of_other_classes_are_not_merged() -> None:
     plan = ls.MergePlan(donors=(0, 1, 0, 1), stem=0, head=1)
-    with pytest.raises(UsageError, match="differ in names of the classes"):
+    with refuses(UsageError):
         ls.merge([named(NAMES), named(NAMES[::-1])], plan)
     # An older model has no names and is matched by index, as data without names are.
     assert ls.merge([named(NAMES), FAMILIES["timm-vit"].wrapped()], plan) is not None

@@ -23,6 +23,7 @@ from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_si
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView, resized_as, uncropped_size
 from layershuffle.models import class_names_of, image_view, set_class_names, set_image_view
+from refusals import refuses
 
 # Wide, tall, enlarged, and with a crop at fractions of pixels.
 SIZES = ((60, 43), (41, 97), (20, 19), (32, 32), (37, 35))
@@ -72,7 +73,7 @@ def test_a_spec_says_how_timm_crops() -> None:
 
 def test_a_crop_mode_that_no_view_has_is_refused() -> None:
     model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
-    with pytest.raises(UsageError, match="crop_mode=center"):
+    with refuses(UsageError):
         image_view(ls.wrap(model))
 
 
@@ -141,7 +142,7 @@ def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
     file.write_text(json.dumps({"do_resize": False, "resample": 5}))
     assert image_view(ls.load(f"hf:{hf_directory}")).crop_pct == 1.0
     file.write_text(json.dumps({"do_resize": True, "resample": 5}))
-    with pytest.raises(ModelFileError, match="resample"):
+    with refuses(ModelFileError):
         ls.load(f"hf:{hf_directory}")
 
 
@@ -149,7 +150,7 @@ def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
 def test_processors_with_steps_of_their_own_are_refused(kind: str, hf_directory: Path) -> None:
     file = {"image_processor_type": f"{kind}ImageProcessor"}
     (hf_directory / "preprocessor_config.json").write_text(json.dumps(file))
-    with pytest.raises(ModelFileError, match=f"{kind}ImageProcessor"):
+    with refuses(ModelFileError):
         ls.load(f"hf:{hf_directory}")
 
 
@@ -167,7 +168,7 @@ def test_processors_that_no_view_can_express_are_refused(
     settings: dict[str, Any], hf_directory: Path
 ) -> None:
     (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelFileError, match="not usable"):
+    with refuses(ModelFileError):
         ls.load(f"hf:{hf_directory}")
 
 

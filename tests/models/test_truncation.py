@@ -7,6 +7,7 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES, images, logits_of
 from layershuffle.errors import UsageError
 from layershuffle.models import truncate
+from refusals import refuses
 
 # Families whose library can describe another depth; others must be refused unchanged.
 PLAIN = ("timm-vit", "hf-vit", "torchvision-vit")
@@ -54,8 +55,8 @@ def test_a_single_block(name, tmp_path):
 
 def test_wrong_blocks():
     model = FAMILIES["timm-vit"].wrapped()
-    with pytest.raises(UsageError, match="hold a block twice"):
+    with refuses(UsageError):
         truncate(model, (0, 0))
     positioned = ls.add_position(model, encoding=ls.EncodingForm())
-    with pytest.raises(UsageError, match="position parts"):
+    with refuses(UsageError):
         truncate(positioned, (0, 1))

@@ -13,6 +13,7 @@ from layershuffle.core.tying import middle_blocks, places_tied, share_weights, t
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.compatibility import check_compatible
 from layershuffle.models.files import weights_digest
+from refusals import refuses
 
 LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
 
@@ -74,7 +75,7 @@ def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(owned, tmp_
     assert places_tied(blocks_of(again)) == (0, 1, 2, 2)
     assert torch.equal(outputs(again), outputs(model))
     # A merge would overwrite the block of one donor with that of another.
-    with pytest.raises(UsageError, match="tied"):
+    with refuses(UsageError):
         check_compatible([model, model], names=["a", "b"])
 
 
@@ -100,9 +101,9 @@ def test_tied_places_with_different_weights_are_refused(tmp_path):
     ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "model")
     path = tmp_path / "model" / "layershuffle.json"
     metadata = json.loads(path.read_text())
-    for places, phrase in (([0, 0, 2, 3], "their weights differ"), ([0], "4 places")):
+    for places in ([0, 0, 2, 3], [0]):
         path.write_text(json.dumps({**metadata, "tied": places}))
-        with pytest.raises(ModelFileError, match=phrase):
+        with refuses(ModelFileError):
             ls.load(f"dir:{tmp_path / 'model'}")
 
 
@@ -113,7 +114,7 @@ def test_the_middle_of_a_run_of_places_stands_for_it():
     # 12 = 2 + 2 + 3 + 2 + 3 places.
     assert middle_blocks(5, 12) == (0, 0, 2, 2, 5, 5, 5, 7, 7, 10, 10, 10)
     for distinct in (0, 13):
-        with pytest.raises(UsageError, match="cannot have"):
+        with refuses(UsageError):
             middle_blocks(distinct, 12)
 
 
@@ -121,9 +122,9 @@ def test_wrong_places_and_merges_are_refused():
     model = FAMILIES["timm-vit"].wrapped().eval()
     before = weights_digest(model)
     for places in ((0, 0), (0, 1, 2, 4)):
-        with pytest.raises(UsageError, match="4 places"):
+        with refuses(UsageError):
             tie(model, places)
     assert weights_digest(model) == before
     tie(model, (0, 0, 0, 0))
-    with pytest.raises(UsageError, match="tied"):
+    with refuses(UsageError):
         check_compatible([model, model], names=["a", "b"])

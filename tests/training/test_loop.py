@@ -17,6 +17,7 @@ from layershuffle.training.checkpoints import latest_checkpoint, load_state
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import prepare
 from layershuffle.training.loop import train
+from refusals import refuses
 
 
 class Stream(IterableDataset):
@@ -102,10 +103,10 @@ def test_a_run_goes_on_with_the_options_that_its_method_has_anyway(tmp_path):
     """However they are written: the method is the same."""
     fit(settings(method="anyorder", steps=1), tmp_path)
     fit(settings(method="anyorder", exit_weight=0.3, steps=1), tmp_path)
-    with pytest.raises(UsageError, match=r"exit_weight \(None there, 0.4 now\)"):
+    with refuses(UsageError):
         fit(settings(method="anyorder", exit_weight=0.4, steps=1), tmp_path)
 
 
 def test_a_stream_without_images_is_an_error_of_the_data(tmp_path):
-    with pytest.raises(DataError, match=r"there is no image in it.*digit-pairs.*--holdout"):
+    with refuses(DataError):
         trained(streamed(tmp_path, images=0, steps=2))

@@ -39,7 +39,7 @@ from layershuffle.data.formula_kinds import (
 from layershuffle.data.transforms import fit_images
 from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.text import did_you_mean
+from layershuffle.text import did_you_mean, one_line
 
 DATA_SEED = 0
 RANGE = 1 << 30  # instances of a class that each split may use
@@ -227,7 +227,7 @@ def _number(name: str, text: str, low: int, high: int) -> int:
     if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
         return int(text)
     raise UsageError(
-        f"{name}={text} is not a whole number from {low} to {high}",
+        f"{name}={one_line(text, limit=20)} is not a whole number from {low} to {high}",
         place="formula",
         hint="write for example formula?kind=orbits&classes=100&size=64",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import DataError, UsageError
+from layershuffle.text import one_line
 
 CLASSES_FILE = "classes.txt"
 TRAIN_NAMES = ("train",)
@@ -109,7 +110,9 @@ def require_tar(path: Path) -> None:
             return
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(
-            f"cannot read the shard ({error})", place=path, hint="copy or create the shard again"
+            f"cannot read the shard ({one_line(error)})",
+            place=path,
+            hint="copy or create the shard again",
         ) from error
 
 
@@ -136,7 +139,9 @@ def _labels(path: Path) -> Iterator[int]:
                     yield _label(file.read(), kind, f"{path} ({member.name})")
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(
-            f"cannot read the shard ({error})", place=path, hint="copy or create the shard again"
+            f"cannot read the shard ({one_line(error)})",
+            place=path,
+            hint="copy or create the shard again",
         ) from error
 
 
