@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layershuffle.bench.timing import SMOKE, Effort, Side, gpu_timed
 from layershuffle.bench.workloads import PICO, VIT_B, WIDTH_64, WIDTH_192, Workload, make_workload
-from layershuffle.core.forwards import run_head, run_stem
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of, running
 from layershuffle.core.tensors import logits_of
+from layershuffle.models.ends import run_head, run_stem
 
 CASES = {"width 64": WIDTH_64, "width 192": WIDTH_192, "width 768": VIT_B}
 SMOKES = {"smoke": PICO}

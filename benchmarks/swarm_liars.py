@@ -15,10 +15,10 @@ import torch
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
-from layershuffle.core.forwards import run_stem
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.models import file_view, load
+from layershuffle.models.ends import run_stem
 from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.messages import Answer, Packet, State, Visit, pack, unpack

@@ -152,11 +152,6 @@ def test_order_of() -> None:
     assert order_of([1, 0], 2) == order
 
 
-def test_permutation_where_required() -> None:
-    assert ExecutionOrder.parse("2,0,1", depth=3, permutation=True).blocks == (2, 0, 1)
-    assert ExecutionOrder((1, 0), 2).require_permutation() == ExecutionOrder((1, 0), 2)
-
-
 def _parse(text: str, **options: Any) -> Callable[[], ExecutionOrder]:
     return lambda: ExecutionOrder.parse(text, **{"depth": 4, **options})
 
@@ -178,8 +173,6 @@ BAD = {
     "spaces for commas": (_parse("1 2"), "'1 2' in the execution order"),
     "negative id": (_parse("0,-1"), "-1 is not a block of this model. Next: its blocks are 0 to 3"),
     "unknown id": (_parse("0,4"), "4 is not a block of this model"),
-    "repeat refused": (_parse("0,1,1,3", permutation=True), r"repeats [1] and leaves out [2]"),
-    "subset refused": (_parse("0,3", permutation=True), r"repeats none and leaves out [1, 2]"),
     "no blocks": (lambda: ExecutionOrder((), 4), "at least one block"),
     "depth 0": (lambda: ExecutionOrder((0,), 0), "at least 1, got 0"),
     "depth text": (lambda: ExecutionOrder((0,), "4"), "got '4'"),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 
 import layershuffle as ls
 from common import FAMILIES, WIDTH, images, logits_of
-from layershuffle.core.forwards import run_stem
+from layershuffle.models.ends import run_stem
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.host import BlockHost
 from layershuffle.swarm.limits import Limits

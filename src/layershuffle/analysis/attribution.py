@@ -32,10 +32,10 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.core.forwards import refuse_more_than_blocks, run_head
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, with_hooks
+from layershuffle.models.ends import refuse_more_than_blocks, run_head
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
-from layershuffle.core.forwards import block_runs, forward_many
+from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _scores(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """(cross-entropies, right answers), each `[images]`, of every order by its index."""
     scores = {}
-    results = forward_many(subject.model, batch.images, orders, forward=subject.logits)
+    results = run_many(subject.model, batch.images, orders=orders, forward=subject.logits)
     for index, logits in results:
         # In float64, because a change is a small difference of two large numbers.
         loss = F.cross_entropy(logits.double(), batch.labels, reduction="none")

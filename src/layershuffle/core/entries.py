@@ -230,9 +230,9 @@ class Axes:
     are as the last one.
     """
 
-    state: int = 0
-    inputs: tuple[tuple[int | None, ...], ...] = ((0,),)
-    outputs: tuple[tuple[int | None, ...], ...] = ((0,),)
+    state: int
+    inputs: tuple[tuple[int | None, ...], ...]
+    outputs: tuple[tuple[int | None, ...], ...]
 
     def at(self, position: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
         """The axes of the inputs and of the outputs at `position`."""
@@ -332,22 +332,13 @@ def _rows(value: Tensor, rows: Sequence[int], axis: int) -> Tensor:
     return value.index_select(axis, to_device(torch.tensor(rows, dtype=torch.long), value.device))
 
 
-_UNKNOWN = -1
-
-
 def _cut(arguments: Any, rows: tuple[int, ...], *, axes: Sequence[int | None], samples: int) -> Any:
     """`arguments` with the part of `rows` of every tensor that has a part per sample."""
     known_axes = iter(axes)
 
     def cut(leaf: Tensor) -> Tensor:
-        axis = next(known_axes, _UNKNOWN)
-        if axis == _UNKNOWN and leaf.dim() and len(leaf) == samples > 1:
-            raise StackError(
-                f"It is unknown whether an argument of blocks of shape {tuple(leaf.shape)} has a "
-                "part per sample: the model was compiled, or not run by its own call",
-                hint="call the model itself, with compiled blocks, or use one order for the batch",
-            )
-        if axis is None or axis == _UNKNOWN or len(rows) == samples:
+        axis = next(known_axes)
+        if axis is None or len(rows) == samples:
             return leaf
         return _rows(leaf, rows, axis)
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layershuffle.core.forwards import forward_many, images_at_once
+from layershuffle.core.forwards import images_at_once, run_many
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
-from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.stack import blocks_of, depth_of, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import DataError, UsageError
 
@@ -192,7 +192,7 @@ def evaluate(
         for column in columns:
             column.tally.groups = image_groups
     # A gate that was zero at the last verdict may have been trained since.
-    forget(model)
+    forget(stack_of(model))
     # Training calls this between two steps: dropout must be off here and on again afterwards.
     # Not inference_mode: backbones cache tensors (BEiT), with which they could not be trained.
     with in_eval(model), torch.no_grad():
@@ -273,7 +273,7 @@ def _score_batch(
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     orders = [column.order or column.batch_orders[-1] for column in columns]
     for images, labels in micro_batches(model, batch):
-        for index, logits in forward_many(model, images, orders):
+        for index, logits in run_many(model, images, orders=orders):
             columns[index].tally.add(logits, labels)
         # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:

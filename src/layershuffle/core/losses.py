@@ -115,7 +115,7 @@ def _joined(
 
 
 def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
-    return to_device(torch.tensor(rows), device)
+    return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
 def _apart(
@@ -129,28 +129,27 @@ def _apart(
     criterion: Criterion,
 ) -> tuple[Tensor, Tensor]:
     """Each group in a forward of its own, and its exit in another one."""
-    losses: list[Tensor] = []
-    parts: list[Tensor] = []
-    groups = range(min(len(orders), len(images)))
-    for group in groups:
-        rows = slice(group, None, len(orders))
-        own, truth, order = images[rows], labels[rows], orders[group]
+    groups = [range(group, len(images), len(orders)) for group in range(len(orders))]
+    logits, early, position_losses = [], [], []
+    for order, rows in zip(orders, groups, strict=True):
+        if not rows:
+            continue
+        own = images[rows.start :: len(orders)]
         with running(model, order):
             output, position_loss = _forward(model, own)
-        logits = logits_of(output).float()
-        loss = criterion(logits, truth)
+        logits.append(logits_of(output).float())
         if position_loss is not None:
-            loss = loss + position_loss
+            position_losses.append(position_loss * (len(rows) / len(images)))
         if exit_after is not None:
             with running(model, beginning_of(order, exit_after)):
-                early = logits_of(model(own)).float()
-            loss = loss + exit_weight * criterion(early, truth)
-        losses.append(loss * (len(own) / len(images)))
-        parts.append(logits)
-    logits = parts[0].new_empty(len(images), parts[0].shape[-1])
-    for group, part in zip(groups, parts, strict=True):
-        logits[group :: len(orders)] = part.detach()
-    return torch.stack(losses).sum(), logits
+                early.append(logits_of(model(own)).float())
+    arranged = [row for rows in groups for row in rows]
+    back = _on(images.device, sorted(range(len(arranged)), key=arranged.__getitem__))
+    answers = torch.cat(logits).index_select(0, back)
+    loss = criterion(answers, labels)
+    if early:
+        loss = loss + exit_weight * criterion(torch.cat(early).index_select(0, back), labels)
+    return torch.stack([loss, *position_losses]).sum(), answers
 
 
 def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:

@@ -78,10 +78,10 @@ class ExecutionOrder:
         return cls(tuple(block for block, _ in steps), depth, tuple(v for _, v in steps))
 
     @classmethod
-    def parse(cls, text: str, *, depth: int, permutation: bool = False) -> ExecutionOrder:
+    def parse(cls, text: str, *, depth: int) -> ExecutionOrder:
         """The order written as `"3,0,2"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
 
-        `permutation=True` also refuses missing and repeated ids. Raises `UsageError` for empty
+        Raises `UsageError` for empty
         text, words that are not integers, unknown ids and versions that do not exist yet.
         """
         if not text.strip():
@@ -92,8 +92,7 @@ class ExecutionOrder:
         for word in text.split(","):
             steps += _parse_steps(word, text, position=len(steps))
         blocks, versions = zip(*steps, strict=True)
-        order = cls(blocks, depth, versions)
-        return order.require_permutation() if permutation else order
+        return cls(blocks, depth, versions)
 
     @classmethod
     def from_json(cls, data: str | Mapping[str, Any]) -> ExecutionOrder:
@@ -171,17 +170,6 @@ class ExecutionOrder:
     def missing(self) -> tuple[int, ...]:
         """Ids of the blocks that do not run, ascending."""
         return tuple(sorted(set(range(self.depth)) - set(self.blocks)))
-
-    def require_permutation(self) -> ExecutionOrder:
-        """This order itself; raises `UsageError` unless every block runs exactly once."""
-        if not self.is_permutation:
-            repeated = sorted({b for b in self.blocks if self.blocks.count(b) > 1})
-            raise UsageError(
-                f"A permutation of {self.depth} blocks is required, but {self} repeats "
-                f"{repeated or 'none'} and leaves out {list(self.missing) or 'none'}",
-                hint=f"name each of 0..{self.depth - 1} once",
-            )
-        return self
 
     def __str__(self) -> str:
         rounds = self.rounds

@@ -6,8 +6,11 @@ the first block, a counter, statistics of routing) and none mixes the samples of
 guessed from the code: the real blocks run on two images, together and alone, and the states after
 every block are compared. Buffers, modes and generators are put back.
 
-The verdict holds for a model and a kind of call: modes, flags, and which arguments are tensors.
-`forget` ends it; `evaluate` calls that, because a gate that was zero may have been trained since.
+A verdict holds for a model and a kind of call: modes, flags, autocast, and which arguments are
+tensors. A gate that was zero may have been trained since, so it is found again at the 4th, 16th,
+64th ... call, and by every `evaluate` and `forward_many`. Not seen: what only happens in blocks in
+training mode (they are tried in eval mode, without dropout), and branches that two images do not
+take.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ from layershuffle.core.runs import PLAIN, changed, holders, in_eval, is_compiled
 from layershuffle.core.tensors import mapped, tensors_of
 from layershuffle.errors import StackError
 
-_VERDICTS: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+_Verdicts = dict[Hashable, tuple[int, Any]]  # number of calls, verdict
+# By stack, and by the module that is called around it.
+_VERDICTS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, _Verdicts]] = (
+    WeakKeyDictionary()
+)
 # Of two trials at a time, each would restore the modes that the other one set. The lock is
 # reentrant because a backbone may contain a model with its own stack.
 _LOCK = threading.RLock()
@@ -70,10 +77,9 @@ class _Trace:
         return Entry(entry, call)
 
 
-def forget(model: nn.Module) -> None:
-    """End the verdicts on `model` and on all modules in it."""
-    for module in model.modules():
-        _VERDICTS.pop(module, None)
+def forget(stack: nn.Module) -> None:
+    """End the verdicts on all models around `stack`."""
+    _VERDICTS.pop(stack, None)
 
 
 # --- orders with a common beginning ---------------------------------------------------------------
@@ -90,35 +96,38 @@ def beginnings(
     """Whether the orders of `forward(images)`, which calls `model`, may share their beginnings."""
 
     def find_out() -> Beginnings:
-        few = images[:2]
-        depth, ids = len(blocks), _steps(len(blocks))
-        half = len(ids) // 2
+        few, depth, ids = images[:2], len(blocks), _steps(len(blocks))
         first = ExecutionOrder(ids, depth)
-        second = ExecutionOrder((*ids[:half], *ids[half:][::-1]), depth)
 
         def trace(order: ExecutionOrder, shared: Shared | None = None) -> _Trace:
             entries = along(blocks, order, run=PLAIN, shared=shared)
             return _trace(stack, entries, lambda: forward(few))
 
-        shared = Shared(kept=half)
-        try:
-            with _apart(model, stack):
-                alone = trace(second)
-                trace(first, shared)
-                shared.reused, shared.kept = half, 0
-                together = trace(second, shared)
-        # The backbone runs its blocks in parts: there is no whole output to share.
-        except StackError:
-            return Beginnings(shared=False, bytes_per_image=0)
-        if not alone.inputs:
-            raise never_asked(model)
-        wanted, got = (*alone.outputs, alone.answer), (*together.outputs, together.answer)
-        pairs = zip(wanted, got, strict=True)
-        same = all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
+        same = True
+        # Two lengths, as blocks may do something at every second position; the end repeats the
+        # first block, which may have kept something.
+        for shares in (len(ids) // 2, len(ids) // 2 + 1):
+            end = (*ids[shares:][:0:-1], ids[0])
+            second = ExecutionOrder((*ids[:shares], *end), depth)
+            shared = Shared(kept=shares)
+            try:
+                with _apart(model, stack):
+                    alone = trace(second)
+                    trace(first, shared)
+                    shared.reused, shared.kept = shares, 0
+                    together = trace(second, shared)
+            # The backbone runs its blocks in parts: there is no whole output to share.
+            except StackError:
+                return Beginnings(shared=False, bytes_per_image=0)
+            if not alone.inputs:
+                raise never_asked(model)
+            wanted, got = (*alone.outputs, alone.answer), (*together.outputs, together.answer)
+            pairs = zip(wanted, got, strict=True)
+            same &= all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
         return Beginnings(shared=same, bytes_per_image=alone.inputs[0][0].nbytes // len(few))
 
     kind = ("beginnings", *_kind(model, stack, images, samples=len(images)))
-    verdict: Beginnings = _verdict(model, kind, find_out)
+    verdict: Beginnings = _verdict(model, stack, kind=kind, find_out=find_out)
     return verdict
 
 
@@ -173,7 +182,12 @@ def sample_axes(
                 other = trace(along(blocks, second, run=PLAIN), 2)
             except StackError as error:  # a backbone that counts its blocks
                 return error.cause
-            both = trace(grouped(blocks, [first, second], run=PLAIN, axes=axes), 2)
+            try:
+                both = trace(grouped(blocks, [first, second], run=PLAIN, axes=axes), 2)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # states of several shapes at a position
+                return _WHY
             if exits and not leave_early(first, second, axes):
                 return _WHY
         for row, alone in enumerate((small, other)):
@@ -195,9 +209,9 @@ def sample_axes(
 
     kind = ("samples", exits, *_kind(module, stack, arguments, samples=samples))
     # Orders of several lengths ask for more, so that one trial answers for both where it succeeds.
-    verdict = _verdict(module, (True, *kind), lambda: find_out(True))
+    verdict = _verdict(module, stack, kind=(True, *kind), find_out=lambda: find_out(True))
     if isinstance(verdict, str) and not uneven and not exits:
-        verdict = _verdict(module, (False, *kind), lambda: find_out(False))
+        verdict = _verdict(module, stack, kind=(False, *kind), find_out=lambda: find_out(False))
     if isinstance(verdict, Axes):
         return verdict
     lengths = " with orders of several lengths, or an exit," if uneven or exits else ""
@@ -270,14 +284,20 @@ def _samples(arguments: Any, samples: int, count: int) -> Any:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-def _verdict(model: nn.Module, kind: Hashable, find_out: Callable[[], Any]) -> Any:
+def _verdict(
+    model: nn.Module, stack: nn.Module, *, kind: Hashable, find_out: Callable[[], Any]
+) -> Any:
     with _LOCK:
-        verdicts = _VERDICTS.setdefault(model, {})
-        if kind not in verdicts:
-            if len(verdicts) == _MOST_KINDS:
-                verdicts.clear()
-            verdicts[kind] = find_out()
-        return verdicts[kind]
+        verdicts = _VERDICTS.setdefault(stack, WeakKeyDictionary()).setdefault(model, {})
+        calls, verdict = verdicts.get(kind, (0, None))
+        calls += 1
+        # At the 1st, 4th, 16th ... call: a wrong verdict lives for three times the calls before.
+        if calls.bit_count() == 1 and calls.bit_length() % 2:
+            verdict = find_out()
+        if kind not in verdicts and len(verdicts) == _MOST_KINDS:
+            verdicts.clear()
+        verdicts[kind] = calls, verdict
+        return verdict
 
 
 def _kind(
@@ -296,7 +316,9 @@ def _kind(
         return type(value), value if isinstance(value, Hashable) else object()
 
     modes = tuple(module.training for module in (*holders(model, stack), stack))
-    return (*modes, kinds(arguments))
+    device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
+    cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return (*modes, cast, kinds(arguments))
 
 
 def _trace(stack: nn.Module, entries: Sequence[Call], forward: Callable[[], Any]) -> _Trace:
@@ -316,7 +338,11 @@ def _apart(model: nn.Module, stack: nn.Module) -> Iterator[None]:
     The modules around the stack keep their modes, because their code is what is tried.
     """
     around = {module: module.training for module in holders(model, stack)}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     compiled = any(map(is_compiled, model.modules()))
     # A few forwards do not justify a graph.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
@@ -326,7 +352,9 @@ def _apart(model: nn.Module, stack: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, before in buffers:
+            for module, name, buffer, before in buffers:
                 # Writing what is there already would spoil graphs that have saved the buffer.
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)

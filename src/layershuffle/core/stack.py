@@ -138,8 +138,8 @@ class BlockStack(nn.ModuleList):
         # error; those of a long training would fill the memory.
         if (torch.is_grad_enabled() or self.training) and len(forwards.ways) < 2:
             forwards.ways.add(run.way)
-        forwards.ordered |= run.way is not None
         learns = self.training and torch.is_grad_enabled()
+        forwards.ordered |= learns and run.way is not None
         if learns and not forwards.ordered and not forwards.warned:
             forwards.warned = True
             _log.warning(
@@ -363,11 +363,19 @@ class _Samples:
                 f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
         self._stack, self._orders, self._exit = stack, orders, exit_after
-        self._several, self._calls, self._axes = several, 0, Axes()
+        self._several, self._calls = several, 0
+        self._axes: Axes | None = None
         self._uneven = len(set(map(len, orders))) > 1
 
     def entries(self, run: Run) -> Sequence[Callable[..., Any]]:
         """The entries for the backbone."""
+        # A replay by gradient checkpointing comes after the call, and is as the call was.
+        if self._axes is None or not (self._calls or in_backward()):
+            raise StackError(
+                "An order per sample, and an exit, need a call of the model itself: whether its "
+                "blocks allow that cannot be tried in a compiled graph or in another method",
+                hint="call model(images), and compile its blocks instead of the whole model",
+            )
         return grouped(
             self._stack.blocks, self._orders, run=run, axes=self._axes, exit_after=self._exit
         )

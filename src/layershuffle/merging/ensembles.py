@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.evaluation import Batches, Draw, Score, Tally, micro_batches
-from layershuffle.core.forwards import forward_many
+from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
@@ -153,7 +153,9 @@ def _all_logits(
     # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
-        for index, logits in forward_many(donor, images, [members[member] for members in orders]):
+        for index, logits in run_many(
+            donor, images, orders=[members[member] for members in orders]
+        ):
             outputs[index][member] = logits.float()
     return [torch.stack(members) for members in outputs]
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.forwards import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import image_view
+from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.swarm.messages import Route, State
 from layershuffle.swarm.router import Router
 
