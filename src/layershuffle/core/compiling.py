@@ -2,7 +2,7 @@
 
 Compiling the whole model would make a graph per order, of which there are 12 factorial, and after
 the eighth torch would fall back to eager mode without an error. A block's graph does not depend on
-orders: they are tuples on the host that decide which block is called next. New graphs are still
+orders: they are tuples in Python that decide which block is called next. New graphs are still
 needed for another batch size, for evaluation, and for blocks that differ, as in timm if drop-path
 rates rise with depth (a rate is a constant in the graph, so there is one graph per block).
 

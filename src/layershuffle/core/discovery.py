@@ -1,4 +1,4 @@
-"""Find the block stack inside a host model, and refuse stacks that cannot run in any order.
+"""Find the block stack inside a backbone, and refuse stacks that cannot run in any order.
 
 A stack qualifies if its children are of one class, with parameters of the same names and shapes and
 the same settings (window sizes, shifts, head counts ...): then any block can take any place. Two
@@ -118,7 +118,7 @@ def _hint_without_stack(model: nn.Module) -> str:
             if type(module) not in _CONTAINERS:
                 return (
                     f"{path!r} is a {name} with code of its own: move what its forward does into "
-                    "the host's, and make it an nn.ModuleList"
+                    "the backbone's, and make it an nn.ModuleList"
                 )
             if len(list(module.children())) == 1:
                 return f"{path!r} holds one block: wrap(model, blocks={path!r}) takes it as it is"

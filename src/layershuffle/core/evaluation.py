@@ -70,7 +70,7 @@ class Tally:
     """Sums of correct answers and of losses, the losses in float64.
 
     The sums stay on the device of the logits until they are read, so that adding does not make the
-    host wait for a GPU. If images have `groups`, `right` holds for every batch which answers are
+    CPU wait for a GPU. If images have `groups`, `right` holds for every batch which answers are
     correct, bool `[n, 2]`, for top-1 and for top-5.
     """
 

@@ -1,8 +1,8 @@
-"""Layer-position encoding and prediction, beside the host model (paper, sections 3.3 and 3.4).
+"""Layer-position encoding and prediction, beside the backbone (paper, sections 3.3 and 3.4).
 
-The parts have their own parameters, which never enter the host's `state_dict`. `PositionedModel`
-holds the host and the parts, so that one optimiser, `.to()` and `.train()` reach both, and the host
-can still be saved alone.
+The parts have their own parameters, which never enter the backbone's `state_dict`.
+`PositionedModel` holds the backbone and the parts, so that one optimiser, `.to()` and `.train()`
+reach both, and the backbone can still be saved alone.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _check_position(step: Step, depth: int, part: str) -> None:
 
 
 class PositionedModel(nn.Module):
-    """A wrapped host model with position parts. Call it as you would call the host."""
+    """A wrapped backbone with position parts. Call it as you would call the backbone."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class PositionedModel(nn.Module):
         self.prediction = prediction
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the host; with an encoding, every block receives its position."""
-        # Hooks are set only around this call: the host alone runs without position parts.
+        """The output of the backbone; with an encoding, every block receives its position."""
+        # Hooks are set only around this call: the backbone alone runs without position parts.
         if self.encoding is None:
             return self.backbone(*args, **kwargs)
         with with_hooks(self.backbone, self.encoding):
@@ -249,13 +249,13 @@ def add_position(
             PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
         ),
     )
-    # The new parts take the device and the dtype of the host.
+    # The new parts take the device and the dtype of the backbone.
     reference = next(model.parameters())
     return positioned.to(reference.device, reference.dtype)
 
 
 def width_of(model: nn.Module) -> int:
-    """Width of the state between the blocks, by the attribute names that host libraries use."""
+    """Width of the state between the blocks, by the attribute names that libraries use."""
     # From the inside out: a model around another one may have its own widths.
     for owner in reversed(_around_the_stack(model)):
         config = getattr(owner, "config", None)

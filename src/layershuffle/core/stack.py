@@ -263,10 +263,14 @@ def unwrap(model: ModelT) -> ModelT:
 def stack_of(model: nn.Module) -> BlockStack:
     """The block stack of a wrapped model. Raises `StackError` if there is none."""
     stacks = _stacks(model)
-    if len(stacks) != 1:
+    if not stacks:
         raise StackError(
-            f"{type(model).__name__} has {len(stacks)} block stacks, but exactly one is needed",
-            hint="call layershuffle.wrap(model) first",
+            f"{type(model).__name__} is not wrapped", hint="call layershuffle.wrap(model) first"
+        )
+    if len(stacks) > 1:
+        raise StackError(
+            f"{type(model).__name__} has {len(stacks)} wrapped stacks, but exactly one is needed",
+            hint="pass the part of the model that holds the stack you mean",
         )
     return stacks[0]
 

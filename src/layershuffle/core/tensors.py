@@ -73,7 +73,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` from the host on `device`, without making the host wait for what runs there."""
+    """`tensor` of the CPU on `device`, without waiting for what runs there."""
     if device.type == "cuda":
         # A copy from pageable memory waits in spite of `non_blocking`.
         return tensor.pin_memory().to(device, non_blocking=True)

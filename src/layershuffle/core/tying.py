@@ -2,7 +2,7 @@
 
 A place has its own module (drop path, hooks and graphs belong to places), but the parameters and
 buffers of the block to which it is tied. So a `state_dict` has the keys of an untied model, and
-`save` writes an ordinary model of full size. Its host library loads the places untied: the outputs
+`save` writes an ordinary model of full size. Its library loads the places untied: the outputs
 are equal, but further training changes every place separately.
 """
 
