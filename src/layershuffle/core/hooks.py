@@ -41,7 +41,7 @@ def begins_forward(step: Step, earlier: Sequence[_Place]) -> bool:
     # A replay is not a new forward: its records exist already.
     if step.replay or not earlier:
         return False
-    # A backbone may run its blocks backwards, and a batch may have samples that the last one lacked.
+    # A backbone may run its blocks backwards, and a batch may have samples that the last lacked.
     begins = step.position == earlier[0].position
     return any(
         _overlap(step, place) if place.position == step.position else begins for place in earlier
