@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
-from layershuffle.core.forwards import block_runs, forward_many
+from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
 from layershuffle.core.tensors import logits_of
@@ -153,7 +153,7 @@ def sweeps(depth: int) -> dict[str, Sequence[ExecutionOrder]]:
 def compare_forwards(
     workload: Workload, orders: Sequence[ExecutionOrder], *, effort: Effort
 ) -> tuple[Pairs, dict[str, Any]]:
-    """Compare separate forwards with `forward_many`: times, and numbers of block runs.
+    """Compare separate forwards with `run_many`: times, and numbers of block runs.
 
     Raises `AssertionError` unless both give the same logits, bit for bit.
     """
@@ -167,7 +167,7 @@ def compare_forwards(
         return outputs
 
     def together() -> list[Tensor]:
-        logits = dict(forward_many(model, images, orders))
+        logits = dict(run_many(model, images, orders=orders))
         return [logits[index] for index in range(len(orders))]
 
     assert all(map(torch.equal, one_by_one(), together())), "outputs are bit-equal"
