@@ -82,7 +82,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_unsuitable_architectures_are_refused_without_their_weights(
     offline: Path, spec: str
 ) -> None:
-    with pytest.raises(StackError):
+    # torchvision has a list of its vision transformers, so a name that is not on it is unknown.
+    with pytest.raises(UsageError if spec.startswith("torchvision") else StackError):
         ls.load(spec)
 
 
@@ -128,7 +129,7 @@ def test_types_are_kept_and_misspelt_names_are_found(repository: Path, tmp_path:
     done = subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
     assert [line.partition("error: ")[2] for line in errors] == [
-        'Module has no attribute "wrapp"  [attr-defined]'
+        'Module has no attribute "wrapp"; maybe "wrap"?  [attr-defined]'
     ], done.stdout
 
 

@@ -76,8 +76,10 @@ def refused_by(
     except FileNotFoundError as error:  # timm raises it without a word
         raise kind("There is no such file", place=place, hint=hint) from error
     except REFUSALS as error:
+        # torch advises to run what is inside such a file, which nobody should.
+        words = one_line(error).replace("weights_only=False", "...")
         raise kind(
-            f"{library} refuses this ({type(error).__name__}: {one_line(error)})",
+            f"{library} refuses this ({type(error).__name__}: {words})",
             place=place,
             hint=hint,
         ) from error
