@@ -31,6 +31,8 @@ from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.sharing import forget
+from layershuffle.core.stack import stack_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +59,7 @@ def measure(subject: Subject) -> Measurement:
     loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
     images = orders = runs = executions = naive = 0
     whole_loss = whole_right = 0.0
+    forget(stack_of(subject.model))
     with torch.no_grad():
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)

@@ -270,6 +270,7 @@ def grouped(
             if position < len(order):
                 block, version = order.steps[position]
                 moves.setdefault(block, []).append((group, version))
+        older = {version for several in moves.values() for _, version in several} - {position}
         inputs, outputs = axes.at(position)
         rows = [*groups.values()]
 
@@ -282,7 +283,7 @@ def grouped(
                 )
             if position in read_later:
                 states.setdefault(position, state.clone())
-            parts = {version: _split(past, rows, axis) for version, past in states.items()}
+            parts = {version: _split(states[version], rows, axis) for version in older}
             parts[position] = _split(state, rows, axis)
             after, outs = [*parts[position]], {}
             # Sorted, so that the sequence of kernels does not depend on which sample comes first.

@@ -92,14 +92,12 @@ def _joined(
     """All groups in one forward."""
     way: ExecutionOrder | list[ExecutionOrder] = orders[0]
     if len(orders) > 1:
-        # Row i is in group i mod G, counted in each process. Samples of a group go side by side, so
-        # that the stack splits the batch without a copy.
-        rows = [
-            row for group in range(len(orders)) for row in range(group, len(images), len(orders))
-        ]
+        # Samples of a group go side by side, so that the stack splits the batch without a copy.
+        rows, back = _by_group(images, len(orders))
         way = [orders[row % len(orders)] for row in rows]
-        images = images.index_select(0, _on(images.device, rows))
-        back = _on(images.device, sorted(range(len(rows)), key=rows.__getitem__))
+        images = images.index_select(
+            0, to_device(torch.tensor(rows, dtype=torch.long), images.device)
+        )
     # Not around the wrappers of other libraries, whose output holds the position loss as well.
     with running(positioned_in(model) or model, way, exit_after=exit_after):
         output, position_loss = _forward(model, images)
@@ -114,8 +112,14 @@ def _joined(
     return (loss if position_loss is None else loss + position_loss), logits
 
 
-def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
-    return to_device(torch.tensor(rows, dtype=torch.long), device)
+def _by_group(images: Tensor, groups: int) -> tuple[list[int], Tensor]:
+    """The rows of a batch, group by group, and the index that puts such rows back into their order.
+
+    Row i is in group i mod `groups`, counted from the first row of each process.
+    """
+    rows = [row for group in range(groups) for row in range(group, len(images), groups)]
+    back = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), dtype=torch.long)
+    return rows, to_device(back, images.device)
 
 
 def _apart(
@@ -129,22 +133,19 @@ def _apart(
     criterion: Criterion,
 ) -> tuple[Tensor, Tensor]:
     """Each group in a forward of its own, and its exit in another one."""
-    groups = [range(group, len(images), len(orders)) for group in range(len(orders))]
     logits, early, position_losses = [], [], []
-    for order, rows in zip(orders, groups, strict=True):
-        if not rows:
-            continue
-        own = images[rows.start :: len(orders)]
+    # A batch may have fewer images than there are groups.
+    for group, order in enumerate(orders[: len(images)]):
+        own = images[group :: len(orders)]
         with running(model, order):
             output, position_loss = _forward(model, own)
         logits.append(logits_of(output).float())
         if position_loss is not None:
-            position_losses.append(position_loss * (len(rows) / len(images)))
+            position_losses.append(position_loss * (len(own) / len(images)))
         if exit_after is not None:
             with running(model, beginning_of(order, exit_after)):
                 early.append(logits_of(model(own)).float())
-    arranged = [row for rows in groups for row in rows]
-    back = _on(images.device, sorted(range(len(arranged)), key=arranged.__getitem__))
+    _, back = _by_group(images, len(orders))
     answers = torch.cat(logits).index_select(0, back)
     loss = criterion(answers, labels)
     if early:

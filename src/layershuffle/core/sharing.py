@@ -7,8 +7,9 @@ guessed from the code: the real blocks run on two images, together and alone, an
 every block are compared. Buffers, modes and generators are put back.
 
 A verdict holds for a model and a kind of call: modes, flags, autocast, and which arguments are
-tensors. A gate that was zero may have been trained since, so it is found again at the 4th, 16th,
-64th ... call, and by every `evaluate` and `forward_many`. Not seen: what only happens in blocks in
+tensors. A gate that was zero may have been trained since: whatever scores a model under many orders
+begins by `forget`, and an order per sample, as training has it, is tried again at the 4th, 16th,
+64th ... call. Not seen: what only happens in blocks in
 training mode (they are tried in eval mode, without dropout), and branches that two images do not
 take.
 """
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -127,7 +129,8 @@ def beginnings(
         return Beginnings(shared=same, bytes_per_image=alone.inputs[0][0].nbytes // len(few))
 
     kind = ("beginnings", *_kind(model, stack, images, samples=len(images)))
-    verdict: Beginnings = _verdict(model, stack, kind=kind, find_out=find_out)
+    # Found once: what has many orders forgets before it begins.
+    verdict: Beginnings = _verdict(model, stack, kind=kind, find_out=find_out, tries_again=False)
     return verdict
 
 
@@ -182,38 +185,28 @@ def sample_axes(
                 other = trace(along(blocks, second, run=PLAIN), 2)
             except StackError as error:  # a backbone that counts its blocks
                 return error.cause
-            try:
-                both = trace(grouped(blocks, [first, second], run=PLAIN, axes=axes), 2)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # states of several shapes at a position
-                return _WHY
-            if exits and not leave_early(first, second, axes):
+            both = _together(trace, blocks, [first, second], axes=axes)
+            if both is None or (
+                exits and not _leave_early(trace, blocks, [first, second], axes=axes)
+            ):
                 return _WHY
         for row, alone in enumerate((small, other)):
             if not _same_row(alone, both, row=row, axes=axes):
                 return _WHY
         return axes
 
-    def leave_early(first: ExecutionOrder, second: ExecutionOrder, axes: Axes) -> bool:
-        orders = [first, second]
-        cut = [ExecutionOrder(order.blocks[:1], order.depth) for order in orders]
-        try:
-            entries = grouped(blocks, orders, run=PLAIN, axes=axes, exit_after=1)
-            both = trace(entries, 2).answer
-        except RuntimeError:  # the backbone computes with the last output, which has more rows
-            return False
-        early = trace(grouped(blocks, cut, run=PLAIN, axes=axes), 2).answer
-        rows = [answer for answer in both if answer.dim() and len(answer) == 4]
-        return all(_close(answer, row[2:]) for answer, row in zip(early, rows, strict=False))
-
     kind = ("samples", exits, *_kind(module, stack, arguments, samples=samples))
     # Orders of several lengths ask for more, so that one trial answers for both where it succeeds.
-    verdict = _verdict(module, stack, kind=(True, *kind), find_out=lambda: find_out(True))
-    if isinstance(verdict, str) and not uneven and not exits:
-        verdict = _verdict(module, stack, kind=(False, *kind), find_out=lambda: find_out(False))
-    if isinstance(verdict, Axes):
-        return verdict
+    for asks_most in (True, False) if not (uneven or exits) else (True,):
+        verdict = _verdict(
+            module,
+            stack,
+            kind=(asks_most, *kind),
+            find_out=partial(find_out, asks_most),
+            tries_again=True,
+        )
+        if isinstance(verdict, Axes):
+            return verdict
     lengths = " with orders of several lengths, or an exit," if uneven or exits else ""
     raise StackError(
         f"{type(module).__name__} cannot run an order per sample{lengths} in one batch: {verdict}",
@@ -221,6 +214,39 @@ def sample_axes(
         + (", or orders of one length without an exit" if lengths else "")
         + "; layershuffle.Method.loss runs such orders one after the other",
     )
+
+
+_Trial = Callable[[Sequence[Call], int], _Trace]  # runs entries on that many samples
+
+
+def _together(
+    trace: _Trial,
+    blocks: Sequence[nn.Module],
+    orders: list[ExecutionOrder],
+    *,
+    axes: Axes,
+    exit_after: int | None = None,
+) -> _Trace | None:
+    """Two samples along `orders` in one batch; `None` if their states do not fit together."""
+    try:
+        return trace(grouped(blocks, orders, run=PLAIN, axes=axes, exit_after=exit_after), 2)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of the backbone or of a block, about shapes
+        return None
+
+
+def _leave_early(
+    trace: _Trial, blocks: Sequence[nn.Module], orders: list[ExecutionOrder], *, axes: Axes
+) -> bool:
+    """Whether the answers at an exit after one step are those of the orders cut there."""
+    cut = [ExecutionOrder(order.blocks[:1], order.depth) for order in orders]
+    both = _together(trace, blocks, orders, axes=axes, exit_after=1)
+    early = _together(trace, blocks, cut, axes=axes)
+    if both is None or early is None:
+        return False
+    rows = [answer for answer in both.answer if answer.dim() and len(answer) == 4]
+    return all(_close(a, row[2:]) for a, row in zip(early.answer, rows, strict=False))
 
 
 def _axes(
@@ -285,14 +311,20 @@ def _samples(arguments: Any, samples: int, count: int) -> Any:
 
 
 def _verdict(
-    model: nn.Module, stack: nn.Module, *, kind: Hashable, find_out: Callable[[], Any]
+    model: nn.Module,
+    stack: nn.Module,
+    *,
+    kind: Hashable,
+    find_out: Callable[[], Any],
+    tries_again: bool,
 ) -> Any:
     with _LOCK:
         verdicts = _VERDICTS.setdefault(stack, WeakKeyDictionary()).setdefault(model, {})
         calls, verdict = verdicts.get(kind, (0, None))
         calls += 1
         # At the 1st, 4th, 16th ... call: a wrong verdict lives for three times the calls before.
-        if calls.bit_count() == 1 and calls.bit_length() % 2:
+        due = calls.bit_count() == 1 and calls.bit_length() % 2
+        if calls == 1 or (tries_again and due):
             verdict = find_out()
         if kind not in verdicts and len(verdicts) == _MOST_KINDS:
             verdicts.clear()

@@ -14,7 +14,8 @@ from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.stack import depth_of
+from layershuffle.core.sharing import forget
+from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.errors import UsageError
 from layershuffle.merging.compatibility import check_members
 from layershuffle.merging.settings import Combine, EnsembleOrders
@@ -91,6 +92,8 @@ def evaluate_ensembles(
         (combine, run): Tally(image_groups) for run in passes for combine, orders in variants
         if orders == run.orders
     }  # fmt: skip
+    for donor in donors:
+        forget(stack_of(donor))
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
             orders = [run.at(number) for run in passes]
