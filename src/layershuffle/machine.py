@@ -140,7 +140,7 @@ def choose_precision(
     if choice == "fp32":
         return "fp32", ""
     if device == "cpu":
-        # Some processors train wide models faster in bf16, and narrow ones slower (docs/log.md).
+        # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
         return "fp32", "auto is fp32 on a CPU"
     if not training:
         return "fp32", "auto is fp32 for scores, so that they compare between machines"

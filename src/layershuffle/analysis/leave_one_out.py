@@ -2,8 +2,8 @@
 
 Every drawn order is run completely and once without each of its blocks, on the same images; the
 change in cross-entropy (nats) and in top-1 (points) is assigned to the block and its position. The
-later blocks move forward by one position, as when a host is lost. All orders of a batch share one
-prefix trie, which runs common prefixes once.
+later blocks move forward by one position, as when a host is lost. Common beginnings of the orders
+of a batch run once.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
     unused = f"none that torch can use, though there is a driver; this torch {built}"
     yield "gpu", True, unused if driver else "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
-    yield "bf16", True, f"{has}; fit tries which is faster, else fp32 is used"
+    yield "bf16", True, f"{has}; fp32 is used by default"
 
 
 def _hub_cache() -> str:

@@ -1,8 +1,8 @@
 """The named forms of position encoding and prediction, as plain data without torch.
 
 The encoding follows the paper's text (section 3.3), the prediction the authors' code, which differs
-from the text of section 3.4: the sum of the text costs most of the model's accuracy (docs/log.md).
-Each difference between the two has a name here.
+from the text of section 3.4: the sum of the text costs most of the model's accuracy
+(research/log.md). Each difference between the two has a name here.
 """
 
 from __future__ import annotations
