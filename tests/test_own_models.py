@@ -81,7 +81,7 @@ NOT_FOR = {
     ("own-ofitsclass", "encoding_equals versions_equal versions_with"): (
         "the slow path of the check has blocks of its own class"
     ),
-    ("own-tuples", "versions"): "refused: tests/test_rounds_refused.py",
+    ("own-tuples", "versions"): "its slow path takes tensors; tests/test_side_by_side.py has them",
     **{(name, "state_dict_never"): "it taps the blocks, refused below" for name in IN_PARTS},
 }
 

@@ -295,7 +295,7 @@ def grouped(
                 joined = read[0] if len(read) == 1 else torch.cat(read, axis)
                 outs[here] = run_block(joined, *others, **named)
                 sizes = [len(rows[group]) for group, _ in members]
-                news = torch.split(state_of(outs[here]), sizes, axis)
+                news = _parts(state_of(outs[here]), sizes, axis)
                 for (group, version), old, new in zip(members, read, news, strict=True):
                     newest = version == position
                     after[group] = new if newest else after[group] + (new - old)
@@ -314,8 +314,13 @@ def grouped(
 def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:
     """The samples of every group; without a copy where groups lie side by side."""
     if [row for group in rows for row in group] == list(range(state.shape[axis])):
-        return torch.split(state, [len(group) for group in rows], axis)
+        return _parts(state, [len(group) for group in rows], axis)
     return [_rows(state, group, axis) for group in rows]
+
+
+def _parts(state: Tensor, sizes: Sequence[int], axis: int) -> Sequence[Tensor]:
+    # A part that is the whole must not become a view, for which a block is compiled once more.
+    return [state] if len(sizes) == 1 else torch.split(state, sizes, axis)
 
 
 def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[int]], axis: int) -> Tensor:

@@ -74,6 +74,7 @@ def refused_by(
             error if kind is UsageError else kind(error.cause, place=place, hint=error.hint)
         ) from error
     except FileNotFoundError as error:  # timm raises it without a word
+        hint = "name one that exists, or download or save the model again"
         raise kind("There is no such file", place=place, hint=hint) from error
     except REFUSALS as error:
         # torch advises to run what is inside such a file, which nobody should.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
-from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, wrap
+from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import image_view
@@ -28,7 +28,6 @@ from layershuffle.swarm.router import Router
 
 _MILLI = 1000.0
 _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
-_SEED = 20407
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,9 @@ class RemoteModel:
     """A model whose blocks run in the swarm. It owns `model` and drops its blocks' weights.
 
     `workers`: most stems and heads that compute at a time, each in a thread; a walk needs no
-    thread. `saved_bytes`: size of the dropped weights; `head_seconds`: average time of a head;
-    `no_rounds`: why its blocks cannot run side by side ("" if they can). Raises `StackError` for
-    models with position encoding, `UsageError` if `router` has another depth. Use it from the
-    router's event loop.
+    thread. `saved_bytes`: size of the dropped weights; `head_seconds`: average time of a head.
+    Raises `StackError` for models with position encoding, `UsageError` if `router` has another
+    depth. Use it from the router's event loop.
     """
 
     def __init__(self, model: nn.Module, router: Router, *, workers: int = 8) -> None:
@@ -69,7 +67,6 @@ class RemoteModel:
                 f"The router sends states through {router.depth} blocks, but the model has "
                 f"{self.depth}"
             )
-        self.no_rounds = why_no_rounds(self.model)
         self.saved_bytes = drop_blocks(self.model)
         self.head_seconds = 0.0
         # The blocks are empty by now, so this is a parameter of stem or head.
@@ -96,11 +93,6 @@ class RemoteModel:
         """
         loop, router = asyncio.get_running_loop(), self.router
         steps = None if order is None else order_of(order, self.depth)
-        if steps is not None and steps.versions is not None and self.no_rounds:
-            raise UsageError(
-                f"This model's blocks cannot run side by side: {self.no_rounds}",
-                hint="write a comma between all blocks",
-            )
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
         # earlier.
         late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
@@ -215,26 +207,6 @@ def served_host(model: nn.Module) -> nn.Module:
         images = weight.new_zeros(2, view.channels, view.height, view.width)
         refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels)))
     return host
-
-
-def why_no_rounds(model: nn.Module) -> str:
-    """The reason why the blocks of a model from `served_host` cannot run side by side, or ""."""
-    if depth_of(model) < 2:
-        return ""
-    view, weight = image_view(model), next(blocks_of(model)[0].parameters())
-    if weight.is_meta:
-        return "their weights are not here, by which it could be tried"
-    # Noise, because a state of zeros would not show whether a block adds to it.
-    noise = torch.randn(
-        1, view.channels, view.height, view.width, generator=torch.Generator().manual_seed(_SEED)
-    ).to(weight)
-    try:
-        # Two blocks are enough, because all blocks of a served model compute the same steps.
-        with torch.inference_mode(), running(model, "0+1"):
-            model(noise)
-    except StackError as error:
-        return error.cause
-    return ""
 
 
 def drop_blocks(model: nn.Module) -> int:

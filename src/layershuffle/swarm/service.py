@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from layershuffle.core.stack import blocks_of, depth_of
-from layershuffle.errors import UsageError
 from layershuffle.models import load
 from layershuffle.models.files import weights_digest
 from layershuffle.models.output import own_directory
@@ -208,13 +207,6 @@ async def running_service(
     coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
     # Before anything runs, because the model may be refused.
     remote_model = RemoteModel(cargo.model, router)
-    # A calibration measures only what the model allows, but a plan may name any number.
-    if remote_model.no_rounds and (plan.parallel or 1) > 1:
-        raise UsageError(
-            f"The plan runs {plan.parallel} blocks side by side, which this model's cannot: "
-            f"{remote_model.no_rounds}",
-            hint="leave parallel out of the plan",
-        )
     # Before `ready`, which only waits for the hosts that the watch starts.
     watches: dict[str, Callable[[], Awaitable[None]]] = {"The host monitor": coordinator.run}
     if session is not None:

@@ -72,18 +72,21 @@ def try_forward(state: TrainState, images: int) -> None:
         model.train()
         inputs = state.job.data.finish(pixels)
         job = state.job
-        for orders in warmup_orders(job):
-            forward = partial(
-                loss_along,
-                model,
-                inputs,
-                labels=labels,
-                orders=orders,
-                exit_after=job.method.exit_after(orders, step=0),
-                exit_weight=job.method.exit_weight or 0.0,
-            )
-            with state.recomputing(), job.compiler.step(inputs.shape, range(job.depth)):
-                state.accelerator.backward(job.compiler.or_eager(forward)[0])
+        # One step: a group alone is a view of the batch, groups together are not, and each has
+        # its graph.
+        with job.compiler.step(inputs.shape, range(job.depth)):
+            for orders in warmup_orders(job):
+                forward = partial(
+                    loss_along,
+                    model,
+                    inputs,
+                    labels=labels,
+                    orders=orders,
+                    exit_after=job.method.exit_after(orders, step=0),
+                    exit_weight=job.method.exit_weight or 0.0,
+                )
+                with state.recomputing():
+                    state.accelerator.backward(job.compiler.or_eager(forward)[0])
 
 
 def warmup_orders(job: Job) -> tuple[tuple[ExecutionOrder, ...], ...]:
