@@ -318,7 +318,7 @@ def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[
     return [_rows(state, group, axis) for group in rows]
 
 
-def _parts(state: Tensor, sizes: Sequence[int], axis: int) -> Sequence[Tensor]:
+def _parts(state: Tensor, sizes: list[int], axis: int) -> Sequence[Tensor]:
     # A part that is the whole must not become a view, for which a block is compiled once more.
     return [state] if len(sizes) == 1 else torch.split(state, sizes, axis)
 
