@@ -126,8 +126,9 @@ def refuses(
 
 def _marked(error: LayerShuffleError, directories: Path) -> str:
     text = str(error)
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
+    cause, seen = error.__cause__ or error.__context__, set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))  # a cause may have been raised while its own effect was handled
         words = " ".join(str(cause).split())
         # One word alone (the key of a KeyError) may stand in our own sentence, too.
         if " " in words and not isinstance(cause, LayerShuffleError):
