@@ -127,6 +127,8 @@ class BlockStack(nn.ModuleList):
         return part
 
     def _note_forward(self, run: Run) -> None:
+        if not (torch.is_grad_enabled() or self.training):
+            return  # nothing learns, and no backward pass replays it
         forwards = _FORWARDS.setdefault(self, _Forwards())
         if in_backward():
             forwards.replayed = True
@@ -134,9 +136,8 @@ class BlockStack(nn.ModuleList):
             return
         if forwards.replayed:
             forwards.replayed, forwards.ways = False, set()
-        # Reentrant checkpointing runs its forward without gradients. Two ways are enough for the
-        # error; those of a long training would fill the memory.
-        if (torch.is_grad_enabled() or self.training) and len(forwards.ways) < 2:
+        # Two ways are enough for the error; those of a long training would fill the memory.
+        if len(forwards.ways) < 2:
             forwards.ways.add(run.way)
         learns = self.training and torch.is_grad_enabled()
         forwards.ordered |= learns and run.way is not None
