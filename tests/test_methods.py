@@ -116,7 +116,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "at least 2": ("layershuffle", {"sequential_every": 1}),
     "in [0, 1)": ("layerdrop", {"drop": 1.0}),
     "above 0": ("anyorder", {"exit_weight": 0.0}),
-    "orders_per_batch must be 1": ("anyorder", {"orders_per_batch": 0}),
+    "orders_per_batch must be a whole number from 1, got 0": ("anyorder", {"orders_per_batch": 0}),
+    "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
+    "one of none, encode, predict, got 'encoding'": ("anyorder", {"position": "encoding"}),
     "more than the 3 blocks": ("truncated", {"kept": 3, "distinct": 4}),
 }
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder, is_integer
 from layershuffle.core.policies import (
     Choice,
     Kept,
@@ -112,8 +112,11 @@ class Method:
     def _check(self) -> None:
         for option in ("orders_per_batch", "min_kept", "max_parallel", "distinct", "kept"):
             number = getattr(self, option)
-            if number is not None and number < 1:
-                raise UsageError(f"{option} must be 1 or more, got {number}")
+            if number is not None and (not is_integer(number) or number < 1):
+                raise UsageError(f"{option} must be a whole number from 1, got {number!r}")
+        if self.position not in get_args(PositionPart):
+            words = ", ".join(get_args(PositionPart))
+            raise UsageError(f"position must be one of {words}, got {self.position!r}")
         if self.drop is not None and self.min_kept is not None:
             raise UsageError(
                 f"drop={self.drop} and min_kept={self.min_kept} both say how many blocks run",
