@@ -27,3 +27,10 @@ def test_questions_keep_their_mark():
     error = LayerShuffleError("no key 'a', did you mean 'b'?", hint="is it 'c'?")
     assert str(error) == "no key 'a', did you mean 'b'? Next: is it 'c'?"
     assert str(UsageError("wrong.", hint="mend it.")) == "wrong. Next: mend it."
+
+
+def test_a_long_cause_loses_its_middle():
+    error = DataError("the column holds " + "QUJD" * 3000 + ", which is no path", place="a.csv")
+    assert error.cause.startswith("the column holds QUJD")
+    assert error.cause.endswith("QUJD, which is no path")
+    assert len(str(error)) == 400 + len(" ... . Where: a.csv.")

@@ -74,6 +74,21 @@ def test_hostile_recipes(tmp_path, text):
         read_recipe(path)
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 5\nlr: 0.1\nsteps: 6\n")
+    with refuses(UsageError, path) as caught:
+        read_recipe(path)
+    assert "'steps' is there twice in" in str(caught.value)
+    assert "line 3" in str(caught.value)
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xef\xbb\xbfsteps: 5\n")
+    assert read_recipe(path) == {"steps": 5}
+
+
 def test_recipe_that_is_absent_or_huge(tmp_path):
     with refuses(UsageError, tmp_path / "none.yaml"):
         read_recipe(tmp_path / "none.yaml")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_MOST_CHARACTERS = 400  # the longest cause of our own has 350
+
 
 class LayerShuffleError(Exception):
     """A failure with a known cause. Exit code 1.
 
     `cause` says what is wrong, `place` where (a file, a flag, a module path), `hint` what to
-    type or change next. `str()` joins them into one paragraph.
+    type or change next. `str()` joins them into one paragraph. A cause of more than 400 characters
+    holds somebody's data (a column, a setting), and loses its middle.
     """
 
     exit_code = 1
@@ -20,7 +23,7 @@ class LayerShuffleError(Exception):
     def __init__(
         self, cause: str, *, place: str | Path | None = None, hint: str | None = None
     ) -> None:
-        self.cause, self.place, self.hint = self._own_words(cause), place, hint
+        self.cause, self.place, self.hint = _shortened(self._own_words(cause)), place, hint
         parts = [_sentence(self.cause)]
         if place is not None:
             parts.append(f"Where: {place}.")
@@ -34,6 +37,13 @@ class LayerShuffleError(Exception):
         # process makes a new error of it. Our paragraph follows the last mention of the class.
         traceback, _, paragraph = cause.rpartition(f"{cls.__module__}.{cls.__qualname__}: ")
         return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
+
+
+def _shortened(cause: str) -> str:
+    if len(cause) <= _MOST_CHARACTERS:
+        return cause
+    half = _MOST_CHARACTERS // 2
+    return f"{cause[:half]} ... {cause[-half:]}"
 
 
 def _sentence(text: str) -> str:

@@ -260,16 +260,30 @@ class CacheSettings(Settings):
     """Skip unreadable images and report them, instead of stopping at the first one."""
 
 
+class _EveryKeyOnce(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key!r} is there twice", problem_mark=node.value[place][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises `UsageError` if the file cannot be read, is larger than 1 MiB, or holds something other
-    than a mapping with text keys.
+    Raises `UsageError` if the file cannot be read, is larger than 1 MiB, names a key twice, or
+    holds something other than a mapping with text keys.
     """
     try:
         if path.stat().st_size > _MAX_RECIPE_BYTES:
             raise UsageError("A recipe must be a small YAML file, but this file is not", place=path)
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # A byte order mark is what some editors of Windows begin a file with.
+        content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
     except FileNotFoundError as error:
         # Plans and lists of hosts are read here, too: they have no steps.
         raise UsageError(
