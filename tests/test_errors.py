@@ -1,9 +1,11 @@
 """Errors: one paragraph, also if a loader process passes them on with a traceback."""
 
+import errno
+
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from layershuffle.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.errors import DataError, LayerShuffleError, UsageError, of_the_machine
 
 
 class Broken(Dataset):
@@ -34,3 +36,39 @@ def test_a_long_cause_loses_its_middle():
     assert error.cause.startswith("the column holds QUJD")
     assert error.cause.endswith("QUJD, which is no path")
     assert len(str(error)) == 400 + len(" ... . Where: a.csv.")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "place"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/run/model"),
+            "disk is full",
+            "/run/model",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "shared", None),
+        (RuntimeError("unable to write to file </torch_7_42>: No space left"), "shared", None),
+        (OSError("AF_UNIX path too long"), "too long for this system", None),
+        (PermissionError(errno.EACCES, "Permission denied", "/cache"), "may not write", "/cache"),
+        (
+            RuntimeError("cannot cache function 'f': no locator available for file 'a'"),
+            "numba",
+            None,
+        ),
+        (UnicodeEncodeError("ascii", "–", 0, 1, "ordinal not in range(128)"), "characters", None),
+    ],
+)
+def test_what_the_machine_causes(error, cause, place):
+    """Alone, and as the cause of an error that a library raises of its own."""
+    try:
+        raise ValueError("cannot write") from error
+    except ValueError as raised:
+        wrapped = raised
+    for found in (of_the_machine(error), of_the_machine(wrapped)):
+        assert cause in found.cause
+        assert found.place == place
+        assert found.hint
+
+
+def test_other_errors_are_not_the_machine_s():
+    assert of_the_machine(KeyError("a")) is None

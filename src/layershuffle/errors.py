@@ -5,9 +5,11 @@ The library raises them; `layershuffle.cli` alone turns them into exit codes.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _MOST_CHARACTERS = 400  # the longest cause of our own has 350
+_ROOM = "make room there, or give another place"
 
 
 class LayerShuffleError(Exception):
@@ -85,3 +87,65 @@ class Interrupted(LayerShuffleError):
     """Stopped by SIGTERM or Ctrl-C after a checkpoint was saved. Exit code 143."""
 
     exit_code = 143
+
+
+def of_the_machine(error: BaseException) -> LayerShuffleError | None:
+    """The error to show where this machine is the cause: a full disk, shared memory, a path, a
+    cache that cannot be written. `None` for all else.
+
+    It looks at the text as well, because a worker process sends an error as text, and libraries
+    wrap those of the system.
+
+    >>> str(of_the_machine(OSError(errno.ENOSPC, "No space left on device", "/data/run/model")))
+    'The disk is full. Where: /data/run/model. Next: make room there, or give another place.'
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    text = " ".join(str(link) for link in chain)
+    place = next((link.filename for link in chain if isinstance(link, OSError)), None)
+    for mark, cause, hint in _OF_THE_MACHINE:
+        if re.search(mark, text):
+            return LayerShuffleError(cause, place=place, hint=hint)
+    return None
+
+
+# Most special first: full shared memory is "no space" or a bus error, too.
+_OF_THE_MACHINE = (
+    (
+        r"Bus error|/dev/shm|/torch_\d|shared memory",
+        "The shared memory of this machine or container is full, in which loader processes hand "
+        "over batches",
+        "start the container with --shm-size=2g or --ipc=host, or give fewer --workers or a "
+        "smaller --batch-size",
+    ),
+    (r"No space left|Errno 28|os error 28", "The disk is full", _ROOM),
+    (r"Disk quota|Errno 122", "The quota of this disk is used up", _ROOM),
+    (
+        r"AF_UNIX path too long|socket path|File name too long",
+        "A path is too long for this system",
+        "give a shorter one; for sockets and temporary files, set TMPDIR=/tmp",
+    ),
+    (
+        r"no locator available|NUMBA_CACHE_DIR",
+        "numba finds no directory for its cache that this user may write",
+        "set NUMBA_CACHE_DIR to one, such as /tmp/numba",
+    ),
+    (
+        r"Read-only file system|Permission denied",
+        "This user may not write there",
+        "give another place; for caches set HF_HOME, MPLCONFIGDIR and XDG_CACHE_HOME",
+    ),
+    (
+        r"Too many open files",
+        "This process may open no more files",
+        "raise the limit in this shell (ulimit -n 4096), or give fewer --workers",
+    ),
+    (
+        r"codec can't encode",
+        "The output of this shell cannot show some characters",
+        "set PYTHONIOENCODING=utf-8",
+    ),
+)
