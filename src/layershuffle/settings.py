@@ -247,19 +247,6 @@ class EvalSettings(Settings):
         return self
 
 
-class CacheSettings(Settings):
-    """How images are stored in a cache."""
-
-    size: Positive = 256
-    """Pixels of the shorter side; smaller images keep their size."""
-    quality: Annotated[int, Field(ge=1, le=100)] = 90
-    """JPEG quality, from 1 to 100."""
-    workers: Annotated[int, Field(ge=0)] | None = None
-    """Number of processes (default: one less than the CPU cores and at most 16)."""
-    skip_corrupt: bool = False
-    """Skip unreadable images and report them, instead of stopping at the first one."""
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 

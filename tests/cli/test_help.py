@@ -333,7 +333,6 @@ FLAGS = {
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
     "predict": "IMAGE MODEL device json mode order seed threads top",
-    "cache": "DATA out quality size skip-corrupt verify workers",
     "analyze": "MODEL NAME batch-size block data device images json list neighbours orders out "
     "resize seed skip-corrupt streaming threads",
     "merge": "MODEL base batch-size compile data device draw ends ensemble-combine ensemble-orders "

@@ -126,19 +126,3 @@ def test_a_torchvision_without_the_decoder_is_reported(
         decodes_jpeg.cache_clear()
     assert NO_JPEG in notes
     assert torch.equal(with_it, without)
-
-
-@pytest.mark.parametrize(("size", "least", "comes"), [
-    ((640, 480), 120, (160, 120)), ((640, 480), 121, (320, 240)), ((640, 480), 241, (640, 480)),
-    ((640, 480), 1000, (640, 480)), ((641, 479), 60, (161, 120)),
-])  # fmt: skip
-def test_large_jpegs_may_come_smaller_but_not_below_what_is_needed(
-    size: tuple[int, int], least: int, comes: tuple[int, int]
-) -> None:
-    image = picture(size=size)
-    small = read_image(file_of(image, "JPEG"), 3, place="here", least=least)
-    assert small.size == comes
-    exact = image.resize(small.size, Image.Resampling.BOX)
-    off = np.abs(np.asarray(small, dtype=int) - np.asarray(exact, dtype=int))
-    assert off.mean() < 2
-    assert read_image(file_of(image, "PNG"), 3, place="here", least=least).size == size

@@ -35,9 +35,8 @@ class ArrayTable:
     ) -> None:
         self.array, self.labels, self.channels = array, labels, channels
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
-        """Image `index` in the mode of the view; `least` has no effect."""
-        del least
+    def image(self, index: int) -> Image.Image:
+        """Image `index` in the mode of the view."""
         image = Image.fromarray(self.array[index])
         return to_mode(image, self.channels, place=self.name(index))
 
@@ -49,10 +48,6 @@ class ArrayTable:
     def name(self, index: int) -> str:
         """The row of image `index`."""
         return f"cifar100 image {index}"
-
-    def fingerprint(self) -> str:
-        """A constant, because torchvision has verified the published checksums of the files."""
-        return "cifar100"
 
 
 def open_source(request: SourceRequest) -> ImageData:

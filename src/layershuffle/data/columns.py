@@ -5,7 +5,6 @@ By feature type, not by name, because names vary: image, img, jpg; label, fine_l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -87,10 +86,10 @@ class HubTable:
         self.data = data.cast_column(columns.image, datasets.Image(decode=False))
         self.reader = record_reader(columns, channels=channels, place=place)
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+    def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming it."""
         content, place = self._content(index)
-        return read_image(content, self.reader.channels, place=place, least=least)
+        return read_image(content, self.reader.channels, place=place)
 
     def pixels(self, index: int) -> Tensor:
         """Image `index` as pixels uint8 [C, H, W]. Raises DataError naming it."""
@@ -100,12 +99,6 @@ class HubTable:
     def name(self, index: int) -> str:
         """Place, row and, if it has one, the path or key of image `index`."""
         return f"row {index} of {self.reader.name(self.data[index])}"
-
-    def fingerprint(self) -> str:
-        """The library's fingerprint of the data, and the sizes of their files."""
-        # The fingerprint identifies how the data were made, not whether the files have changed.
-        sizes = [os.stat(file["filename"]).st_size for file in self.data.cache_files]
-        return f"{self.data._fingerprint} {sizes}"
 
     def _content(self, index: int) -> tuple[bytes, str]:
         record = self.data[index]  # read once: it holds the whole file

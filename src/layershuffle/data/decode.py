@@ -13,7 +13,6 @@ scaled, not clipped as by Pillow's `convert`.
 from __future__ import annotations
 
 import io
-import math
 import struct
 import warnings
 import zlib
@@ -112,24 +111,15 @@ def _decoded(content: bytes, channels: int) -> Tensor | None:
     return pixels
 
 
-def read_image(
-    source: Path | bytes, channels: int, *, place: str | Path, least: int | None = None
-) -> Image.Image:
+def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Image.Image:
     """The image in `source` (a file or its bytes) as mode "RGB" (3 channels) or "L" (1 channel).
 
-    With `least`, a JPEG whose shorter side is at least twice that may be decoded to a half, a
-    quarter or an eighth of its size, but not below `least`, which is faster.
     Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise _bomb(f"{image.width}x{image.height} pixels", place)
-            if least is not None:
-                # It pays from about 1,600 pixels on, and moves bytes by 0.5 to 0.7 on average.
-                scale = least / min(image.size)
-                size = math.ceil(image.width * scale), math.ceil(image.height * scale)
-                image.draft(None, size)
             # Pillow opens files lazily, so this raises errors of damaged files within the `try`.
             image.load()
             return to_mode(image, channels, place=place)

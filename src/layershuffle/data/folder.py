@@ -12,7 +12,6 @@ columns `file` ("val/cat/1.jpg") and `group` (any text).
 from __future__ import annotations
 
 import csv
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +44,10 @@ class FolderTable:
         self.files, self.labels, self.channels = files, labels, channels
         self.others = others
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+    def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
         path = Path(self.files[index])
-        return read_image(path, self.channels, place=path, least=least)
+        return read_image(path, self.channels, place=path)
 
     def pixels(self, index: int) -> Tensor:
         """Image `index` as pixels uint8 [C, H, W]. Raises DataError naming the file."""
@@ -58,22 +57,6 @@ class FolderTable:
     def name(self, index: int) -> str:
         """The path of image `index`."""
         return self.files[index]
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the paths and sizes of the files. Raises DataError if one is missing."""
-        digest = hashlib.sha256()
-        # Paths and sizes, not contents, because a million files would have to be read.
-        for path in self.files:
-            try:
-                size = os.stat(path).st_size
-            except OSError as error:
-                raise DataError(
-                    f"cannot read the file ({error.strerror})",
-                    place=path,
-                    hint="let this user read it",
-                ) from error
-            digest.update(os.fsencode(f"{path}\0{size}\0"))
-        return digest.hexdigest()
 
 
 def open_source(request: SourceRequest) -> ImageData:

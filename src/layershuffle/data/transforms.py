@@ -171,20 +171,14 @@ class ImageTable(Protocol):
     def labels(self) -> Sequence[int]:
         """Class index of every image."""
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
-        """Image `index` as "RGB" or "L"; `least` as in `read_image`.
-
-        Raises DataError, naming it, if it cannot be read.
-        """
+    def image(self, index: int) -> Image.Image:
+        """Image `index` as "RGB" or "L". Raises DataError, naming it, if it cannot be read."""
 
     def pixels(self, index: int) -> Tensor:
         """Image `index` as pixels uint8 [C, H, W], equal to those of `image`. Raises the same."""
 
     def name(self, index: int) -> str:
         """The name of image `index` for messages."""
-
-    def fingerprint(self) -> str:
-        """A text that changes with the images, as far as possible without reading them."""
 
 
 class TransformedImages(Dataset[Item]):
