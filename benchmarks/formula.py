@@ -20,7 +20,6 @@ from layershuffle.bench.workloads import PICO, Workload, make_workload
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.data.formula import FormulaFinish
-from layershuffle.data.formula_kinds import KINDS
 
 WIDTH_128 = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=300&img_size=64&patch_size=16"
@@ -68,26 +67,25 @@ def step_of(workload: Workload, case: FormulaCase) -> Callable[[], None]:
 
 
 def rows(effort: Effort) -> Iterator[ClaimRow]:
-    """One row per kind: seconds of the step over seconds of drawing its images."""
+    """Seconds of the step over seconds of drawing its images."""
     case = ON_GPU if torch.cuda.is_available() else ON_CPU
     case = SMOKES if effort is SMOKE else case
     workload = make_workload(case.spec, batch=case.batch, device=case.device)
     step, view = step_of(workload, case), workload.finish.view
     classes = torch.arange(case.batch) % 10
     keys = torch.stack([classes, torch.arange(case.batch)], dim=1).to(case.device)
-    for kind in KINDS:
-        finish = FormulaFinish(view=view, kind=kind, classes=10, size=view.height)
-        row = compare(
-            f"{kind}, {case.name}",
-            "training step / drawing its images",
-            a=timed_on(case.device, step),
-            b=timed_on(case.device, lambda finish=finish: finish(keys)),
-            effort=effort,
-            bound=Bound("at_least", case.least),
-            settings={**workload.settings, "kind": kind, "size": view.height},
-        )
-        drawn = statistics.median(seconds for _, seconds in row.pairs)
-        yield replace(row, facts={"images drawn per second": round(case.batch / drawn)})
+    finish = FormulaFinish(view=view, classes=10, size=view.height)
+    row = compare(
+        f"orbits, {case.name}",
+        "training step / drawing its images",
+        a=timed_on(case.device, step),
+        b=timed_on(case.device, lambda: finish(keys)),
+        effort=effort,
+        bound=Bound("at_least", case.least),
+        settings={**workload.settings, "size": view.height},
+    )
+    drawn = statistics.median(seconds for _, seconds in row.pairs)
+    yield replace(row, facts={"images drawn per second": round(case.batch / drawn)})
 
 
 CLAIM = Claim(theme="formula", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)

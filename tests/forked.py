@@ -25,7 +25,6 @@ SERVER.set_forkserver_preload(
         "layershuffle.training",
         "layershuffle.scoring",
         "layershuffle.data.digits",
-        "layershuffle.data.cache",
         "layershuffle.data.folder",
         # What a training imports late.
         "torch.utils.tensorboard",

@@ -176,7 +176,6 @@ for words in (
     ["analyze", "norms", "run0", "--data", "folder:.", "--out", "x"],
     ["eval", "run0", "--data", "digit-pairs"],
     ["eval", "run0", "--data", "hf:x"],
-    ["eval", "run0", "--data", "wds:x"],
     ["swarm", "up"],
     ["swarm", "demo"],
     ["classify", "val/a/0.png"],

@@ -25,7 +25,7 @@ EXTRAS = {
         "digit pairs, reproduce, report, analyze",
         ("sklearn", "pandas", "matplotlib", "jinja2", "umap"),
     ),
-    "datasets": Extra("data of the Hugging Face hub and of tar shards: hf:, wds:", ("datasets",)),
+    "datasets": Extra("data of the Hugging Face hub, parquet files and tars: hf:", ("datasets",)),
     "tensorboard": Extra("the curves of every fit, in OUT/tensorboard", ("tensorboard",)),
     "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
     "swarm": Extra(

@@ -16,7 +16,7 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of, running
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
-from layershuffle.data.decode import read_image
+from layershuffle.data.pixels import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, load, num_classes_of

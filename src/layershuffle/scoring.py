@@ -65,7 +65,6 @@ def evaluate_spec(
         train=False,
         max_test=settings.max_images,
         skip_corrupt=settings.skip_corrupt,
-        streaming=settings.streaming,
     )
     view = resized_as(image_view(model), settings.resize)
     data = open_data(data_spec, view, options=options)

@@ -66,7 +66,7 @@ class FitSettings(Settings):
     model: str
     """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR or wds:SHARDS."""
+    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     orders_per_batch: Positive | None = None
@@ -138,8 +138,6 @@ class FitSettings(Settings):
     """Pick the checkpoint on the split that is reported, as the paper did; reports say so."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
-    streaming: bool = False
-    """Read hf: and wds: data as a stream, without a copy on disk."""
 
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data (default: once per epoch)."""
@@ -237,27 +235,12 @@ class EvalSettings(Settings):
     the model was trained."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
-    streaming: bool = False
-    """Read hf: and wds: data as a stream, without a copy on disk."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:
         # Parsed to refuse misspelt modes before a model is loaded.
         parse_modes(self.modes)
         return self
-
-
-class CacheSettings(Settings):
-    """How images are stored in a cache."""
-
-    size: Positive = 256
-    """Pixels of the shorter side; smaller images keep their size."""
-    quality: Annotated[int, Field(ge=1, le=100)] = 90
-    """JPEG quality, from 1 to 100."""
-    workers: Annotated[int, Field(ge=0)] | None = None
-    """Number of processes (default: one less than the CPU cores and at most 16)."""
-    skip_corrupt: bool = False
-    """Skip unreadable images and report them, instead of stopping at the first one."""
 
 
 class _EveryKeyOnce(yaml.SafeLoader):

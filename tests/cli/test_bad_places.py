@@ -39,7 +39,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"fit {SHORT} --data {DATA} --out /proc/x", "There is no such place"),
         (f"analyze norms {MODEL} --data {DATA} --images 8 --out /proc/x", "There is no such place"),
         ("reproduce digits-quick --out file", "A file stands where a directory is needed"),
-        ("cache folder:images --out file", "cannot read this file of the cache"),
         ("swarm drain x --state file", "A file stands where a directory is needed"),
         ("swarm up --state file/x", "A file stands where a directory is needed"),
         # data
@@ -47,8 +46,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"fit {SHORT} --data folder:images --out o", "Cannot read image"),
         (f"fit {SHORT} --data folder:empty --out o", "there is no train/"),
         (f"fit {SHORT} --data hf:images --out o", "no label column"),
-        (f"fit {SHORT} --data wds:bytes --out o", "no such folder"),
-        (f"fit {SHORT} --data cifar100:file --out o", "CIFAR-100 is not there"),
+        (f"fit {SHORT} --data torchvision:CIFAR100?root=file --out o", "CIFAR100 cannot be opened"),
         # models, recipes and images
         (f"eval file --data {DATA}", "There is no layershuffle.json"),
         (f"eval hf:empty --data {DATA}", "There is no layershuffle.json and no config.json here"),

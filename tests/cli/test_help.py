@@ -328,14 +328,13 @@ FLAGS = {
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
     "method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
-    "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
+    "resize schedule seed select-by sequential-every skip-corrupt steps threads warmup "
     "weight-decay workers",
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
-    "precision resize seed skip-corrupt streaming threads",
+    "precision resize seed skip-corrupt threads",
     "predict": "IMAGE MODEL device json mode order seed threads top",
-    "cache": "DATA out quality size skip-corrupt verify workers",
     "analyze": "MODEL NAME batch-size block data device images json list neighbours orders out "
-    "resize seed skip-corrupt streaming threads",
+    "resize seed skip-corrupt threads",
     "merge": "MODEL base batch-size compile data device draw ends ensemble-combine ensemble-orders "
     "json max-images mixed mode num-orders out overwrite precision random replacement "
     "resize seed slots skip-corrupt soups threads",
@@ -349,7 +348,7 @@ FLAGS = {
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
     "method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
-    "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
+    "schedule seed select-by sequential-every skip-corrupt steps threads warmup "
     "weight-decay workers",
     "bench": "KIND batch compile device json model orders-per-batch precision steps threads "
     "workers",

@@ -99,13 +99,13 @@ def test_a_run_that_was_complete_says_that_nothing_was_trained(
 
 def test_a_new_stage_is_counted_from_its_own_beginning(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    show = progress_lines("cache", clock=clock)
+    show = progress_lines("merge", clock=clock)
     clock.work(show, "images", each=1.0, numbers=range(1000, 1010))
     # What an earlier command did is not counted: 20 in 10 seconds, not 500.
     clock.work(show, "probes", each=0.5, numbers=range(480, 601))
     assert capsys.readouterr().err.splitlines()[:2] == [
-        "cache: 500 of 600 probes, 120 probes/min, 0:00:50 left",
-        "cache: 540 of 600 probes, 120 probes/min, 0:00:30 left",
+        "merge: 500 of 600 probes, 120 probes/min, 0:00:50 left",
+        "merge: 540 of 600 probes, 120 probes/min, 0:00:30 left",
     ]
 
 

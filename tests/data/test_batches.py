@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from layershuffle.data import ImageView, Split
 from layershuffle.data.batches import DeviceBatches, place_for
@@ -31,19 +31,7 @@ class Counted(Dataset):
         return PIXELS[index], index
 
 
-class Streamed(IterableDataset):
-    def __init__(self) -> None:
-        self.reads = 0
-
-    def __iter__(self):
-        for index, pixels in enumerate(PIXELS):
-            self.reads += 1
-            yield pixels, index
-
-
-def batches(
-    dataset: Dataset, *, size: int | None = 11, device: str = "cpu", **options
-) -> DeviceBatches:
+def batches(dataset: Dataset, *, size: int = 11, device: str = "cpu", **options) -> DeviceBatches:
     split = Split(dataset=dataset, size=size)
     return DeviceBatches(split, PixelFinish(VIEW), batch_size=4, device=device, **options)
 
@@ -106,13 +94,6 @@ def test_a_cached_split_is_read_once(options: dict, reads: int) -> None:
         assert labels.tolist() == list(range(11))
     assert dataset.reads == reads
     assert device_batches.kept == (reads == 11)
-
-
-def test_a_stream_is_never_cached() -> None:
-    dataset = Streamed()
-    device_batches = batches(dataset, size=None, keep=True, host_bytes=1 << 30)
-    assert torch.equal(joined(device_batches)[0], joined(device_batches)[0])
-    assert dataset.reads == 22
 
 
 def test_an_interrupted_pass_caches_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from torchvision.models import ViT_B_16_Weights
 
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
@@ -38,19 +38,6 @@ class Labels(Dataset[Item]):
         return torch.empty(0), self.labels[index]
 
 
-class LabelStream(IterableDataset[Item]):
-    """The same as a stream."""
-
-    def __init__(self, labels: Sequence[int]) -> None:
-        self.labels, self.epoch = labels, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Item]:
-        return ((torch.empty(0), label) for label in self.labels)
-
-
 def data_of(*classes: str, dataset: Dataset[Item] | None = None) -> ImageData:
     dataset = dataset or Labels([0, 1, 2])
     return ImageData(
@@ -63,8 +50,6 @@ def data_of(*classes: str, dataset: Dataset[Item] | None = None) -> ImageData:
 
 def labels_of(data: ImageData) -> list[int]:
     dataset = data.splits["test"].dataset
-    if isinstance(dataset, IterableDataset):
-        return [label for _, label in dataset]
     return [dataset[row][1] for row in range(3)]
 
 
@@ -77,14 +62,12 @@ def labels_of(data: ImageData) -> list[int]:
         (None, ("disk", "grid", "stripe"), [0, 1, 2]),
     ],
 )
-@pytest.mark.parametrize("kind", [Labels, LabelStream])
 def test_data_follow_the_order_of_the_model(
-    kind: type[Labels | LabelStream],
     names: Sequence[str] | None,
     classes: Sequence[str],
     labels: list[int],
 ) -> None:
-    inner = kind([0, 1, 2])
+    inner = Labels([0, 1, 2])
     data = data_of("disk", "grid", "stripe", dataset=inner)
     matched = match_classes(data, names, outputs=3, place="dir:m")
     assert (matched.classes, labels_of(matched)) == (tuple(classes), labels)

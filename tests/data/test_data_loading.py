@@ -22,7 +22,6 @@ from refusals import refuses
         ("digit-pairs?train=5&test=6", ("digit-pairs", "", {"train": "5", "test": "6"})),
         ("folder:/data/a b?c", ("folder", "/data/a b?c", {})),
         ("hf:org/set:conf?label=fine", ("hf", "org/set:conf", {"label": "fine"})),
-        ("wds:a/t-{0..3}.tar,a/v-?.tar", ("wds", "a/t-{0..3}.tar,a/v-?.tar", {})),
     ],
 )
 def test_specs(spec: str, parts: tuple[str, str, dict[str, str]]) -> None:
@@ -42,7 +41,7 @@ def test_the_form_of_a_source_begins_with_its_name() -> None:
         "",
         "hf:x?lable=y",
         "folder:",
-        "cifar100",
+        "torchvision",
     ],
 )
 def test_bad_specs_name_the_nearest_good_one(spec: str) -> None:
@@ -57,12 +56,6 @@ def test_a_folder_without_its_scheme_is_recognised(
     monkeypatch.chdir(tmp_path)
     with refuses(UsageError):
         open_data("shapes", DIGIT_VIEW)
-
-
-@pytest.mark.parametrize("spec", ["digit-pairs", "folder:x", "cifar100:x"])
-def test_streaming_is_refused_where_it_means_nothing(spec: str) -> None:
-    with refuses(UsageError):
-        open_data(spec, DIGIT_VIEW, options=DataOptions(streaming=True))
 
 
 @pytest.mark.parametrize(

@@ -223,11 +223,11 @@ def test_a_model_with_four_channels_is_refused_at_once(root: Path) -> None:
 
 def test_files_of_other_kinds_are_counted_in_the_notes(root: Path) -> None:
     first = sorted((root / "train").iterdir())[0]
-    (first / "a.gif").write_bytes(b"GIF89a")
+    (first / "a.pdf").write_bytes(b"%PDF")
     (first / "b.txt").write_text("words")
     (note,) = [n for n in opened(root, VIEW).notes if "left out" in n and "known" in n]
-    assert note.startswith("train: 2 files are no images of a known kind and were left out")
-    assert f"{first.name}/a.gif" in note
+    assert note.startswith("train: 2 files or folders are no images")
+    assert f"{first.name}/a.pdf" in note
 
 
 def test_groups_of_test_images_come_from_a_file(root: Path) -> None:

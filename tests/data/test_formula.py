@@ -15,8 +15,17 @@ from torch.utils.data import DataLoader
 from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, formula, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.formula import MARGIN, FormulaFinish, class_table, draw_images
-from layershuffle.data.formula_kinds import KINDS, angle, length, mixed, units, wave
+from layershuffle.data.formula import (
+    MARGIN,
+    FormulaFinish,
+    angle,
+    class_table,
+    draw_images,
+    length,
+    mixed,
+    units,
+    wave,
+)
 from layershuffle.errors import UsageError
 from layershuffle.models import file_view, load
 from refusals import refuses
@@ -26,19 +35,15 @@ BITS = 0xFFFFFFFF
 # A view that leaves colours 0..1 unchanged.
 PLAIN = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
 # SHA-256 of images 0..7 of classes 0..7, 16 pixels a side, as bytes.
-GOLDEN = {
-    "orbits": "907715cf9aa1bbf0eb3997aa048efbfd716385c75c5cfb97e2a7740a155c07fc",
-    "fractal": "b090e8ded595aa834044e1b0b4dc78330565a3d497e69cce4643d091a952eed4",
-    "coordinates": "7378f44453b5e35be3f31e02207c9340e8a993aa0b15f7dc3b48d7560e6654c8",
-}
+GOLDEN = "907715cf9aa1bbf0eb3997aa048efbfd716385c75c5cfb97e2a7740a155c07fc"
 
 
 def keys(*pairs: tuple[int, int]) -> torch.Tensor:
     return torch.tensor(pairs)
 
 
-def finish(kind: str, *, classes: int = 12, view: ImageView = PLAIN) -> FormulaFinish:
-    return FormulaFinish(view=view, kind=kind, classes=classes, size=16)
+def finish(*, classes: int = 12, view: ImageView = PLAIN) -> FormulaFinish:
+    return FormulaFinish(view=view, classes=classes, size=16)
 
 
 def slow_hash(value: int) -> int:
@@ -66,10 +71,10 @@ def slow_length(x: np.float32, y: np.float32) -> np.float32:
 class SlowImage:
     """One image computed with 32-bit scalars, in the order of the formulas."""
 
-    def __init__(self, kind: str, label: int, instance: int, *, classes: int, size: int) -> None:
+    def __init__(self, label: int, instance: int, *, classes: int, size: int) -> None:
         self.size = size
-        self.classes = [F(value) for value in class_table(kind, classes).parameters[label].tolist()]
-        base = formula.derived_seed("formula", 0, kind) & BITS
+        self.classes = [F(value) for value in class_table(classes).parameters[label].tolist()]
+        base = formula.derived_seed("formula", 0, "orbits") & BITS
         drawn = slow_units(slow_hash(slow_hash(label ^ base) ^ instance), 6 + 5 + len(self.classes))
         self.colours, noise = drawn[:6], [value - F(0.5) for value in drawn[6:]]
         self.place_noise, self.noise = noise[:5], noise[5:]
@@ -117,76 +122,20 @@ class SlowImage:
             shown[i, j] = min(max(off, F(0)), F(1))
         return shown
 
-    def fractal(self) -> np.ndarray:
-        maps = [self.contraction(6 * index) for index in range(4)]
-        points = [(F(0), F(0))]
-        for _ in range(7):
-            points = [
-                (a * x + b * y + x0, c * x + d * y + y0)
-                for a, b, c, d, x0, y0 in maps
-                for x, y in points
-            ]
-        (left, right), (top, bottom) = (
-            (min(line), max(line)) for line in zip(*points, strict=True)
-        )
-        scale = F(1.7) / (max(right - left, bottom - top) + F(1e-6))
-        counts = np.zeros((self.size, self.size), dtype=F)
-        for x, y in points:
-            place = self.placed(
-                (x - (left + right) * F(0.5)) * scale, (y - (top + bottom) * F(0.5)) * scale
-            )
-            column, row = ((line + F(1)) * F(self.size / 2) for line in place)
-            if 0 <= column < self.size and 0 <= row < self.size:
-                counts[int(row), int(column)] += 1
-        return np.minimum(counts * F(0.3 * self.size**2 / 4**7), F(1))
-
-    def contraction(self, first: int) -> tuple[np.float32, ...]:
-        a, b = (self.value(first + index, 0, 1, 0.03) for index in (0, 1))
-        s, t = self.value(first + 2, 0.45, 0.7, 0.04), self.value(first + 3, 0.2, 0.5, 0.04)
-        rotations = [
-            np.array([[slow_wave(turn + F(0.25)), -slow_wave(turn)],
-                      [slow_wave(turn), slow_wave(turn + F(0.25))]]) for turn in (a, b)
-        ]  # fmt: skip
-        matrix = np.zeros((2, 2), dtype=F)
-        for i in range(2):
-            for j in range(2):
-                # By singular values: the columns of one rotation times the rows of the other.
-                parts = [rotations[0][i, k] * (s, t)[k] * rotations[1][k, j] for k in range(2)]
-                matrix[i, j] = parts[0] + parts[1]
-        x0, y0 = self.value(first + 4, -1, 1, 0.1), self.value(first + 5, -1, 1, 0.1)
-        return (*matrix.flatten(), x0, y0)
-
-    def coordinates(self) -> np.ndarray:
-        shown = np.zeros((self.size, self.size), dtype=F)
-        for i, j, x, y in self.centres():
-            layer, used = [x, y], 0
-            for outputs, reach in ((6, 1.2), (6, 0.35), (1, 0.35)):
-                inputs, rows = len(layer), []
-                for unit in range(outputs):
-                    first = used + unit * (inputs + 1)
-                    total = self.value(first + inputs, 0, 1, 0.1)
-                    for index, value in enumerate(layer):
-                        total += self.value(first + index, -reach, reach, 0.1 * reach) * value
-                    rows.append(slow_wave(total))
-                layer, used = rows, used + outputs * (inputs + 1)
-            shown[i, j] = layer[0] * F(0.5) + F(0.5)
-        return shown
-
-    def image(self, kind: str) -> np.ndarray:
-        shown = getattr(self, kind)()
+    def image(self) -> np.ndarray:
+        shown = self.orbits()
         light = [F(0.55) + F(0.45) * unit for unit in self.colours[:3]]
         dark = [F(0.45) * unit for unit in self.colours[3:]]
         return np.stack([low + (high - low) * shown for high, low in zip(light, dark, strict=True)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_images_are_those_of_a_loop_over_pixels(kind: str) -> None:
+def test_images_are_those_of_a_loop_over_pixels() -> None:
     pairs = [(0, 0), (7, 3), (11, 2**31 + 5)]
-    drawn = draw_images(keys(*pairs), kind=kind, classes=12, size=16)
+    drawn = draw_images(keys(*pairs), classes=12, size=16)
     for image, (label, instance) in zip(drawn, pairs, strict=True):
-        slow = SlowImage(kind, label, instance, classes=12, size=16).image(kind)
+        slow = SlowImage(label, instance, classes=12, size=16).image()
         off = np.abs(image.numpy() - slow)
-        assert off.max() == 0, f"{kind} {label} {instance}: at most {off.max()}, mean {off.mean()}"
+        assert off.max() == 0, f"{label} {instance}: at most {off.max()}, mean {off.mean()}"
 
 
 def test_draws_are_those_of_whole_numbers_of_python() -> None:
@@ -206,29 +155,27 @@ def test_draws_are_those_of_whole_numbers_of_python() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_images_never_change(kind: str) -> None:
+def test_the_first_images_never_change() -> None:
     drawn = draw_images(
-        keys(*((label, k) for label in range(8) for k in range(8))), kind=kind, classes=8, size=16
+        keys(*((label, k) for label in range(8) for k in range(8))), classes=8, size=16
     )
     content = (drawn * 255).round().byte().numpy().tobytes()
-    assert hashlib.sha256(content).hexdigest() == GOLDEN[kind]
+    assert hashlib.sha256(content).hexdigest() == GOLDEN
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_image_has_the_same_bits_in_every_batch(kind: str, monkeypatch) -> None:
+def test_an_image_has_the_same_bits_in_every_batch(monkeypatch) -> None:
     pairs = keys(*((label, k) for label in range(12) for k in (0, 1, 2**30)))
-    whole = finish(kind)(pairs)
+    whole = finish()(pairs)
     for part in (slice(0, 1), slice(3, 20), slice(17, 36)):
-        assert torch.equal(finish(kind)(pairs[part]), whole[part])
-    assert torch.equal(finish(kind)(pairs.flip(0)), whole.flip(0))
+        assert torch.equal(finish()(pairs[part]), whole[part])
+    assert torch.equal(finish()(pairs.flip(0)), whole.flip(0))
     # Nor does it depend on the number of classes, parts of batches or threads.
-    assert torch.equal(finish(kind, classes=20)(pairs), whole)
+    assert torch.equal(finish(classes=20)(pairs), whole)
     monkeypatch.setattr(formula, "_CPU_PIXELS", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert torch.equal(pickle.loads(pickle.dumps(finish(kind)))(pairs), whole)
+        assert torch.equal(pickle.loads(pickle.dumps(finish()))(pairs), whole)
     finally:
         torch.set_num_threads(threads)
 
@@ -250,26 +197,25 @@ def test_loader_processes_and_batch_sizes_change_nothing() -> None:
     assert labels.tolist() == 3 * list(range(10))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_classes_differ_by_the_margin(kind: str) -> None:
-    table = class_table(kind, 60)
-    sketches = torch.stack(list(formula._sketches(kind, table.parameters))).double()
+def test_classes_differ_by_the_margin() -> None:
+    table = class_table(60)
+    sketches = torch.stack(list(formula._sketches(table.parameters))).double()
     gaps = (sketches[:, None] - sketches).abs().mean(-1)
     gaps.fill_diagonal_(255)
     assert gaps.min() >= MARGIN
-    assert torch.equal(class_table(kind, 20).parameters, table.parameters[:20])
+    assert torch.equal(class_table(20).parameters, table.parameters[:20])
 
 
 def test_near_duplicates_are_left_out(monkeypatch) -> None:
-    ordinary = class_table("orbits", 30)
+    ordinary = class_table(30)
     # A larger margin rejects more candidates; the first of each pair stays.
     monkeypatch.setattr(formula, "MARGIN", 45)
-    strict = class_table.__wrapped__("orbits", 30)
+    strict = class_table.__wrapped__(30)
     assert strict.rejected > ordinary.rejected
     assert torch.equal(strict.parameters[0], ordinary.parameters[0])
     monkeypatch.setattr(formula, "MARGIN", 120)
     with refuses(UsageError):
-        class_table.__wrapped__("orbits", 30)
+        class_table.__wrapped__(30)
 
 
 def test_the_splits_have_no_instance_in_common() -> None:
@@ -292,11 +238,10 @@ def test_the_splits_have_no_instance_in_common() -> None:
     assert data.classes[-1] == "orbits-6"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_nearest_mean_finds_most_classes(kind: str) -> None:
+def test_a_nearest_mean_finds_most_classes() -> None:
     """40 classes by the mean ink of 30 training images: chance is 2.5 percent."""
     data = open_data(
-        f"formula?kind={kind}&classes=40&size=16&train=1200&test=400",
+        "formula?classes=40&size=16&train=1200&test=400",
         ImageView(channels=1, height=16, width=16, mean=(0.0,), std=(1.0,)),
     )
     parts = {}
@@ -315,7 +260,7 @@ def test_a_nearest_mean_finds_most_classes(kind: str) -> None:
 def test_images_are_fitted_to_the_view_and_limited() -> None:
     view = ImageView(channels=1, height=24, width=20, mean=(0.5,), std=(0.5,))
     options = DataOptions(train=False, max_test=5)
-    data = open_data("formula?kind=fractal&classes=12&size=16&test=24", view, options=options)
+    data = open_data("formula?classes=12&size=16&test=24", view, options=options)
     assert set(data.splits) == {"test"}
     assert data.splits["test"].size == 5
     assert data.finish(keys((0, 1), (1, 1))).shape == (2, 1, 24, 20)
@@ -326,8 +271,7 @@ def test_images_are_fitted_to_the_view_and_limited() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "formula?kind=orbit",
-        "formula?kind=",
+        "formula?kind=orbits",
         "formula?classes=1",
         "formula?classes=99999",
         "formula?size=8",
@@ -351,7 +295,7 @@ def test_a_model_learns_scores_and_answers_with_the_names_of_the_classes(
     tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    spec = "formula?kind=coordinates&classes=3&size=16&train=24&validation=6&test=9"
+    spec = "formula?classes=3&size=16&train=24&validation=6&test=9"
     model = (
         "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&img_size=16&patch_size=4"
         "&embed_dim=16&depth=2&num_heads=2&mlp_ratio=1"
@@ -368,7 +312,7 @@ def test_a_model_learns_scores_and_answers_with_the_names_of_the_classes(
     assert scored[0] == pytest.approx(scored[1], rel=1e-5)  # the model rounds, the images do not
     # As a file, at the model's size, an image is what the model was trained on, rounded to bytes.
     assert file_view(load("run")).resize == "squash"
-    pixels = draw_images(keys((1, 5)), kind="coordinates", classes=3, size=16)[0]
+    pixels = draw_images(keys((1, 5)), classes=3, size=16)[0]
     Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save("one.png")
     assert main(["predict", "run", "one.png", "--json"]) == 0
-    assert "coordinates-" in capsys.readouterr().out
+    assert "orbits-" in capsys.readouterr().out

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 
 import datasets
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.hub import split_config
-from layershuffle.data.streams import IdentityCut, identity
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
@@ -70,7 +66,7 @@ def opened(place: Path | str, **options: object) -> ImageData:
     return open_data(f"hf:{place}", VIEW, options=DataOptions(**{"holdout": 0.2, **options}))
 
 
-def sizes(data: ImageData) -> dict[str, int | None]:
+def sizes(data: ImageData) -> dict[str, int]:
     return {name: split.size for name, split in data.splits.items()}
 
 
@@ -120,26 +116,19 @@ def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:
 
 def test_string_labels_are_sorted_classes(tmp_path: Path) -> None:
     splits = {
-        "train": rows(6, 0, kind=["dog", "ape", "cow"] * 2),
-        "test": rows(2, 50, kind=["cow", "ape"]),
+        "train": rows(6, 0, label=["dog", "ape", "cow"] * 2),
+        "test": rows(2, 50, label=["cow", "ape"]),
     }
-    place = saved(tmp_path, splits, kind=datasets.Value("string"))
+    place = saved(tmp_path, splits, label=datasets.Value("string"))
     data = opened(place, holdout=0.5)
     assert data.classes == ("ape", "cow", "dog")
     assert [label for _, label in data.splits["test"].dataset] == [1, 0]
-    streamed = opened(place, streaming=True)
-    assert streamed.classes == data.classes
-    assert [label for _, label in streamed.splits["test"].dataset] == [1, 0]
 
 
 def test_integer_labels_are_numbered_and_checked(tmp_path: Path) -> None:
-    splits = {"train": rows(6, 0, y=[0, 1, 3] * 2), "test": rows(2, 50, y=[0, 4])}
+    splits = {"train": rows(6, 0, label=[0, 1, 3] * 2), "test": rows(2, 50, label=[0, 4])}
     with refuses(DataError):
-        opened(saved(tmp_path, splits, y=datasets.Value("int64")))
-    streamed = opened(tmp_path / "saved", streaming=True)
-    assert streamed.classes == ("0", "1", "2", "3")
-    with refuses(DataError):
-        list(streamed.splits["test"].dataset)
+        opened(saved(tmp_path, splits, label=datasets.Value("int64")))
 
 
 def test_two_label_columns_need_a_choice(tmp_path: Path) -> None:
@@ -171,67 +160,17 @@ def test_a_corrupt_image_is_named_or_skipped_and_counted(tmp_path: Path) -> None
     test["img"][1] = {"bytes": file_of(noise(51))[:90], "path": "broken.png"}
     splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
     place = saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
-    with refuses(DataError, f"row 1 of hf:{place} (broken.png)"):
+    with refuses(DataError, f"row 1 of hf:{place} (test) (broken.png)"):
         list(opened(place).splits["test"].dataset)
     data = opened(place, skip_corrupt=True)
     assert (data.skipped, data.splits["test"].size) == (1, 2)
     assert [label for _, label in data.splits["test"].dataset] == [0, 2]
-    with refuses(DataError, f"hf:{place} (broken.png)"):
-        list(opened(place, streaming=True).splits["test"].dataset)
-    with refuses(UsageError):
-        opened(place, streaming=True, skip_corrupt=True)
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_a_stream_has_every_image_once_and_a_holdout_by_content(
-    image_folder: Path, augment: bool
-) -> None:
-    data = opened(image_folder, streaming=True, augment=augment)
-    assert sizes(data) == {"train": None, "holdout": None, "test": None}
-    assert data.classes == CLASSES
-    assert any("hash of their content" in note for note in data.notes)
-    cut = IdentityCut(share=0.2, held_out=True)
-    files = {path.read_bytes() for path in (image_folder / "train").rglob("*.png")}
-    expected = sorted(
-        np.asarray(Image.open(io.BytesIO(content))).tobytes()
-        for content in files
-        if cut.keeps(identity(content))
-    )
-    held_out = [whole(image) for image, _ in data.splits["holdout"].dataset]
-    assert sorted(held_out) == expected
-    assert 3 <= len(held_out) <= 24
-    train = list(data.splits["train"].dataset)
-    assert len(train) == 60 - len(held_out)
-    pictures = {np.asarray(Image.open(io.BytesIO(content))).tobytes() for content in files}
-    seen = {whole(image) for image, _ in train}
-    assert (seen == pictures - set(held_out)) == (not augment)
-
-
-def test_a_stream_is_a_function_of_seed_and_epoch(image_folder: Path) -> None:
-    def epoch(number: int, **options: object) -> torch.Tensor:
-        dataset = opened(image_folder, streaming=True, augment=True, **options).splits["train"]
-        dataset.dataset.set_epoch(number)
-        return torch.stack([image for image, _ in dataset.dataset])
-
-    first = epoch(0)
-    assert torch.equal(first, epoch(0))
-    assert not torch.equal(first, epoch(1))
-
-
-def test_a_streamed_test_split_can_be_limited(three_splits: Path) -> None:
-    data = opened(three_splits, streaming=True, max_test=4, train=False)
-    labels = [label for _, label in data.splits["test"].dataset]
-    assert len(labels) == 4
-    full = opened(three_splits, streaming=True)
-    assert [len(list(full.splits[name].dataset)) for name in ("holdout", "train")] == [9, 30]
 
 
 def test_data_sets_can_be_pickled_for_workers(three_splits: Path) -> None:
-    for streaming in (False, True):
-        data = opened(three_splits, streaming=streaming)
-        again = pickle.loads(pickle.dumps(data.splits["test"].dataset))
-        first = next(iter(again))
-        assert torch.equal(first[0], next(iter(data.splits["test"].dataset))[0])
+    data = opened(three_splits)
+    again = pickle.loads(pickle.dumps(data.splits["test"].dataset))
+    assert torch.equal(again[0][0], data.splits["test"].dataset[0][0])
 
 
 def test_a_hub_name_offline_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode
 
 from layershuffle.data import ImageView
 from layershuffle.data.contract import derived_seed
-from layershuffle.data.decode import pixel_tensor
+from layershuffle.data.pixels import pixel_tensor
 from layershuffle.data.transforms import (
     AugmentedImages,
     PixelFinish,
@@ -219,7 +219,7 @@ def test_pixels_by_torch_equal_pillow_up_to_rounding(
     for seed, size in enumerate([(250, 188), (188, 250), (140, 73), (73, 73), (64, 64)]):
         image = smooth(*size, seed=seed, mode=mode)
         plain = PlainTransform(view)(image)
-        fast = PixelTransform(view)(pixel_tensor(image))
+        fast = PixelTransform(view)(image)
         assert fast.shape == plain.shape == (channels, 64, 64)
         assert fast.dtype == torch.uint8
         assert fast.is_contiguous()
@@ -233,15 +233,15 @@ def test_enlarged_pixels_by_torch_are_close_too() -> None:
     """CIFAR's 32 pixels on a view of 224."""
     view = ImageView(**{**VIEW.__dict__, "height": 224, "width": 224})
     image = smooth(32, 32, seed=9)
-    off = PixelTransform(view)(pixel_tensor(image)).int() - PlainTransform(view)(image).int()
+    off = PixelTransform(view)(image).int() - PlainTransform(view)(image).int()
     assert off.abs().max() <= 2
     assert off.abs().float().mean() < 0.1
 
 
 def test_an_image_that_fits_is_not_touched() -> None:
     view = ImageView(**{**VIEW.__dict__, "crop_pct": 1.0})
-    pixels = pixel_tensor(noise(16, 16))
-    assert torch.equal(PixelTransform(view)(pixels), pixels)
+    image = noise(16, 16)
+    assert torch.equal(PixelTransform(view)(image), pixel_tensor(image))
 
 
 def test_the_nearest_pixel_is_left_to_pillow() -> None:

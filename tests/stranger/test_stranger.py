@@ -173,8 +173,6 @@ def test_own_pictures(stranger: Stranger) -> None:
     answer = types("analyze", "norms", "a", *data, "--out", "norms", "--json").json()
     assert (folder / "norms" / "norms.svg").is_file()
     assert answer["files"] == ["norms.csv", "norms.svg"]
-    assert "20 images" not in types("cache", "folder:photos", "--size", "32", "--out", "small").out
-    assert types("eval", "a", "--data", "folder:small", "--json").json()["modes"][0]["images"] == 8
     calibrated = types("swarm", "calibrate", "a", *data, "--orders", "2", "--json").json()
     queue = [row for row in calibrated["rows"] if (row["passes"], row["parallel"]) == (1, 1)]
     assert [row["kept"] for row in queue] == [1, 2, 3]

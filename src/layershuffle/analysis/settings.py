@@ -30,5 +30,3 @@ class AnalysisSettings(Settings):
     the model was trained."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
-    streaming: bool = False
-    """Read hf: data as a stream."""

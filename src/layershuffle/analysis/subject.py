@@ -159,24 +159,19 @@ class Subject:
             return self.data.splits[name]
         # Opened only if needed, because most analyses use no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
-        if split.size is None:
-            return split
         return limited_test(split.dataset, split.size, limit=self.settings.images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches up to the number of images in the settings, where a stream is cut off."""
-        left = self.settings.images
-        for images, labels in DeviceBatches(
-            split,
-            self.data.finish,
-            batch_size=self.settings.batch_size,
-            device=next(self.model.parameters()).device,
-            processes=loader_processes(self.data.spec),
-        ):
-            yield images[:left], labels[:left]
-            left -= len(images)
-            if left <= 0:
-                return
+        """Batches of images and labels on the device of the model."""
+        return iter(
+            DeviceBatches(
+                split,
+                self.data.finish,
+                batch_size=self.settings.batch_size,
+                device=next(self.model.parameters()).device,
+                processes=loader_processes(self.data.spec),
+            )
+        )
 
 
 def open_subject(
@@ -201,7 +196,6 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
         holdout=trained_with(backbone_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.images,
         skip_corrupt=settings.skip_corrupt,
-        streaming=settings.streaming,
     )
     view = resized_as(image_view(model), settings.resize)
     data, names = open_data(spec, view, options=options), class_names_of(model)

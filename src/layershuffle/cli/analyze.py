@@ -26,7 +26,7 @@ class AnalyzeCommand(ComputingCommand):
     model: Annotated[str | None, tyro.conf.Positional, required(metavar="MODEL")] = None
     """Directory of a fit, or any model spec."""
     data: Annotated[str | None, required()] = None
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
+    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, torchvision:NAME."""
     out: Annotated[Path | None, required()] = None
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
     # --list needs no other argument, so tyro does not require the arguments above.

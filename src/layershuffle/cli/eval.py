@@ -32,7 +32,7 @@ class EvalCommand(ComputingCommand):
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
     data: str
     """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
-    hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
+    hf:NAME_OR_DIR, torchvision:NAME."""
     order: str | None = None
     """Score this one execution order ("3,0,2") instead of drawn ones."""
     json: bool = False

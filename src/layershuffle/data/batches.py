@@ -86,9 +86,6 @@ class DeviceBatches:
         return tensor.to(self.device, non_blocking=True)
 
     def _place(self, pixels: Tensor) -> PixelPlace | None:
-        # The length of a stream is unknown, so it may not fit.
-        if self.split.size is None:
-            return None
         size = self.split.size * pixels[0].numel()
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
         return place_for(size, gpu_free=free, host_bytes=self._host_bytes)

@@ -7,10 +7,10 @@ another order. Without matching, all of its answers would silently count as wron
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from layershuffle.data.contract import ImageData, Item, Split
 from layershuffle.errors import DataError
@@ -128,8 +128,6 @@ def _words(text: str) -> set[str]:
 
 
 def _renumbered(split: Split, indices: Sequence[int]) -> Split:
-    if isinstance(split.dataset, IterableDataset):
-        return replace(split, dataset=RenumberedStream(split.dataset, indices))
     return replace(split, dataset=RenumberedImages(split.dataset, indices))
 
 
@@ -150,17 +148,3 @@ class RenumberedImages(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         pixels, label = self.dataset[index]
         return pixels, self.indices[label]
-
-
-class RenumberedStream(IterableDataset[Item]):
-    """A stream whose label i is `indices[i]` of the original's."""
-
-    def __init__(self, dataset: IterableDataset[Item], indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the shuffle and the augmentation of `epoch`."""
-        self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]  # of StreamedImages
-
-    def __iter__(self) -> Iterator[Item]:
-        return ((pixels, self.indices[label]) for pixels, label in self.dataset)

@@ -37,8 +37,7 @@ HOLDOUT_SEED = 0
 class DataOptions:
     """Options of a source.
 
-    seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`
-    and `formula`).
+    seed: drives augmentation (never the content of `digit-pairs` and `formula`).
     holdout: share of the training images held out, the same ones for every seed, for sources
     without a validation split beside a test split; None trains on all of them. max_test: first n of
     one fixed shuffle. train=False opens only "test".
@@ -49,7 +48,6 @@ class DataOptions:
     holdout: float | None = 0.05
     augment: bool = False
     skip_corrupt: bool = False
-    streaming: bool = False
     max_test: int | None = None
     train: bool = True
 
@@ -68,14 +66,14 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of the data. `size` is None for a stream, whose length is unknown.
+    """One part of the data, of `size` images.
 
     `groups` int64 [size, k]: images with a number in common may be wrong together (pairs of one
     handwritten digit, frames of one video); None if images are treated as independent.
     """
 
     dataset: Dataset[Item]
-    size: int | None
+    size: int
     groups: Tensor | None = None
 
 

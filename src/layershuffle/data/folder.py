@@ -12,8 +12,8 @@ columns `file` ("val/cat/1.jpg") and `group` (any text).
 from __future__ import annotations
 
 import csv
-import hashlib
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,21 +22,21 @@ from PIL import Image
 from torch import Tensor
 
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.decode import mode_for, read_image, read_pixels
+from layershuffle.data.pixels import extensions, mode_for, read_image
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
 from layershuffle.text import one_line, shortened
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 VALIDATION_NAMES = ("val", "validation")
 TEST_NAME = "test"
 GROUPS_FILE = "groups.csv"
+_USUAL = "jpg, png, webp, tif and others"
 
 
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]`.
 
-    `others` names the other files, which are no images of a known kind.
+    `others` names the files that were left out.
     """
 
     def __init__(
@@ -45,35 +45,14 @@ class FolderTable:
         self.files, self.labels, self.channels = files, labels, channels
         self.others = others
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+    def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
         path = Path(self.files[index])
-        return read_image(path, self.channels, place=path, least=least)
-
-    def pixels(self, index: int) -> Tensor:
-        """Image `index` as pixels uint8 [C, H, W]. Raises DataError naming the file."""
-        path = Path(self.files[index])
-        return read_pixels(path, self.channels, place=path)
+        return read_image(path, self.channels, place=path)
 
     def name(self, index: int) -> str:
         """The path of image `index`."""
         return self.files[index]
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the paths and sizes of the files. Raises DataError if one is missing."""
-        digest = hashlib.sha256()
-        # Paths and sizes, not contents, because a million files would have to be read.
-        for path in self.files:
-            try:
-                size = os.stat(path).st_size
-            except OSError as error:
-                raise DataError(
-                    f"cannot read the file ({error.strerror})",
-                    place=path,
-                    hint="let this user read it",
-                ) from error
-            digest.update(os.fsencode(f"{path}\0{size}\0"))
-        return digest.hexdigest()
 
 
 def open_source(request: SourceRequest) -> ImageData:
@@ -82,39 +61,43 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
     classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
-    root = Path(request.place).expanduser()
-    channels = request.view.channels
+    root, channels = Path(request.place).expanduser(), request.view.channels
     # For its error, before any folder is listed.
     mode_for(channels)
     train, validation, test = split_folders(root, need_train=request.options.train)
     # Without training data (eval), the classes come from the reported split.
     reference = train or test
     classes = class_names(reference)
-    for other in (validation, test):
-        if other is not None:
-            require_same_classes(reference, other, classes=classes)
-    tested = folder_table(test, classes, channels=channels)
-    trained = _wanted(request, train, classes)
-    validated = _wanted(request, validation, classes)
-    notes = [
-        _other_files(split, table)
-        for split, table in ((test, tested), (train, trained), (validation, validated))
-        if split is not None and table is not None and table.others
-    ]
+    tables: dict[str, FolderTable] = {}
+    notes = []
+    for name, split in (("train", train), ("validation", validation), ("test", test)):
+        if split is None:
+            continue
+        require_same_classes(reference, split, classes=classes)
+        if request.options.train or name == "test":
+            tables[name] = folder_table(split, classes, channels=channels)
+            if others := tables[name].others:
+                notes.append(
+                    f"{split.name}: {len(others)} files or folders are no images of a known kind, "
+                    f"hidden, special or counted already, and were left out: {shortened(others)}"
+                )
+    tested = tables["test"]
     groups = group_numbers(root, tested.files)
     if groups is not None:
         notes.append(
             f"{test.name}: {len(groups)} images in {len(set(groups[:, 0].tolist()))} groups"
         )
-    tables = Tables(
-        classes=classes,
-        test=tested,
-        train=trained,
-        validation=validated,
-        test_groups=groups,
-        notes=tuple(notes),
+    return assemble(
+        request,
+        Tables(
+            classes=classes,
+            test=tested,
+            train=tables.get("train"),
+            validation=tables.get("validation"),
+            test_groups=groups,
+            notes=tuple(notes),
+        ),
     )
-    return assemble(request, tables)
 
 
 def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | None, Path]:
@@ -179,13 +162,48 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
             raise DataError(
                 f"class folder {name!r} has no images ({content})",
                 place=split / name,
-                hint=f"add images ({', '.join(EXTENSIONS)}) or remove the folder from every split",
+                hint=f"add images ({_USUAL}) or remove the folder from every split",
             )
         files += images
         labels += [label] * len(images)
-        # Hidden files such as .DS_Store are not worth a note.
-        left_out += [f"{name}/{other}" for other in others if not other.startswith(".")]
+        left_out += [f"{name}/{other}" for other in others]
     return FolderTable(files, labels, channels=channels, others=left_out)
+
+
+def image_files(folder: Path) -> tuple[list[str], list[str]]:
+    """(image paths, paths below `folder` of what was left out) anywhere below a folder, sorted.
+
+    Links are followed, as in torchvision's ImageFolder, but every file and folder counts once, by
+    its device and inode: a link back to a folder above would give its images again and again.
+    """
+    images: list[str] = []
+    others: list[str] = []
+    # The folders above have the images of other classes.
+    seen = {_identity(above) for above in (folder, *folder.resolve().parents)}
+    # Sorted in place, because os.walk visits the folders in this order, which must be the same on
+    # every file system.
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
+        kept: list[str] = []
+        for name in sorted([*folders, *names]):
+            path = os.path.join(parent, name)
+            try:
+                status = os.stat(path)
+            except OSError:  # a link to nothing
+                others.append(os.path.relpath(path, folder))
+                continue
+            is_folder = stat.S_ISDIR(status.st_mode)
+            is_image = stat.S_ISREG(status.st_mode) and _ending(name) in extensions()
+            identity = status.st_dev, status.st_ino
+            if name.startswith(".") or identity in seen or not (is_folder or is_image):
+                others.append(os.path.relpath(path, folder))
+                continue
+            seen.add(identity)
+            if is_folder:
+                kept.append(name)
+            else:
+                images.append(path)
+        folders[:] = kept
+    return images, others
 
 
 def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
@@ -197,7 +215,7 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
     if not path.is_file():
         return None
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             named = {row["file"]: row["group"] for row in csv.DictReader(file, strict=True)}
     except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
         raise DataError(
@@ -217,34 +235,13 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
     return torch.tensor([[numbers[named[name]]] for name in names])
 
 
-def _other_files(split: Path, table: FolderTable) -> str:
-    return (
-        f"{split.name}: {len(table.others)} files are no images of a known kind and were left out, "
-        f"such as {table.others[0]} (known: {', '.join(EXTENSIONS)})"
-    )
+def _identity(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
-def image_files(folder: Path) -> tuple[list[str], list[str]]:
-    """(image paths, names of other files) anywhere below a folder, sorted."""
-    images, others = [], []
-    # Sorted in place, because os.walk visits the folders in this order, which must be the same on
-    # every file system. Links are followed, as in torchvision's ImageFolder.
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
-        folders.sort()
-        for name in sorted(names):
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                images.append(os.path.join(parent, name))
-            else:
-                others.append(name)
-    return images, others
-
-
-def _wanted(
-    request: SourceRequest, split: Path | None, classes: Sequence[str]
-) -> FolderTable | None:
-    if split is None or not request.options.train:
-        return None
-    return folder_table(split, classes, channels=request.view.channels)
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -253,9 +250,8 @@ def _subfolders(folder: Path) -> list[str]:
             # Hidden folders such as .ipynb_checkpoints are no classes.
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
-        raise DataError(
-            f"cannot list the folder ({error.strerror})", place=folder, hint="let this user read it"
-        ) from error
+        _raise_unreadable(error)
+        raise
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -263,13 +259,14 @@ def _raise_unreadable(error: OSError) -> None:
         f"cannot list the folder ({error.strerror})",
         place=str(error.filename),
         hint="let this user read it",
-    )
+    ) from error
 
 
 def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
     absent = ["train/"] * no_train + ["val/ (or validation/ or test/)"] * no_test
     inside = _subfolders(root)
-    if no_train and no_test and inside:
+    usual = {"train", "training", "val", "valid", "validation", "test", "testing"}
+    if no_train and no_test and inside and not {name.lower() for name in inside} & usual:
         finding = f"found {len(inside):,} other folders ({shortened(inside)})"
         hint = (
             f"if these are the classes, move them into {root}/train and a part of the images of "
@@ -277,5 +274,5 @@ def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
         )
     else:
         finding = f"found {shortened(inside)}" if inside else "found no folders"
-        hint = f"add {' and '.join(absent)} with one folder per class"
+        hint = f"name the folders {' and '.join(absent)}, with one folder per class in each"
     return DataError(f"there is no {' and no '.join(absent)}; {finding}", place=root, hint=hint)

@@ -1,12 +1,17 @@
 """`formula`: images from formulas, drawn on the model's device, any number of classes, no files.
 
-A class is one draw of a formula's parameters; an instance varies the parameters, the phases, the
-place and the colours slightly. Image k of class c is a pure function of (data seed, c, k). The
-splits use disjoint ranges of k, and similar classes are left out. Items are the pairs (c, k) of 16
-bytes; `FormulaFinish` draws whole batches of them on the device of the model.
+An image shows wavy rings around a centre, as in VisualAtom (arXiv 2303.01112), drawn per pixel by
+the distance to the next ring. A class is one draw of the rings' parameters; an instance varies the
+parameters, the place and the colours slightly. Image k of class c is a pure function of (data seed,
+c, k). The splits use disjoint ranges of k, and similar classes are left out. Items are the pairs
+(c, k) of 16 bytes; `FormulaFinish` draws whole batches of them on the device of the model.
 
-Spec: `formula`, or `formula?kind=fractal&classes=1000&size=224&train=3000000`; the kinds are in
-`layershuffle.data.formula_kinds`.
+Only + - * /, comparisons, rounding and integers are used, which every kernel rounds in the same
+way, and no sum is over several pixels. So an image has the same bits in every batch, with every
+number of threads. torch's sine, square root (with MKL a fifth of its results differ by a bit) and
+matrix products do not guarantee that.
+
+Spec: `formula`, or with numbers `formula?classes=1000&size=224&train=3000000`.
 """
 
 from __future__ import annotations
@@ -27,32 +32,28 @@ from layershuffle.data.contract import (
     derived_seed,
     limited_test,
 )
-from layershuffle.data.formula_kinds import (
-    COLOUR_UNITS,
-    KINDS,
-    PLACE_UNITS,
-    ink,
-    mixed,
-    painted,
-    units,
-)
 from layershuffle.data.transforms import fit_images
 from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.text import did_you_mean, one_line
+from layershuffle.text import one_line
 
 DATA_SEED = 0
 RANGE = 1 << 30  # instances of a class that each split may use
 FIRST = {"train": 0, "validation": RANGE, "test": 2 * RANGE}
 PER_CLASS = {"train": 1000, "validation": 10, "test": 20}  # default numbers of images
-DEFAULTS = {"kind": "orbits", "classes": "100", "size": "64"}
+DEFAULTS = {"classes": "100", "size": "64"}
 LIMITS = {"classes": (2, 2048), "size": (16, 512)}
 
 # Least mean absolute difference of ink, 0 to 255, between the instances of two classes without
 # noise; a class whose ink deviates less from its mean is nearly empty.
 MARGIN = 32
 _SKETCH = 32  # side of the compared images in pixels
-_TRIES = 4  # candidates per class, before a kind is exhausted
+_TRIES = 4  # candidates per class
+
+_NAME = "orbits"  # part of the seeds and of the names of classes
+_PARAMETERS, _PLACE_UNITS, _COLOUR_UNITS = 9, 5, 6
+_BITS = 0xFFFFFFFF
+_STRIDE = 0x9E3779B1  # odd, so counters below 2 ** 32 are distinct
 
 # Pixels drawn at a time; on a CPU, intermediate values must fit into its cache.
 _CPU_PIXELS, _GPU_PIXELS = 1 << 16, 1 << 24
@@ -67,20 +68,20 @@ class ClassTable:
 
 
 @cache
-def class_table(kind: str, count: int) -> ClassTable:
+def class_table(count: int) -> ClassTable:
     """The first `count` candidates that differ from all previous ones by `MARGIN`.
 
     So a smaller set of classes is a prefix of a larger one. Raises UsageError if too few candidates
     differ.
     """
-    base = derived_seed("formula-classes", DATA_SEED, kind) & 0xFFFFFFFF
+    base = derived_seed("formula-classes", DATA_SEED, _NAME) & _BITS
     # A cached tensor that is created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         states = mixed(torch.arange(_TRIES * count) ^ base)
-        candidates = units(states, KINDS[kind].parameters)
+        candidates = units(states, _PARAMETERS)
         sketches = torch.empty(count, _SKETCH * _SKETCH, dtype=torch.int16)
         chosen: list[int] = []
-        for number, sketch in enumerate(_sketches(kind, candidates)):
+        for number, sketch in enumerate(_sketches(candidates)):
             own = (sketch - sketch.sum() // sketch.numel()).abs()
             gaps = torch.cat([own[None], (sketches[: len(chosen)] - sketch).abs()])
             # Integers, so the classes do not depend on a processor's rounding.
@@ -93,40 +94,134 @@ def class_table(kind: str, count: int) -> ClassTable:
                 return ClassTable(parameters=candidates[chosen], rejected=rejected)
     raise UsageError(
         f"Only {len(chosen)} of {len(candidates)} candidates differ enough to be classes",
-        place=f"formula?kind={kind}&classes={count}",
+        place=f"formula?classes={count}",
         hint=f"ask for at most {len(chosen)} classes",
     )
 
 
-def _sketches(kind: str, parameters: Tensor) -> Iterator[Tensor]:
+def _sketches(parameters: Tensor) -> Iterator[Tensor]:
     """The ink int16 [1024] in 0..255 of each class without noise."""
     for rows in torch.split(parameters, 64):
-        still = torch.full((len(rows), PLACE_UNITS + rows.shape[1]), 0.5)
-        shown = ink(kind, rows, drawn=still, size=_SKETCH)
+        still = torch.zeros(len(rows), _PLACE_UNITS + _PARAMETERS)
+        shown = orbits(rows, noise=still, size=_SKETCH)
         yield from (shown * 255.0).round().to(torch.int16).flatten(1)
 
 
 @cache
-def _parameters(kind: str, count: int, device: torch.device) -> Tensor:
+def _parameters(count: int, device: torch.device) -> Tensor:
     """The parameters of the classes on a device, cached."""
     with torch.inference_mode(False):
-        return class_table(kind, count).parameters.to(device)
+        return class_table(count).parameters.to(device)
 
 
-def draw_images(keys: Tensor, *, kind: str, classes: int, size: int) -> Tensor:
+def draw_images(keys: Tensor, *, classes: int, size: int) -> Tensor:
     """Images float32 [n, 3, size, size] in [0, 1] of keys int64 [n, 2], (class, instance).
 
     Every image depends only on its key, not on its batch, bit for bit on a CPU. On a GPU it may
     differ by rounding.
     """
     labels, instances = keys.unbind(1)
-    base = derived_seed("formula", DATA_SEED, kind) & 0xFFFFFFFF
+    base = derived_seed("formula", DATA_SEED, _NAME) & _BITS
     # Both steps are bijections, so no two instances of a class have the same state.
     states = mixed(mixed(labels ^ base) ^ instances)
-    parameters = _parameters(kind, classes, keys.device)[labels]
-    drawn = units(states, COLOUR_UNITS + PLACE_UNITS + parameters.shape[1])
-    shown = ink(kind, parameters, drawn=drawn[:, COLOUR_UNITS:], size=size)
-    return painted(shown, drawn[:, :COLOUR_UNITS])
+    parameters = _parameters(classes, keys.device)[labels]
+    drawn = units(states, _COLOUR_UNITS + _PLACE_UNITS + _PARAMETERS)
+    shown = orbits(parameters, noise=drawn[:, _COLOUR_UNITS:] - 0.5, size=size)
+    light, dark = (0.55 + 0.45 * drawn[:, :3]), 0.45 * drawn[:, 3:_COLOUR_UNITS]
+    dark = dark[:, :, None, None]
+    return dark + (light[:, :, None, None] - dark) * shown[:, None]
+
+
+def orbits(classes: Tensor, *, noise: Tensor, size: int) -> Tensor:
+    """Ink float32 [n, size, size] in [0, 1]: 2 to 7 rings around a centre, bent by two waves.
+
+    `classes` [n, 9] in [0, 1): parameters. `noise` [n, 5 + 9] in [-0.5, 0.5): of the place, then of
+    the parameters; with zeros the instance has no noise.
+    """
+    place, own = noise[:, :_PLACE_UNITS], noise[:, _PLACE_UNITS:]
+
+    def value(index: int, low: float, high: float, noise: float) -> Tensor:
+        base = classes[:, index : index + 1] * (high - low) + low
+        return base + own[:, index : index + 1] * noise
+
+    def whole(index: int, low: int, high: int) -> Tensor:
+        return (classes[:, index : index + 1] * float(high - low + 1)).floor() + float(low)
+
+    x, y = _placed(place, size)
+    turns = angle(x, y)
+    slow = wave(turns * whole(0, 1, 6) + value(1, 0, 1, noise=0.1))
+    fast = wave(turns * whole(2, 7, 16) + value(3, 0, 1, noise=0.2))
+    bend = slow * value(4, 0.05, 0.35, noise=0.05) + fast * value(5, 0.02, 0.12, noise=0.02)
+    count = whole(6, 2, 7)
+    inner = value(7, 0.1, 0.4, noise=0.05)
+    gap = (0.95 - inner) / count
+    ring = (length(x, y) - bend - inner) / gap
+    nearest = torch.minimum(ring.round().clamp(min=0.0), count - 1.0)
+    width = value(8, 0.12, 0.38, noise=0.05)
+    # The edge is about a pixel and a half wide, so a ring does not become dotted.
+    edge = gap * (size / 3)
+    shown = ((width - (ring - nearest).abs()) * edge + 0.5).clamp(0.0, 1.0)
+    return shown.view(-1, size, size)
+
+
+def _placed(noise: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """x and y [n, size * size] of the pixels, slightly turned, zoomed, stretched and shifted."""
+    x, y = _pixels(size, noise.device)
+    turn, zoom, stretch, x0, y0 = noise.unsqueeze(-1).unbind(1)
+    # At most a 24th of a turn, because classes may be copies that are rotated by more.
+    turn = turn * (1 / 12)
+    cosine, sine = wave(turn + 0.25), wave(turn)
+    across, down = 1.0 + 0.3 * zoom + 0.2 * stretch, 1.0 + 0.3 * zoom - 0.2 * stretch
+    return (
+        across * cosine * x + across * -sine * y + 0.3 * x0,
+        down * sine * x + down * cosine * y + 0.3 * y0,
+    )
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Thomas Mueller's hash of 32-bit integers, held in int64: a bijection of 0..2**32-1."""
+    # The factor is below 2 ** 31, so a product is below 2 ** 63 and does not overflow.
+    for _ in range(2):
+        values = (((values >> 16) ^ values) * 0x45D9F3B) & _BITS
+    return (values >> 16) ^ values
+
+
+def units(states: Tensor, count: int) -> Tensor:
+    """float32 [n, count] in [0, 1), drawn from states int64 [n]: a pure function of each state."""
+    counters = (torch.arange(count, device=states.device) * _STRIDE) & _BITS
+    drawn = mixed((states[:, None] + counters) & _BITS)
+    # A float32 represents 24 bits exactly.
+    return (drawn >> 8).float() * 2**-24
+
+
+def wave(turns: Tensor) -> Tensor:
+    """A sine made of two parabolas, one period per turn; within 0.06 of sin(2 pi turns)."""
+    part = turns - turns.round()
+    return part * (8.0 - 16.0 * part.abs())
+
+
+def angle(x: Tensor, y: Tensor) -> Tensor:
+    """The direction of (x, y) in turns, -0.25 to 0.75, along a diamond instead of a circle."""
+    share = y / (x.abs() + y.abs() + 1e-6)
+    turned: Tensor = torch.where(x < 0, 2.0 - share, share)
+    return turned * 0.25
+
+
+def length(x: Tensor, y: Tensor) -> Tensor:
+    """The length of (x, y), within a thousandth: a linear estimate and a Newton step."""
+    longer, shorter = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    near = 0.96 * longer + 0.4 * shorter + 1e-6
+    return 0.5 * (near + (x * x + y * y) / near)
+
+
+@cache
+def _pixels(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x and y of the pixel centres, each [1, size * size], from -1 to 1."""
+    # Computed on the CPU, because CUDA multiplies by a reciprocal instead of dividing.
+    with torch.inference_mode(False):
+        line = (2.0 * torch.arange(size) + 1.0 - size) / size
+        y, x = torch.meshgrid(line, line, indexing="ij")
+        return x.reshape(1, -1).to(device), y.reshape(1, -1).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +229,6 @@ class FormulaFinish:
     """Draws the images of keys, on the keys' device, and fits them to the view."""
 
     view: ImageView
-    kind: str
     classes: int
     size: int
 
@@ -144,7 +238,7 @@ class FormulaFinish:
         pixels_at_once = _CPU_PIXELS if pixels.device.type == "cpu" else _GPU_PIXELS
         at_once = max(1, pixels_at_once // self.size**2)
         drawn = [
-            draw_images(keys, kind=self.kind, classes=self.classes, size=self.size)
+            draw_images(keys, classes=self.classes, size=self.size)
             for keys in torch.split(pixels, at_once)
         ]
         return fit_images(torch.cat(drawn), self.view)
@@ -176,12 +270,12 @@ class FormulaKeys(Dataset[Item]):
 def open_source(request: SourceRequest) -> ImageData:
     """Formula images as ImageData: "holdout" are the validation instances.
 
-    Raises UsageError for a place, augmentation, an unknown kind, and numbers out of range.
+    Raises UsageError for a place, augmentation and numbers out of range.
     """
     if request.place:
         raise UsageError(
             f"formula takes no place, got {request.place!r}",
-            hint="write formula?kind=orbits&classes=100&size=64",
+            hint="write formula?classes=100&size=64",
         )
     if request.options.augment:
         raise UsageError(
@@ -189,13 +283,12 @@ def open_source(request: SourceRequest) -> ImageData:
             hint="leave out --augment",
         )
     settings = {**DEFAULTS, **request.settings}
-    kind = _kind(settings["kind"])
     classes, size = (_number(name, settings[name], *LIMITS[name]) for name in LIMITS)
     counts = {
         name: _number(name, settings.get(name, str(share * classes)), 1, RANGE)
         for name, share in PER_CLASS.items()
     }
-    table = class_table(kind, classes)
+    table = class_table(classes)
     parts = {name: FormulaKeys(name, count, classes=classes) for name, count in counts.items()}
     splits = {"test": limited_test(parts["test"], counts["test"], limit=request.options.max_test)}
     if request.options.train:
@@ -204,22 +297,11 @@ def open_source(request: SourceRequest) -> ImageData:
     digits = len(str(classes - 1))
     return ImageData(
         spec=request.spec,
-        classes=tuple(f"{kind}-{label:0{digits}d}" for label in range(classes)),
+        classes=tuple(f"{_NAME}-{label:0{digits}d}" for label in range(classes)),
         splits=splits,
-        finish=FormulaFinish(view=request.view, kind=kind, classes=classes, size=size),
+        finish=FormulaFinish(view=request.view, classes=classes, size=size),
         notes=_notes(request.view, table, size=size),
     )
-
-
-def _kind(text: str) -> str:
-    if text not in KINDS:
-        guess = did_you_mean(text, KINDS)
-        raise UsageError(
-            f"formula has no kind {text!r}",
-            place="formula",
-            hint=f"{guess} known: {', '.join(KINDS)}".lstrip(),
-        )
-    return text
 
 
 def _number(name: str, text: str, low: int, high: int) -> int:
@@ -229,7 +311,7 @@ def _number(name: str, text: str, low: int, high: int) -> int:
     raise UsageError(
         f"{name}={one_line(text, limit=20)} is not a whole number from {low} to {high}",
         place="formula",
-        hint="write for example formula?kind=orbits&classes=100&size=64",
+        hint="write for example formula?classes=100&size=64",
     )
 
 

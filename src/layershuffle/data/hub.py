@@ -1,67 +1,126 @@
-"""`hf:NAME_OR_DIR[:CONFIG]`: any labelled images that the Hugging Face `datasets` library reads.
+"""`hf:NAME_OR_DIR[:CONFIG]`: labelled images that the library `datasets` reads.
 
-A hub name, a local folder (class folders, parquet) or a `save_to_disk` directory, as tables or with
-`streaming`. This package decodes the records, so errors name corrupt images. With a validation and
-a test split, the first picks the checkpoint; a
-test split without labels (all -1, as ImageNet's) does not count.
+A name on the hub, or a directory: class folders, parquet files, webdataset's tars, or what
+`save_to_disk` wrote. This package decodes the records, so errors name corrupt images. With a
+validation and a test split, the first picks the checkpoint; a test split without labels (all -1, as
+ImageNet's) does not count.
+
+The label is never guessed: class folders, else the only `ClassLabel`, else a column named "label"
+("cls" or a "label" in "json" in tars), else the one that `?label=COLUMN` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets.exceptions import DatasetsError
+from PIL import Image
 
-from layershuffle.data.columns import (
-    Columns,
-    HubTable,
-    image_column,
-    label_column,
-    label_meaning,
-    record_reader,
-)
+from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.decode import mode_for
-from layershuffle.data.streams import Streams, assemble_streams
+from layershuffle.data.pixels import SKIP_HINT, mode_for, read_image
 from layershuffle.data.tables import Tables, assemble
-from layershuffle.errors import DataError
-from layershuffle.text import one_line
+from layershuffle.errors import DataError, UsageError
+from layershuffle.text import one_line, shortened
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 TEST_NAMES = ("test", "testing")
+LABEL_NAMES = ("label", "cls", "json.label")
+_KEY, _TAR = "__key__", "__url__"  # columns of the library's reader of tars
 
 # DatasetsError is the library's own tree; OSError has its ConnectionError and FileNotFoundError.
 LOAD_ERRORS = (DatasetsError, OSError, ValueError)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The image and label columns, and the classes in the order of their indices.
+
+    `index` converts a cell of the label column to a class index; None means "no such class".
+    """
+
+    image: str
+    label: str
+    classes: tuple[str, ...]
+    index: Callable[[Any], int | None]
+
+
+class HubTable:
+    """One split; images are decoded when they are read.
+
+    Raises DataError for rows without a label of the classes.
+    """
+
+    def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
+        self.image_column, self.channels, self.place = columns.image, channels, place
+        names = [name for name in (columns.image, _KEY, _TAR) if name in data.column_names]
+        # Reading a row reads all of its columns, so the others are dropped.
+        self.data = data.select_columns(names).cast_column(
+            columns.image, datasets.Image(decode=False)
+        )
+        # Labels are read once, as a column, because reading rows would read every image.
+        cells = _cells(data, columns.label)
+        labels = [columns.index(cell) for cell in cells]
+        self.labels = [label for label in labels if label is not None]
+        if len(self.labels) < len(labels):
+            raise self._unlabelled(cells, labels, columns)
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index`, decoded. Raises DataError naming it."""
+        cell = self.data[index][self.image_column] or {}
+        if (content := cell.get("bytes")) is not None:
+            return read_image(content, self.channels, place=self.name(index))
+        if cell.get("path") is None:
+            raise DataError("There is no image", place=self.name(index), hint=SKIP_HINT)
+        return read_image(Path(cell["path"]), self.channels, place=self.name(index))
+
+    def name(self, index: int) -> str:
+        """The tar and the sample, or the place, the row and the path, of image `index`."""
+        row = self.data[index]
+        if _TAR in row:
+            return f"sample {row[_KEY]} of {row[_TAR]}"
+        path = (row[self.image_column] or {}).get("path")
+        return f"row {index} of {self.place}" + (f" ({path})" if path else "")
+
+    def _unlabelled(
+        self, cells: Sequence[Any], labels: Sequence[int | None], columns: Columns
+    ) -> DataError:
+        rows = [row for row, label in enumerate(labels) if label is None]
+        unknown = sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)})
+        cause = f"{len(rows)} of {len(labels)} images have no label"
+        if unknown:
+            cause = f"labels are not among those of the training images: {shortened(unknown)}"
+        return DataError(
+            cause,
+            place=self.name(rows[0]),
+            hint=f"correct column {columns.label!r}, or name another one (?label=COLUMN)",
+        )
+
+
 def open_source(request: SourceRequest) -> ImageData:
-    """Hugging Face data as ImageData. Raises DataError if it is missing or unlabelled."""
-    mode_for(request.view.channels)
-    splits = load_splits(request)
-    return splits_to_data(request, splits)
-
-
-def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageData:
-    """ImageData of the loaded splits, as tables or as streams."""
+    """Data of Hugging Face `datasets` as ImageData. Raises DataError if they are missing or
+    unlabelled, UsageError if several columns could be meant."""
+    channels = request.view.channels
+    mode_for(channels)
+    splits = {name: _plain(split) for name, split in load_splits(request).items()}
     train = _first(splits, TRAIN_NAMES)
     if train is None and request.options.train:
         raise _no_split("train", splits, request.spec)
-    columns = find_columns(request, splits, train=train)
+    columns = find_columns(request, next(iter(splits.values())) if train is None else train)
     validation, test, notes = reported_splits(request, splits, columns=columns)
     # Only now, because the training split also names the classes in an evaluation.
     if not request.options.train:
         train = validation = None
-    parts = {"train": train, "validation": validation, "test": test}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    if request.options.streaming:
-        return _streamed(request, parts, columns, notes)
+    named = {"train": train, "validation": validation, "test": test}
     tables = {
-        name: HubTable(part, columns, channels=request.view.channels, place=request.spec)
-        for name, part in parts.items()
+        name: HubTable(part, columns, channels=channels, place=f"{request.spec} ({name})")
+        for name, part in named.items()
+        if part is not None
     }
     return assemble(
         request,
@@ -76,10 +135,9 @@ def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageDa
 
 
 def load_splits(request: SourceRequest) -> Mapping[str, Any]:
-    """All splits by name, map-style or streams. Raises DataError."""
+    """All splits by name. Raises DataError."""
     place, config = split_config(request.place)
     root = Path(place).expanduser()
-    streaming = request.options.streaming
     # datasets would treat a mistyped path as the name of a data set on the hub.
     if place.startswith(("/", "~", ".")) and not root.is_dir():
         raise DataError(
@@ -87,19 +145,23 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
             place=root,
             hint="correct the path; hub names look like owner/name",
         )
+    target = str(root) if root.is_dir() else place
     try:
         # load_dataset refuses directories of save_to_disk, and load_from_disk reads only those.
         if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
             loaded = datasets.load_from_disk(str(root))
-            named = loaded if isinstance(loaded, Mapping) else {"train": loaded}
-            if streaming:
-                return {name: split.to_iterable_dataset() for name, split in named.items()}
-            return named
-        target = str(root) if root.is_dir() else place
-        loaded = datasets.load_dataset(target, name=config, streaming=streaming)
+            return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+        builder = datasets.load_dataset_builder(target, name=config)
+        # Images as files: the library leaves the classes of folders out beside a metadata file, and
+        # takes the folders of splits for classes if there are no others.
+        if hasattr(builder.config, "drop_metadata"):
+            folders = datasets.load_dataset(target, name=config, drop_metadata=True)
+            if request.settings.get("label", "label") == "label" and _has_classes(folders):
+                return dict(folders)
+            return dict(datasets.load_dataset(target, name=config, drop_labels=True))
+        return dict(datasets.load_dataset(target, name=config))
     except LOAD_ERRORS as error:
         raise _load_failure(request, root, error) from error
-    return dict(loaded.items())
 
 
 def split_config(place: str) -> tuple[str, str | None]:
@@ -110,20 +172,41 @@ def split_config(place: str) -> tuple[str, str | None]:
     return name, config or None
 
 
-def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: Any) -> Columns:
-    """Image and label columns and the classes, from the training split if there is one."""
-    reference = train if train is not None else next(iter(splits.values()))
-    features = reference.features
-    if features is None:  # some streams learn their columns from the first record
-        features = reference._resolve_features().features
-    image = image_column(features, column=request.settings.get("image"), place=request.spec)
-    label = label_column(features, column=request.settings.get("label"), place=request.spec)
-    classes, index = label_meaning(features[label], lambda: _cells(reference, label))
+def find_columns(request: SourceRequest, data: Any) -> Columns:
+    """Image and label columns and the classes of a split, the training split if there is one.
+
+    Classes of a ClassLabel are its names, of strings their sorted values, of integers the numbers
+    up to the largest.
+    """
+    features = data.features
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    image = _chosen("image", images, features, request)
+    kinds = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    usual = [name for name in LABEL_NAMES if name in (kinds or features)]
+    label = _chosen("label", usual[:1] or kinds, features, request)
+    kind = features[label]
+    index: Callable[[Any], int | None]
+    if kind in (datasets.Value("string"), datasets.Value("large_string")):
+        classes = tuple(sorted(set(data[label]) - {None}))
+        index = {name: number for number, name in enumerate(classes)}.get
+    elif isinstance(kind, datasets.ClassLabel) or _is_integer(kind):
+        named = isinstance(kind, datasets.ClassLabel)
+        cells = [] if named else [cell for cell in data[label] if cell is not None]
+        classes = tuple(kind.names) if named else numbered(max(cells, default=-1) + 1)
+        numbers = set(range(len(classes)))
+
+        def index(cell: Any) -> int | None:
+            return cell if cell in numbers else None
+    else:
+        words = "lists" if isinstance(kind, datasets.List | datasets.LargeList) else f"{kind}"
+        raise DataError(
+            f"Column {label!r} holds {words}; a label is one integer or one text per image",
+            place=request.spec,
+            hint=_name_it("label", request),
+        )
     if not classes:
         raise DataError(
-            f"Column {label!r} holds no labels",
-            place=request.spec,
-            hint="name another column (?label=COLUMN)",
+            f"Column {label!r} is empty", place=request.spec, hint=_name_it("label", request)
         )
     return Columns(image=image, label=label, classes=classes, index=index)
 
@@ -134,11 +217,19 @@ def reported_splits(
     """(validation or None, test, notes). Raises DataError if both are missing or classes differ."""
     validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)
     notes: tuple[str, ...] = ()
-    if validation is not None and test is not None and _unlabelled(test, columns):
+    cells = () if test is None or validation is None else _cells(test, columns.label)
+    if cells and all(cell in (None, -1) for cell in cells):
         test, notes = None, ("the test split has no labels; the validation split is reported",)
     for split in (validation, test):
-        if split is not None:
-            _require_same_names(split, columns, request.spec)
+        kind = None if split is None else split.features.get(columns.label)
+        # With other names, an index would mean different classes in the splits.
+        if isinstance(kind, datasets.ClassLabel) and tuple(kind.names) != columns.classes:
+            raise DataError(
+                f"splits have different classes: {shortened(columns.classes)} and "
+                f"{shortened(kind.names)}",
+                place=request.spec,
+                hint="give all splits the same list of classes",
+            )
     if test is None:
         # A validation split without a test split is reported, as in other sources.
         validation, test = None, validation
@@ -147,44 +238,53 @@ def reported_splits(
     return validation, test, notes
 
 
-def _streamed(
-    request: SourceRequest, parts: Mapping[str, Any], columns: Columns, notes: tuple[str, ...]
-) -> ImageData:
-    reader = record_reader(columns, channels=request.view.channels, place=request.spec)
-    undecoded = datasets.Image(decode=False)
-    raw = {name: part.cast_column(columns.image, undecoded) for name, part in parts.items()}
-    readers = dict.fromkeys(raw, reader)
-    return assemble_streams(
-        request, Streams(classes=columns.classes, readers=readers, notes=notes, **raw)
-    )
+def _cells(data: Any, label: str) -> Sequence[Any]:
+    return data[label][:] if label in data.column_names else [None] * len(data)
 
 
-def _cells(data: Any, label: str) -> Iterable[Any]:
-    if isinstance(data, datasets.Dataset):
-        return list(data[label])
-    return (record[label] for record in data.select_columns([label]))
+def _is_integer(kind: Any) -> bool:
+    return isinstance(kind, datasets.Value) and kind.dtype.startswith(("int", "uint"))
 
 
-def _unlabelled(data: Any, columns: Columns) -> bool:
-    if columns.label not in (data.column_names or [columns.label]):
-        return True
-    if isinstance(data, datasets.Dataset):
-        return all(columns.index(cell) < 0 for cell in data[columns.label])
-    # Only the first, because all labels of a stream would take a pass over the data.
-    first = next(iter(data.select_columns([columns.label])), None)
-    return first is None or columns.index(first[columns.label]) < 0
+def _has_classes(splits: Mapping[str, Any]) -> bool:
+    """Whether the labels of all splits are class folders, not the folders of the splits."""
+    kinds = [split.features.get("label") for split in splits.values()]
+    names = {name for kind in kinds if kind is not None for name in kind.names}
+    return None not in kinds and not names <= {*TRAIN_NAMES, *VALIDATION_NAMES, *TEST_NAMES}
 
 
-def _require_same_names(data: Any, columns: Columns, place: str) -> None:
-    feature = (data.features or {}).get(columns.label)
-    # With other names, an index would mean different classes in the splits.
-    if isinstance(feature, datasets.ClassLabel) and tuple(feature.names) != columns.classes:
-        raise DataError(
-            f"splits have different classes: {len(columns.classes)} in training, "
-            f"{len(feature.names)} in another",
-            place=place,
-            hint="give all splits the same list of classes",
+def _plain(split: Any) -> Any:
+    """The split with the members of a tar's .json files as columns of their own."""
+    return split.flatten() if isinstance(split.features.get("json"), dict) else split
+
+
+def _chosen(role: str, candidates: Sequence[str], features: Any, request: SourceRequest) -> str:
+    column, columns = request.settings.get(role), ", ".join(features)
+    if column is not None:
+        if column not in features:
+            raise UsageError(
+                f"There is no column {column!r}", place=request.spec, hint=f"columns: {columns}"
+            )
+        return column
+    if len(candidates) > 1:
+        raise UsageError(
+            f"several columns could be the {role}: {', '.join(candidates)}",
+            place=request.spec,
+            hint=_name_it(role, request, candidates[0]),
         )
+    if not candidates:
+        raise DataError(
+            f"no {role} column among: {columns}",
+            place=request.spec,
+            hint=f"{_name_it(role, request)}, or give images in folders of classes",
+        )
+    return candidates[0]
+
+
+def _name_it(role: str, request: SourceRequest, column: str = "COLUMN") -> str:
+    settings = {**request.settings, role: column}
+    query = "&".join(f"{key}={value}" for key, value in settings.items())
+    return f"name one, as in hf:{request.place}?{query}"
 
 
 def _first(splits: Mapping[str, Any], names: Iterable[str]) -> Any:
@@ -195,17 +295,19 @@ def _no_split(split: str, splits: Mapping[str, Any], place: str) -> DataError:
     return DataError(
         f"there is no {split} split; found {', '.join(splits) or 'none'}",
         place=place,
-        hint="use data that has one, or keep such parts in folders and pass folder:DIR",
+        hint="name files or folders by their split: train-000.tar or train/, val-000.tar or val/",
     )
 
 
 def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> DataError:
     if root.is_dir():
-        hint = "put class folders under train/ and test/ in it, or save it with save_to_disk"
+        hint = "put class folders, parquet files or tars under train/ and test/ in it"
     else:
         hint = (
             "without a network, point at a copy: hf:DIR (a folder or a save_to_disk directory) or "
             "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
             "With a network, check the name and unset HF_HUB_OFFLINE"
         )
-    return DataError(f"Cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)
+    # The library wraps the error that explains the failure.
+    reason = one_line(error.__cause__ or error)
+    return DataError(f"Cannot open the data set ({reason})", place=request.spec, hint=hint)

@@ -4,8 +4,7 @@
     formula                             images from formulas, drawn on the model's device
     folder:DIR                          class folders under DIR/train and DIR/val
     hf:NAME_OR_DIR[:CONFIG]             Hugging Face datasets, hub or local
-    cifar100:DIR                        CIFAR-100 in torchvision's layout
-    wds:SHARDS                          tar shards, wds:TRAIN_PATTERN,VAL_PATTERN or a directory
+    torchvision:NAME?root=DIR           FashionMNIST, CIFAR100, Food101 and others of torchvision
 
 The table below lists all sources. A source's module is imported when its scheme is used, so the
 digits do not wait for the libraries of the others.
@@ -40,7 +39,6 @@ class DataSource:
     module: str
     settings: tuple[str, ...] = ()
     needs_place: bool = True
-    streams: bool = False
     extra: tuple[str, str] | None = None
 
     def open(self, request: SourceRequest) -> ImageData:
@@ -62,10 +60,10 @@ SOURCES: dict[str, DataSource] = {
         needs_place=False,
     ),
     "formula": DataSource(
-        form="formula[?kind=orbits|fractal|coordinates&classes=N&size=N&train=N&validation=N&test=N]",
+        form="formula[?classes=N&size=N&train=N&validation=N&test=N]",
         summary="images made from formulas, any number of classes, no files",
         module="layershuffle.data.formula",
-        settings=("kind", "classes", "size", "train", "validation", "test"),
+        settings=("classes", "size", "train", "validation", "test"),
         needs_place=False,
     ),
     "folder": DataSource(
@@ -75,23 +73,16 @@ SOURCES: dict[str, DataSource] = {
     ),
     "hf": DataSource(
         form="hf:NAME_OR_DIR[:CONFIG][?image=COLUMN&label=COLUMN]",
-        summary="Hugging Face datasets: hub name, image folder or save_to_disk directory",
+        summary="Hugging Face datasets: hub name, class folders, parquet, tars or save_to_disk",
         module="layershuffle.data.hub",
         extra=("datasets", "datasets"),
         settings=("image", "label"),
-        streams=True,
     ),
-    "cifar100": DataSource(
-        form="cifar100:DIR",
-        summary="CIFAR-100, the python version, unpacked in DIR",
-        module="layershuffle.data.cifar100",
-    ),
-    "wds": DataSource(
-        form="wds:TRAIN_SHARDS,VAL_SHARDS or wds:DIR",
-        summary="webdataset tar shards, with {000..009} for numbered ones",
-        module="layershuffle.data.wds",
-        extra=("datasets", "datasets"),
-        streams=True,
+    "torchvision": DataSource(
+        form="torchvision:NAME?root=DIR[&download=yes]",
+        summary="FashionMNIST, CIFAR100, Food101 and the other labelled sets of torchvision",
+        module="layershuffle.data.torchvision_sets",
+        settings=("root", "download", "split"),
     ),
 }
 
@@ -99,7 +90,7 @@ SOURCES: dict[str, DataSource] = {
 def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
     """(scheme, place, settings) of "scheme:place?key=value&key=value".
 
-    A "?" starts settings only if the scheme has any, so patterns such as a?.tar are not split.
+    A "?" starts settings only if the scheme has any, so it may be in the name of a folder.
     Raises UsageError with the nearest valid name for an unknown scheme or setting.
     """
     # A spec without a place has no colon: digit-pairs?train=2000.
@@ -108,7 +99,6 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
         raise _unknown_scheme(spec, scheme)
     rest = spec[len(scheme) :]
     query = ""
-    # Shard patterns may contain a "?", and wds has no settings.
     if SOURCES[scheme].settings:
         rest, _, query = rest.partition("?")
     return scheme, rest.removeprefix(":"), _settings(query, scheme)
@@ -125,13 +115,9 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
     source = SOURCES[scheme]
     if source.needs_place and not place:
         raise UsageError(f"{spec!r} names no place", hint=f"write {source.form}")
-    options = options or DataOptions()
-    if options.streaming and not source.streams:
-        raise UsageError(
-            f"{scheme} cannot be streamed: its images are read one at a time anyway",
-            hint="leave out --streaming",
-        )
-    request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)
+    request = SourceRequest(
+        spec=spec, place=place, settings=settings, view=view, options=options or DataOptions()
+    )
     return source.open(request)
 
 

@@ -27,10 +27,10 @@ from layershuffle.data.transforms import (
     AugmentedImages,
     ImageTable,
     PixelFinish,
+    PixelTransform,
     PlainTransform,
     TransformedImages,
     augment_transform,
-    plain_training_transform,
 )
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
@@ -38,8 +38,7 @@ from layershuffle.text import shortened
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The tables of a source. `holdout`: (training, held-out) rows of `train`; without it a
-    stratified share is held out.
+    """The tables of a source.
 
     `validation`: a separate split that picks the checkpoint instead of a holdout. `test_groups`:
     groups of the test images, int64 [n, k], as in `Split.groups`.
@@ -49,7 +48,6 @@ class Tables:
     test: ImageTable
     train: ImageTable | None = None
     validation: ImageTable | None = None
-    holdout: tuple[Sequence[int], Sequence[int]] | None = None
     test_groups: Tensor | None = None
     notes: tuple[str, ...] = ()
 
@@ -139,18 +137,14 @@ def _training_splits(
     # Without a holdout there is no such split, not an empty one.
     uncut = options.holdout is None and tables.validation is None
     _require_images(training, size or uncut, request)
-    fitted = _fitted(request, tables.train, training, notes)
+    # torch's nearest pixel differs from Pillow's, which scores use.
+    faster = PlainTransform if request.view.interpolation == "nearest" else PixelTransform
+    fitted: Dataset[Item] = TransformedImages(tables.train, training, faster(request.view))
+    if options.augment:
+        augment = augment_transform(request.view)
+        fitted = AugmentedImages(tables.train, training, augment, seed=options.seed)
     splits = {"train": Split(dataset=fitted, size=len(training))}
     return splits if uncut else {**splits, "holdout": Split(dataset=holdout_images, size=size)}
-
-
-def _fitted(
-    request: SourceRequest, table: ImageTable, rows: Sequence[int], notes: list[str]
-) -> Dataset[Item]:
-    options, view = request.options, request.view
-    if options.augment:
-        return AugmentedImages(table, rows, augment_transform(view), seed=options.seed)
-    return TransformedImages(table, rows, plain_training_transform(view, notes))
 
 
 def _cut(
@@ -160,11 +154,6 @@ def _cut(
     if request.options.holdout is None:
         notes.append("all training images are trained on, none is held out")
         return good, []
-    if tables.holdout is not None:
-        # A set, for fast look-ups.
-        readable = set(good)
-        training, cut = ([row for row in part if row in readable] for part in tables.holdout)
-        return training, cut
     # Among the readable images only, so the share is that of the used images.
     labels = [tables.train.labels[row] for row in good]
     training, cut = stratified_holdout(labels, request.options.holdout)

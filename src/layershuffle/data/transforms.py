@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, SharedEpoch, derived_seed
-from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor
+from layershuffle.data.pixels import pixel_tensor
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import ImageView, uncropped_size
 
@@ -61,7 +61,7 @@ class PlainTransform:
 
 @dataclass(frozen=True)
 class PixelTransform:
-    """`PlainTransform` on pixels, with torch's uint8 kernels: about 4 times as fast as Pillow.
+    """`PlainTransform` with torch's uint8 kernels: resizing is about 4 times as fast as Pillow's.
 
     Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph. Raises
     UsageError for the interpolation "nearest", for which torch and Pillow choose different pixels.
@@ -73,11 +73,11 @@ class PixelTransform:
         if self.view.interpolation == "nearest":
             raise UsageError("Torch's nearest pixel is not Pillow's", hint="use PlainTransform")
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""
-        view, size = self.view, (pixels.shape[-1], pixels.shape[-2])
-        (width, height), (left, top) = _size_and_corner(size, view)
-        if size != (width, height):
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Pixels uint8 [C, H, W]."""
+        view, pixels = self.view, pixel_tensor(image)
+        (width, height), (left, top) = _size_and_corner(image.size, view)
+        if image.size != (width, height):
             # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
             # With antialias, as in Pillow's filters, or shrinking would skip pixels.
             pixels = F.interpolate(
@@ -108,16 +108,6 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     if goal_width * height >= goal_height * width:  # the width is the tight side
         return goal_width, max(goal_height, whole(goal_width * height / width))
     return max(goal_width, whole(goal_height * width / height)), goal_height
-
-
-def plain_training_transform(view: ImageView, notes: list[str]) -> PlainTransform | PixelTransform:
-    """The fastest deterministic transform for this view; a note is added if JPEGs are slow."""
-    # torch's nearest pixel differs from Pillow's, which scores use.
-    if view.interpolation == "nearest":
-        return PlainTransform(view)
-    if not decodes_jpeg():
-        notes.append(NO_JPEG)
-    return PixelTransform(view)
 
 
 def augment_transform(view: ImageView) -> Transform:
@@ -171,31 +161,17 @@ class ImageTable(Protocol):
     def labels(self) -> Sequence[int]:
         """Class index of every image."""
 
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
-        """Image `index` as "RGB" or "L"; `least` as in `read_image`.
-
-        Raises DataError, naming it, if it cannot be read.
-        """
-
-    def pixels(self, index: int) -> Tensor:
-        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`. Raises the same."""
+    def image(self, index: int) -> Image.Image:
+        """Image `index` as "RGB" or "L". Raises DataError, naming it, if it cannot be read."""
 
     def name(self, index: int) -> str:
         """The name of image `index` for messages."""
 
-    def fingerprint(self) -> str:
-        """A text that changes with the images, as far as possible without reading them."""
-
 
 class TransformedImages(Dataset[Item]):
-    """The images `indices` of a table, each through one deterministic transform.
+    """The images `indices` of a table, each through one deterministic transform."""
 
-    With a `PixelTransform` (training) they are decoded without Pillow if possible.
-    """
-
-    def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: Transform | PixelTransform
-    ) -> None:
+    def __init__(self, table: ImageTable, indices: Sequence[int], transform: Transform) -> None:
         self.table, self.indices, self.transform = table, indices, transform
 
     def __len__(self) -> int:
@@ -203,10 +179,7 @@ class TransformedImages(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
-        label = int(self.table.labels[row])
-        if isinstance(self.transform, PixelTransform):
-            return self.transform(self.table.pixels(row)), label
-        return self.transform(self.table.image(row)), label
+        return self.transform(self.table.image(row)), int(self.table.labels[row])
 
 
 class AugmentedImages(Dataset[Item]):

@@ -339,7 +339,7 @@ def _batches(data: ImageData, name: str, batch_size: int, *, device: str) -> Dev
     """Batches of a split on `device`; kept on the GPU if they fit, else up to 1 GiB in memory."""
     split, view = data.splits[name], data.finish.view
     # Every model is scored on the same images, so these are decoded once if they fit.
-    size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
+    size = split.size * view.channels * math.prod(view.size)
     return DeviceBatches(
         split,
         data.finish,

@@ -25,9 +25,9 @@ _START_SECONDS = 8.0  # a process imports torch and transformers and reads its d
 _ANALYSIS_PASSES = 40
 # Weights and Adam's two moments; a new checkpoint is complete before the old one is deleted.
 _CHECKPOINT_COPIES = 2 * 3
-# By kind of data or name of the directory: title, training images, test images, classes.
+# By name of the data set or of the directory: title, training images, test images, classes.
 _PUBLISHED = {
-    "cifar100": ("CIFAR-100", 50_000, 10_000, 100),
+    "CIFAR100": ("CIFAR-100", 50_000, 10_000, 100),
     "imagenet": ("ImageNet-1k", 1_281_167, 50_000, 1_000),
 }
 
@@ -36,7 +36,7 @@ _PUBLISHED = {
 class StudySubject:
     """The facts on model and data that the work depends on.
 
-    The numbers of images are `None` if they are unknown, as for a stream. `notes` list what was
+    The numbers of images are `None` if they are unknown. `notes` list what was
     estimated, and from what.
     """
 
@@ -125,7 +125,7 @@ def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
     subjects = {}
     for task in tasks:
         fitted = runs[task.name if isinstance(task, RunSpec) else task.needs[0]].settings
-        split = (fitted.holdout, fitted.paper_protocol, fitted.streaming)
+        split = (fitted.holdout, fitted.paper_protocol)
         key = (fitted.model, fitted.data, *split)
         if key not in opened:
             opened[key] = open_subject(fitted)
@@ -228,7 +228,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
     spec, notes = architecture(fitted.model)
     model = load(spec, seed=fitted.seed)
     holdout = None if fitted.paper_protocol else fitted.holdout
-    options = DataOptions(holdout=holdout, streaming=fitted.streaming)
+    options = DataOptions(holdout=holdout)
     train: int | None
     test: int | None
     classes: int | None
@@ -294,8 +294,7 @@ def published_sizes(
     """(training images, test images, classes, note) of data that are not on this machine."""
     from layershuffle.data.loading import parse_spec
 
-    scheme, place, _ = parse_spec(data)
-    name = scheme if scheme in _PUBLISHED else Path(place).name
+    name = Path(parse_spec(data)[1]).name
     if name not in _PUBLISHED:
         return None, None, None, "the work is not known"
     title, train, test, classes = _PUBLISHED[name]

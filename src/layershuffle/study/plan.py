@@ -120,7 +120,7 @@ def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart) -> RunS
 
 def _as_trained(scoring: Scoring, settings: FitSettings) -> Scoring:
     """`scoring` with the data settings of the training, so images are prepared the same way."""
-    names = {"resize", "skip_corrupt", "streaming"} & type(scoring).model_fields.keys()
+    names = {"resize", "skip_corrupt"} & type(scoring).model_fields.keys()
     return scoring.model_copy(update={name: getattr(settings, name) for name in names})
 
 

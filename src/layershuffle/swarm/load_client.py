@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, match_classes, open_data
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
@@ -62,10 +62,6 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
         place="the model",
     )
     split = opened.splits["test"]
-    if split.size is None:
-        raise DataError(
-            "A stream has no images by number", place=data, hint="name a folder: or hf:"
-        )
     items = map(split.dataset.__getitem__, range(min(count, split.size)))
     return tuple(
         Labelled(_png(opened.finish(pixels[None])[0]), int(label)) for pixels, label in items

@@ -197,7 +197,7 @@ def _tensorboard(directory: Path) -> Listener:
 
 def _describe_data(job: Job) -> str:
     sizes = (
-        f"{'?' if split.size is None else format(split.size, ',')} {name}"
+        f"{split.size:,} {name}"
         for name in ("train", "holdout", "test")
         if (split := job.data.splits.get(name)) is not None
     )

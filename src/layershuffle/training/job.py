@@ -20,7 +20,7 @@ from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import choose_precision, device_of
 from layershuffle.models import (
@@ -164,7 +164,6 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         holdout=None if settings.paper_protocol else settings.holdout,
         augment=settings.augment,
         skip_corrupt=settings.skip_corrupt,
-        streaming=settings.streaming,
         seed=settings.seed,
     )
     # Saved with the model, so that every later score prepares images in the same way.
@@ -255,17 +254,7 @@ def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
 
 
 def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
-    """Optimiser steps of the run, and of one epoch.
-
-    Raises `DataError` for a stream of unknown length without the setting `steps`.
-    """
-    if train.size is None and settings.steps is None:
-        raise DataError(
-            "The size of this stream is unknown, so epochs cannot be counted",
-            place=settings.data,
-            hint="give --steps",
-        )
-    per_epoch = math.ceil((train.size or 0) / settings.batch_size)
+    """Optimiser steps of the run, and of one epoch."""
+    per_epoch = math.ceil(train.size / settings.batch_size)
     epochs = settings.epochs or DEFAULT_EPOCHS
-    steps = settings.steps or math.ceil(epochs * per_epoch)
-    return steps, per_epoch or steps
+    return settings.steps or math.ceil(epochs * per_epoch), per_epoch

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
 from layershuffle.core.policies import Mode
-from layershuffle.errors import DataError, TrainingError
+from layershuffle.errors import TrainingError
 from layershuffle.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.data_wait import DataWaitMeter
@@ -253,14 +253,6 @@ class EpochSampler(Sampler[int]):
         return iter(torch.randperm(len(self), generator=generator).tolist())
 
 
-def _no_images(job: Job) -> DataError:
-    return DataError(
-        "The stream of training images ended before its first image: there is no image in it",
-        place=job.data.spec,
-        hint="check the files that it names; if there are few images, --holdout may take all",
-    )
-
-
 def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     """Yield the micro-batches of every step from `state.step` on, without end.
 
@@ -268,22 +260,17 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     """
     job, accelerator, accumulate = state.job, state.accelerator, state.job.settings.accumulate
     dataset = job.data.splits["train"].dataset
-    is_stream = isinstance(dataset, IterableDataset)
     sampler = EpochSampler(dataset, job.settings.seed)
     loader = accelerator.prepare_data_loader(
         DataLoader(
             dataset,
             batch_size=job.images_per_forward,
-            sampler=None if is_stream else sampler,
+            sampler=sampler,
             num_workers=job.workers,
             pin_memory=job.device == "cuda",
         )
     )
-    # A stream cannot start in the middle, and the ends of its epochs are unknown, so after a resume
-    # the batches of finished steps are read again and discarded.
-    epoch, done, reread = 0, 0, state.step
-    if not is_stream:
-        (epoch, done), reread = divmod(state.step, math.ceil(len(loader) / accumulate)), 0
+    epoch, done = divmod(state.step, math.ceil(len(loader) / accumulate))
     while True:
         sampler.set_epoch(epoch)
         rest = accelerator.skip_first_batches(loader, done * accumulate) if done else loader
@@ -294,19 +281,10 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
         while True:
             # At the start of an epoch, torch's loader draws a seed for its processes. If the epoch
             # started before the checkpoint, the checkpoint's random state includes that draw.
-            with torch.random.fork_rng(devices=[]) if done or reread else nullcontext():
-                try:
-                    micro_batches = list(islice(iterator, accumulate))
-                except ValueError as error:
-                    # accelerate raises it if a stream ends before its first batch.
-                    if is_stream and next(iter(dataset), None) is None:
-                        raise _no_images(job) from error
-                    raise
+            with torch.random.fork_rng(devices=[]) if done else nullcontext():
+                micro_batches = list(islice(iterator, accumulate))
             if not micro_batches:
                 break
             done = 0
-            if reread:
-                reread -= 1
-            else:
-                yield micro_batches
+            yield micro_batches
         epoch, done = epoch + 1, 0

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from torch import Tensor
 
 from layershuffle.core.orders import ExecutionOrder, order_of
-from layershuffle.data.decode import BOMBS, DECODE_ERRORS, to_mode
+from layershuffle.data.pixels import BOMBS, DECODE_ERRORS, decoded
 from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import ImageView
@@ -337,8 +337,7 @@ class Decoder:
         """Decode an opened image, in the mode that the model expects. Raises `DataError`."""
         with _data_errors(place, self.limits):
             # Opening read the head alone; here the pixels are decoded.
-            image.load()
-            return to_mode(image, self.view.channels, place=place)
+            return decoded(image, self.view.channels, place=place)
 
     def _open(self, file: bytes, place: str | None) -> Image.Image:
         """The image, with only its header read."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from layershuffle.data import decode as module
-from layershuffle.data.decode import mode_for, read_image
+from layershuffle.data import pixels as module
+from layershuffle.data.pixels import mode_for, read_image
 from layershuffle.errors import DataError, UsageError
 from refusals import refuses
 

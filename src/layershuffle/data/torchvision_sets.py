@@ -1,0 +1,168 @@
+"""`torchvision:NAME?root=DIR`: a labelled data set of torchvision, by the name of its class.
+
+FashionMNIST, CIFAR100, Food101 and every other set whose class takes `train` or `split`. `root` is
+the directory that torchvision's documentation calls so. Nothing is downloaded without
+`&download=yes`.
+
+The files of CIFAR are pickles, which torchvision opens only if their MD5 sums are the published
+ones; the other sets are read without unpickling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torchvision.datasets
+from PIL import Image
+from torch import Tensor
+
+from layershuffle.data.class_names import numbered
+from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.pixels import mode_for, read_image, to_mode
+from layershuffle.data.tables import Tables, assemble
+from layershuffle.errors import DataError, UsageError
+from layershuffle.text import did_you_mean, one_line
+
+# What sets call their parts, in the order in which they are tried.
+_PARTS = {
+    "train": ("train", "trainval", "train-standard"),
+    "validation": ("val", "valid", "validation"),
+    "test": ("test",),
+}
+
+
+_HINT = "name a set of images with one class each, as in torchvision:FashionMNIST?root=DIR"
+
+
+class SetTable:
+    """One part of a data set of torchvision. Raises DataError if its labels are no classes."""
+
+    def __init__(self, data: Any, *, channels: int, place: str) -> None:
+        self.data, self.channels, self.place = data, channels, place
+        # Without targets, the labels are only in the items.
+        targets = getattr(data, "targets", None)
+        if targets is None:
+            targets = [data[row][1] for row in range(len(data))]
+        labels = targets.tolist() if isinstance(targets, Tensor) else list(targets)
+        if not all(isinstance(label, Integral) for label in labels):
+            raise DataError("The labels are no classes", place=place, hint=_HINT)
+        self.labels = [int(label) for label in labels]
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index`. Raises DataError naming it."""
+        image = self.data[index][0]
+        if isinstance(image, str):
+            return read_image(Path(image), self.channels, place=image)
+        return to_mode(image, self.channels, place=self.name(index))
+
+    def name(self, index: int) -> str:
+        """The row of image `index`."""
+        return f"image {index} of {self.place}"
+
+
+def open_source(request: SourceRequest) -> ImageData:
+    """A data set of torchvision as ImageData.
+
+    With a validation and a test part, the first picks the checkpoint; without a validation part a
+    share of the training images does. Raises UsageError for a name that is no such set and without
+    a root, DataError if the files are missing or not the published ones.
+    """
+    # For its error, before the files are read.
+    mode_for(request.view.channels)
+    kind, fits = _set_named(request)
+    test, validation = _part(kind, request, "test", fits), None
+    if test is None or request.options.train:
+        validation = _part(kind, request, "validation", fits)
+    if test is None:
+        # A validation part without a test part is reported, as in other sources.
+        validation, test = None, validation
+    train = _part(kind, request, "train", fits) if request.options.train else None
+    if test is None or (train is None and request.options.train):
+        raise DataError(
+            f"{request.place} has no training and test parts of its own",
+            place=request.spec,
+            hint="keep such parts in folders, and pass folder:DIR",
+        )
+    parts = {"train": train, "validation": validation, "test": test}
+    tables = {
+        name: SetTable(part, channels=request.view.channels, place=f"{request.spec} ({name})")
+        for name, part in parts.items()
+        if part is not None
+    }
+    names = getattr(test, "classes", None)
+    if names is None:
+        names = numbered(max(max(table.labels) for table in tables.values()) + 1)
+    return assemble(
+        request,
+        Tables(
+            # ImageNet has tuples of synonyms.
+            classes=tuple(", ".join(n) if isinstance(n, tuple) else str(n) for n in names),
+            test=tables["test"],
+            train=tables.get("train"),
+            validation=tables.get("validation"),
+        ),
+    )
+
+
+def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
+    """The class of the set, and the names of the options that it takes."""
+    sets = {
+        name: options
+        for name in torchvision.datasets.__all__
+        if (options := _options(getattr(torchvision.datasets, name))) & {"train", "split"}
+    }
+    if request.place not in sets:
+        guess = did_you_mean(request.place, sets)
+        raise UsageError(
+            f"torchvision has no data set {request.place!r} with a training and a test part",
+            place=request.spec,
+            hint=f"{guess} {_HINT}".lstrip(),
+        )
+    if not request.settings.get("root"):
+        raise UsageError(
+            "It is not said where the files are",
+            place=request.spec,
+            hint=f"torchvision:{request.place}?root=DIR, and &download=yes to get them",
+        )
+    if request.settings.get("download", "no") not in ("yes", "no"):
+        raise UsageError("download is yes or no", place=request.spec, hint="leave it out for no")
+    return getattr(torchvision.datasets, request.place), sets[request.place]
+
+
+def _options(kind: Any) -> set[str]:
+    """The names of the parameters of a class, with those that it hands to its bases."""
+    bases = kind.__mro__ if inspect.isclass(kind) else ()
+    return {name for base in bases for name in inspect.signature(base).parameters}
+
+
+def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
+    """One part of the set; None if it has no such part."""
+    settings = request.settings
+    # Paths instead of images, because this package opens them.
+    options: dict[str, Any] = {"loader": str} if "loader" in fits else {}
+    if settings.get("download") == "yes":
+        options["download"] = True
+    choices: list[dict[str, Any]] = [{"split": name} for name in _PARTS[part]]
+    if "train" in fits:
+        if part == "validation":
+            return None
+        # EMNIST calls its kinds of letters splits.
+        split = {"split": settings["split"]} if "split" in settings else {}
+        choices = [{"train": part == "train", **split}]
+    for choice in choices:
+        try:
+            return kind(Path(settings["root"]).expanduser(), **choice, **options)
+        except (RuntimeError, OSError, TypeError, AssertionError, ValueError) as error:
+            # Sets refuse the name of a part that they do not have by a ValueError.
+            if isinstance(error, ValueError) and "train" not in fits:
+                continue
+            raise DataError(
+                f"{request.place} cannot be opened ({one_line(error)})",
+                place=request.spec,
+                hint=f"root is the directory that torchvision's documentation of {request.place} "
+                "calls so; &download=yes gets the files of most sets",
+            ) from error
+    return None
