@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 import sys
-from dataclasses import replace
 
 import pytest
 import timm
@@ -24,11 +23,10 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
-from layershuffle.merging.rows import COLUMNS, rows_csv, rows_from_csv
 from layershuffle.merging.scoring import score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.models import image_view
-from layershuffle.results import EFFECTIVE
+from layershuffle.results import MergingRow, read_rows, write_rows
 from layershuffle.stats import wilson_interval
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
@@ -174,9 +172,8 @@ def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
     every = 3 + 8 + 7 + 1
     assert passes[-1] == ("models", every, every)
     assert [done for _, done, _ in passes] == sorted(done for _, done, _ in passes)
-    assert rows_from_csv(rows_csv(rows)) == [
-        replace(row, cross_entropy=round(row.cross_entropy, 6)) for row in rows
-    ]
+    write_rows(work / "rows.csv", rows, padded=False)
+    assert read_rows(work / "rows.csv", MergingRow) == tuple(rows)
     assert any("split by instance" in note for note in notes)
     kinds = [row.kind for row in rows]
     assert [kinds.count(k) for k in ("donor", "merge", "soup", "ensemble")] == [6, 8, 4, 8]
@@ -277,7 +274,7 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
         "ensemble probabilities-independent",
     ]  # fmt: skip
     rows = list(csv.DictReader(io.StringIO((work / "scores.csv").read_text())))
-    assert tuple(rows[0]) == (*COLUMNS, *EFFECTIVE)
+    assert tuple(rows[0]) == (*MergingRow.columns(), "name", "ends", "main", "top1_n", "top5_n")
     tops = [float(row["top1"]) for row in rows if row["kind"] == "merge"]
     assert (len(tops), len({row["donors"] for row in rows if row["kind"] == "merge"})) == (5, 5)
     assert groups["merge average"]["top1"]["mean"] == pytest.approx(sum(tops) / 5)

@@ -29,7 +29,6 @@ from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import orders_seed, sample_plans
-from layershuffle.merging.rows import MergingRow
 from layershuffle.merging.settings import (
     Combine,
     EnsembleOrders,
@@ -39,6 +38,7 @@ from layershuffle.merging.settings import (
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
+from layershuffle.results import MergingRow
 from layershuffle.scoring import compiler_for, prepare
 from layershuffle.text import Progress, unheard
 

@@ -131,8 +131,8 @@ def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
 
 
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
-    from layershuffle.merging.rows import rows_csv
     from layershuffle.merging.scoring import score_merging
+    from layershuffle.results import write_rows
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)
@@ -153,7 +153,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         ),
         note=notes.append,
     )
-    write_text(directory / "results.csv", rows_csv(rows))
+    write_rows(directory / "results.csv", rows, padded=False)
     return {
         **_common_facts(task, options, started=started, precision=options.precision),
         "donors": [run.name for run in donors],
