@@ -137,7 +137,7 @@ def test_cut_off_files_are_refused(kept: Path, name: str, cut: int):
     """Also inside the last number, where the rest would be a valid number."""
     text = (kept / name).read_text()
     (kept / name).write_text(text[: len(text) - cut])
-    with pytest.raises((StudyError, DataError), match="cut off|cannot be read"):
+    with pytest.raises((StudyError, DataError), match=r"cut off|cannot be read"):
         read_study(kept)
 
 

@@ -83,9 +83,8 @@ class MergeCommand(ComputingCommand):
                     place=self.out,
                     hint="such as --out merges.csv",
                 )
-        notes: list[str] = []
         with self.computing("merge") as progress:
-            rows = score_merging(
+            rows, notes = score_merging(
                 list(self.models),
                 self.data,
                 settings=settings,
@@ -93,7 +92,6 @@ class MergeCommand(ComputingCommand):
                 base=self.base,
                 device=self.device,
                 progress=progress,
-                note=notes.append,
             )
         if self.out is not None:
             # Before anything is printed: a closed pipe must not cost the scores.

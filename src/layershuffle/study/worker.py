@@ -110,7 +110,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
-        "eval_precision": evaluation.precision,
+        "eval_precision": settings.precision,
         "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
@@ -140,8 +140,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     first = donors[0]
     method = first.settings.build_method()
     options = task.options.options
-    notes: list[str] = []
-    rows = score_merging(
+    rows, notes = score_merging(
         [f"dir:{run.directory(out) / 'fit'}" for run in donors],
         first.settings.data,
         settings=options,
@@ -151,7 +150,6 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         progress=lambda _, done, total: _write_progress(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
-        note=notes.append,
     )
     write_rows(directory / "results.csv", rows, padded=False)
     return {
