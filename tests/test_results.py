@@ -5,10 +5,8 @@ import json
 
 import pytest
 
-from layershuffle.bundled import asset
 from layershuffle.core.methods import Method
 from layershuffle.errors import DataError
-from layershuffle.models.metadata import parse_metadata
 from layershuffle.results import ScoreRow, current_method, read_rows, write_rows
 from layershuffle.study.plan import read_study_plan
 from refusals import refuses
@@ -181,12 +179,3 @@ def test_every_kept_study_is_read(repository):
         arms = json.loads(plan.read_text())["recipe"]["arms"]
         labels = {arm["name"] or arm["method"] for arm in arms}
         assert {arm.label for arm in read_study_plan(plan.parent).arms} == labels
-
-
-def test_records_of_models_from_earlier_versions_are_read_in_todays_words():
-    path = asset("digits-swarm", "layershuffle.json")
-    stored = json.loads(path.read_text())
-    stored |= {"method": "layershuffle-exit", "settings": {"exit_weight": 0.5, "min_blocks": None}}
-    metadata = parse_metadata(stored, path)
-    assert metadata.method == "layershuffle"
-    assert metadata.settings == {"exit_weight": 0.5, "min_kept": None}

@@ -30,7 +30,7 @@ from layershuffle.models.files import (
     read_tensors,
     refused_by,
     say_dtype,
-    stored_dtypes,
+    tensor_headers,
     weight_files,
     write_tensors,
 )
@@ -133,7 +133,8 @@ def _trained(name: str) -> tuple[str, str]:
             f"or timm:{name}?pretrained=false for random weights",
         )
     path = fetched(repository, [WEIGHTS]) / WEIGHTS
-    say_dtype(stored_dtypes(path), f"timm:{name}")  # raises for a damaged or missing one
+    # Raises for a damaged or missing file.
+    say_dtype({dtype for dtype, _ in tensor_headers(path).values()}, f"timm:{name}")
     return repository, str(path)
 
 
