@@ -162,7 +162,7 @@ def set_depth(backbone: Backbone, depth: int) -> None:
         config.set_output_features_output_indices(out_features=None, out_indices=[depth])
     try:
         _check_rebuilt(backbone)
-    except BaseException:
+    except UsageError:
         vars(config).clear()
         vars(config).update(before)
         raise

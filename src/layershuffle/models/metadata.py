@@ -37,7 +37,7 @@ class PositionForms(_MetadataModel):
     prediction: PredictionForm | None = None
 
 
-class Record(_MetadataModel):
+class ModelRecord(_MetadataModel):
     """What `save` takes as the record of a model: how it was trained and scored."""
 
     method: str | None = None
@@ -48,7 +48,7 @@ class Record(_MetadataModel):
     provenance: Json | None = None
 
 
-class ModelMetadata(Record):
+class ModelMetadata(ModelRecord):
     """The content of layershuffle.json."""
 
     # pydantic's models have a method `schema`, hence the alias.
@@ -95,9 +95,9 @@ def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
     try:
         # As JSON, so tuples become lists now, not only when the model is loaded.
         text = json.dumps(dict(record), allow_nan=False)
-        return Record.model_validate_json(text).model_dump(exclude_unset=True)
+        return ModelRecord.model_validate_json(text).model_dump(exclude_unset=True)
     except (TypeError, ValueError) as error:
-        keys = ", ".join(Record.model_fields)
+        keys = ", ".join(ModelRecord.model_fields)
         raise UsageError(
             f"The record cannot be kept ({_cause(error)})",
             hint=f"its keys are {keys}, with numbers, words, lists and mappings in them; no NaN",

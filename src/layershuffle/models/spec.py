@@ -77,8 +77,8 @@ def _meant(name: str) -> str:
     bare = name.partition("?")[0]
     if timm.is_model(bare.partition(".")[0]):
         return f"did you mean timm:{name}?"
-    known = torchvision.models.list_models(include="vit_*")
-    return f"did you mean torchvision:{name}?" if bare in known else ""
+    names = torchvision.models.list_models(include="vit_*")
+    return f"did you mean torchvision:{name}?" if bare in names else ""
 
 
 def _value(text: str, spec: str) -> Any:

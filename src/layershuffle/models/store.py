@@ -54,7 +54,7 @@ from layershuffle.models.metadata import (
     METADATA_FILE,
     SCHEMA,
     ModelMetadata,
-    Record,
+    ModelRecord,
     checked_record,
     parse_metadata,
 )
@@ -277,7 +277,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     try:
         stack._modules = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
         library_of(model).set_depth(model, len(order))
-    except BaseException:
+    except UsageError:
         stack._modules = before
         raise
     # Method and scores do not apply to the shorter model.
@@ -399,7 +399,7 @@ def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Modul
                 place=path,
                 hint=_SAVE_AGAIN,
             )
-    record = metadata.model_dump(include=set(Record.model_fields), exclude_none=True)
+    record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
