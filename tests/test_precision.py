@@ -185,9 +185,3 @@ def test_auto_is_a_table_with_reasons(monkeypatch, device, training, gpu_has_it,
     assert why.startswith(f"auto is {precision}")
     assert choose_precision("bf16", device="cuda", training=training) == ("bf16", "")
     assert choose_precision("fp32", device=device, training=training) == ("fp32", "")
-
-
-def test_an_evaluation_names_the_chosen_precision():
-    evaluation = scored(precision="auto")
-    assert evaluation.precision == "fp32"
-    assert evaluation.scores == scored(precision="fp32").scores

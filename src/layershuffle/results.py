@@ -1,7 +1,5 @@
-"""Scores as tidy rows, one per (model, mode, order), the CSV files that hold them, and the names
-that methods had when they were written.
-
-`layershuffle reproduce` and the report share this one row type. Plain data, no torch.
+"""Scores as tidy rows, one per model and order, the CSV files that hold them, and the names that
+methods had when they were written. Plain data, no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +7,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,19 +17,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
 
 from layershuffle.errors import DataError
 from layershuffle.files import write_text
+from layershuffle.stats import Estimate, estimate
 
 MODES = ("sequential", "arbitrary")
 CHOICES = ("", "random", "spaced", "first", "last")
 DRAWS = ("pass", "batch")
 
-Row = TypeVar("Row")
+RowKind = Literal["donor", "merge", "soup", "ensemble"]
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -70,7 +68,23 @@ def current_method(method: str, options: Mapping[str, object]) -> tuple[str, dic
     return "layershuffle" if former else method, {**former, **chosen}
 
 
-class ScoreRow(BaseModel):
+class Row(BaseModel):
+    """A score. Columns that this version does not know are kept as text."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    names_one: ClassVar[tuple[str, ...]] = ()
+    """The columns in which no two rows of a file agree, if there are such columns."""
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """The columns that every file of these rows has."""
+        return tuple(name for name, field in cls.model_fields.items() if field.is_required())
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+class ScoreRow(Row):
     """One score: a method (an arm of a study) with a seed, run along one order.
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
@@ -79,10 +93,11 @@ class ScoreRow(BaseModel):
     mode. `order` is text as `core.orders` writes it, "3,0,2"; it is empty where `draw`
     is "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
     `parallel` side by side.
-    Columns that this version does not know are kept as text.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    names_one = (
+        "method", "seed", "mode", "kept", "choose", "draw", "order_seed", "parallel", "passes",
+    )  # fmt: skip
 
     method: str
     seed: int
@@ -115,66 +130,94 @@ class ScoreRow(BaseModel):
         return self
 
 
-COLUMNS = tuple(name for name, field in ScoreRow.model_fields.items() if field.is_required())
-"""Columns that every results file has."""
-OPTIONAL = {n: f.default for n, f in ScoreRow.model_fields.items() if not f.is_required()}
-"""Columns that are there where some row has another value than this one."""
-EFFECTIVE: dict[str, object] = {"top1_n": None, "top5_n": None}
-"""Those of them that tables of merged models have, too."""
-_DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
+class MergingRow(Row):
+    """The score of a donor, a merge, a soup or an ensemble under one drawn order.
+
+    `index` numbers the models of a kind. `name`: the donor's spec; "uniform" or "greedy" for a
+    soup; combination and orders of an ensemble, as "logits-independent"; "random slots" for merges
+    with them. `ends`: the source of stem and head of a merge. `donors`: for a merge the donor of
+    each block (with random slots DONOR:BLOCK), else all members. `order`: empty if drawn per batch;
+    the orders of members, separated by ";", if they differ. `main`: 1 for the first variant in the
+    settings, 0 for the alternatives. `arm`: the arm, in a study's file of several arms. The rest as
+    in `ScoreRow`.
+    """
+
+    kind: RowKind
+    index: int
+    donors: str
+    mode: str
+    order: str
+    n: Count
+    top1: Percent
+    top5: Percent
+    cross_entropy: Finite
+    name: str = ""
+    ends: str = ""
+    main: int = 1
+    arm: str = ""
+    top1_n: Effective = None
+    top5_n: Effective = None
 
 
-def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> None:
-    """Write the rows under `COLUMNS` and those that they need, whole or not at all.
+def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
+    """Rows by (kind, name, ends); all donors are one group."""
+    groups: dict[tuple[RowKind, str, str], list[MergingRow]] = {}
+    for row in rows:
+        # Donors have different names, while names of other kinds are variants.
+        name = "" if row.kind == "donor" else row.name
+        groups.setdefault((row.kind, name, row.ends), []).append(row)
+    return groups
 
-    `padded` gives every accuracy four decimals and every cross-entropy six; without it a number
-    has as few digits as it takes to read the same number back.
+
+def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list[float]]:
+    """The scores of every model of one group, one per order."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.index, []).append(getattr(row, metric))
+    return scores
+
+
+def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
+    """The mean over models (donors, merges), each the mean over its orders, with its spreads.
+
+    `metric`: top1 or top5 in percent, or cross_entropy in nats, which has no effective images.
+    """
+    return estimate(
+        by_model(rows, metric),
+        images=rows[0].n,
+        effective=getattr(rows[0], f"{metric}_n", None),
+        percent=metric != "cross_entropy",
+    )
+
+
+def write_rows(path: Path, rows: Iterable[Row], *, padded: bool = True) -> None:
+    """Write rows of one kind as CSV, whole or not at all.
+
+    A column that holds its default in every row is left out: a reader fills it in. `padded` gives
+    every accuracy four decimals and every cross-entropy six; without it a number has as few digits
+    as it takes to read the same number back.
     """
     rows = list(rows)
-    names = [*with_optional(COLUMNS, OPTIONAL, rows=rows)]
+    names = list((type(rows[0]) if rows else ScoreRow).columns())
+    for name, field in type(rows[0]).model_fields.items() if rows else ():
+        if not field.is_required() and any(getattr(row, name) != field.default for row in rows):
+            names.append(name)
     names += sorted({name for row in rows for name in row.model_extra or ()})
-    write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
-
-
-def with_optional(
-    columns: Sequence[str], optional: Mapping[str, object], *, rows: Sequence[object]
-) -> tuple[str, ...]:
-    """The columns, and behind them those of `optional` that say something.
-
-    A column that holds its default in every row is left out: a reader fills it in.
-    """
-    differs = (
-        name
-        for name, default in optional.items()
-        if any(getattr(row, name) != default for row in rows)
-    )
-    return (*columns, *differs)
-
-
-def format_rows(
-    rows: Iterable[object], names: Sequence[str], *, decimals: Mapping[str, str] | None = None
-) -> str:
-    """Rows of any type as CSV: the attributes `names` in this order, under a header.
-
-    `decimals` gives formats by name; other numbers have as few digits as it takes to read the same
-    number back, and `None` is an empty field.
-    """
-    formats = decimals or {}
+    decimals = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"} if padded else {}
     text = io.StringIO(newline="")
     # csv's own line end is that of Windows; results are compared byte for byte.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        values = (getattr(row, name, "") for name in names)
+        values = ((name, getattr(row, name, None)) for name in names)
         writer.writerow(
-            "" if value is None else format(value, formats.get(name, ""))
-            for name, value in zip(names, values, strict=True)
+            "" if value is None else format(value, decimals.get(name, "")) for name, value in values
         )
-    return text.getvalue()
+    write_text(path, text.getvalue())
 
 
-def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
-    """The rows that `write_rows` wrote; further columns are allowed.
+def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tuple[AnyRow, ...]:
+    """The rows of this `kind` that `write_rows` wrote; further columns are allowed.
 
     Raises `DataError` with the line for a file that is missing, cut off or holds an impossible or
     a repeated row. `hint` says what to do about it.
@@ -189,50 +232,27 @@ def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
         raise DataError(f"There is no {path.name}", place=path.parent, hint=hint) from error
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"The file cannot be read ({error})") from error
-    rows = parse_rows(text, ScoreRow, columns=COLUMNS, refuse=refuse)
-    names = ("method", "seed", "mode", "kept", "choose", "draw", "order_seed", "parallel", "passes")
-    scores = {tuple(getattr(row, name) for name in names) for row in rows}
-    if len(scores) < len(rows):
-        raise refuse("The results file has a score twice")
-    return tuple(rows)
-
-
-def parse_rows(
-    text: str,
-    row_type: type[Row],
-    *,
-    columns: Sequence[str],
-    refuse: Callable[[str, int | None], DataError],
-) -> list[Row]:
-    """The rows that `format_rows` wrote, each checked by pydantic; at least one.
-
-    `refuse(cause, line)` makes the error that is raised for text that is not such rows.
-    """
     # A file that was cut off inside a number would otherwise read as another number.
     if not text.endswith("\n"):
-        raise refuse("The last line is cut off", None)
+        raise refuse("The last line is cut off")
+    rows: list[AnyRow] = []
+    # `strict`: a quote that is never closed would otherwise swallow all lines after it.
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        # `strict`: a quote that is never closed would otherwise swallow all lines after it.
-        header, *lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+        # A line that is too long or too short has a field without a name or a value.
+        rows.extend(kind.model_validate(line) for line in reader)
     except csv.Error as error:
-        raise refuse(f"This is not a CSV file ({error})", None) from error
-    absent = [name for name in columns if name not in header]
-    # Further columns are welcome (later versions may have them), absent ones are not.
-    if absent:
-        raise refuse(f"The results file has no column {', '.join(absent)}", None)
-    if len(set(header)) < len(header):
-        raise refuse("The results file names a column twice", None)
-    rows, adapter = [], TypeAdapter(row_type)
-    for number, line in enumerate(lines, start=2):
-        if len(line) != len(header):
-            raise refuse(f"The line has {len(line)} fields, the header {len(header)}", number)
-        try:
-            rows.append(adapter.validate_python(dict(zip(header, line, strict=True))))
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"])) or "the row"
-            value = "" if not first["loc"] else f" {first['input']!r}"
-            raise refuse(f"The row is impossible: {name}{value}: {first['msg']}", number) from error
+        raise refuse(f"This is not a CSV file ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "the row"
+        value = f" {first['input']!r}" if isinstance(first["input"], str) else ""
+        raise refuse(
+            f"The row is impossible: {name}{value}: {first['msg']}", reader.line_num
+        ) from error
     if not rows:
-        raise refuse("The results file has no rows", None)
-    return rows
+        raise refuse("The results file has no rows")
+    scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
+    if kind.names_one and len(scores) < len(rows):
+        raise refuse("The results file has a score twice")
+    return tuple(rows)

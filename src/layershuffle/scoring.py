@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,8 +23,10 @@ from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, choose_precision, device_of
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.results import ScoreRow
-from layershuffle.settings import EvalSettings, FitSettings, Precision
+from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
 from layershuffle.text import Progress, unheard
+
+_IN_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +34,11 @@ class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
     `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
-    `precision`: the dtype of the forwards, and `precision_why` the reason if it was left open.
     """
 
     scores: list[Score]
     data: ImageData
     blocks: dict[str, Any]
-    precision: Precision
-    precision_why: str
 
 
 def evaluate_spec(
@@ -61,28 +60,12 @@ def evaluate_spec(
     fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
     # Misspelt modes and orders are refused before the data are opened, which may take minutes.
     modes = parse_modes(settings.modes) if order is None else ()
-    options = DataOptions(
-        train=False,
-        max_test=settings.max_images,
-        skip_corrupt=settings.skip_corrupt,
-    )
-    view = resized_as(image_view(model), settings.resize)
-    data = open_data(data_spec, view, options=options)
-    # With other classes, or the same in another order, scores would be meaningless.
-    data = match_classes(
-        data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
-    )
-    place, size = device_of(device), data.splits["test"].size
-    precision, why = choose_precision(settings.precision, device=place, training=False)
-    compiler = compiler_for(settings.compile)
-    prepare(model.to(place), precision, compiler=compiler)
-    batches = DeviceBatches(
-        data.splits["test"],
-        data.finish,
-        batch_size=settings.batch_size,
-        device=place,
-        processes=loader_processes(data_spec),
-    )
+    options = DataOptions(train=False)
+    data = open_scored(model, data_spec, settings=settings, options=options, name=model_spec)
+    place, split = placed(settings, device), data.splits["test"]
+    compiler = compiler_for(settings)
+    prepare(model.to(place), settings.precision, compiler=compiler)
+    batches = batches_of(data, "test", settings=settings, device=place)
     scores = compiler.run(
         lambda: evaluate(
             model,
@@ -92,21 +75,55 @@ def evaluate_spec(
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
-            groups=data.splits["test"].groups,
-            on_images=lambda done: progress("images", done, size),
+            groups=split.groups,
+            on_images=lambda done: progress("images", done, split.size),
         )
     )
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(
-        scores=scores, data=data, blocks=blocks, precision=precision, precision_why=why
+    return Evaluation(scores=scores, data=data, blocks=blocks)
+
+
+def open_scored(
+    model: nn.Module, spec: str, *, settings: ScoreSettings, options: DataOptions, name: str
+) -> ImageData:
+    """The data `spec` as `model`, which is called `name`, wants them.
+
+    Raises `DataError` if their classes are not those of the model.
+    """
+    options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
+    data = open_data(spec, resized_as(image_view(model), settings.resize), options=options)
+    # With other classes, or the same in another order, scores would be meaningless.
+    return match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
+
+
+def batches_of(
+    data: ImageData, split: str, *, settings: ScoreSettings, device: str, keep: bool = False
+) -> DeviceBatches:
+    """Batches of a split on `device`; with `keep` decoded images stay on the GPU, or in memory up
+    to 1 GiB."""
+    return DeviceBatches(
+        data.splits[split],
+        data.finish,
+        batch_size=settings.batch_size,
+        device=device,
+        processes=loader_processes(data.spec),
+        keep=keep,
+        host_bytes=_IN_MEMORY_BYTES,
     )
 
 
-def compiler_for(enabled: bool) -> BlockCompiler:
-    """A compiler for the blocks of scored models; if not `enabled`, it compiles nothing."""
-    return BlockCompiler(reason=None if enabled else "compile is off")
+def placed(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
+    """The device that computes the scores, with a warning where it has no bf16 arithmetic."""
+    place = device_of(device)
+    choose_precision(settings.precision, device=place, training=False)
+    return place
+
+
+def compiler_for(settings: ScoreSettings) -> BlockCompiler:
+    """A compiler for the blocks of scored models, which compiles nothing without `compile`."""
+    return BlockCompiler(reason=None if settings.compile else "compile is off")
 
 
 def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:

@@ -208,22 +208,14 @@ class FitSettings(Settings):
         return Method(self.method, **{name: getattr(self, name) for name in names})
 
 
-class EvalSettings(Settings):
-    """The modes of scores, and how they are computed."""
+class ScoreSettings(Settings):
+    """How scores are computed: images, seed and precision."""
 
-    modes: str = "sequential,arbitrary"
-    """Comma-separated order modes: sequential, arbitrary, kept:9 (the number of blocks that run),
-    kept:9:arbitrary, kept:9:sequential:spaced (or random, first, last); behind any of them
-    :parallel=3 (blocks side by side), behind kept also :passes=2 (they run again)."""
-    num_orders: Positive = 20
-    """Number of orders drawn per mode."""
     seed: Seed = 0
-    """Seed of the drawn orders."""
-    draw: Literal["pass", "batch"] = "pass"
-    """Draw an order for each pass over the data, or, as the paper did, for every batch."""
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. auto is
-    fp32, so that scores of all processors compare."""
+    """Seed of the drawn orders, and of drawn merges."""
+    precision: Precision = "fp32"
+    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. Weights and
+    outputs of several models are averaged in fp32 in any case."""
     compile: bool = False
     """Compile the blocks; on a CPU it takes minutes and gains little."""
     batch_size: Positive = 250
@@ -235,6 +227,19 @@ class EvalSettings(Settings):
     the model was trained."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
+
+
+class EvalSettings(ScoreSettings):
+    """The modes of scores, and how they are computed."""
+
+    modes: str = "sequential,arbitrary"
+    """Comma-separated order modes: sequential, arbitrary, kept:9 (the number of blocks that run),
+    kept:9:arbitrary, kept:9:sequential:spaced (or random, first, last); behind any of them
+    :parallel=3 (blocks side by side), behind kept also :passes=2 (they run again)."""
+    num_orders: Positive = 20
+    """Number of orders drawn per mode."""
+    draw: Literal["pass", "batch"] = "pass"
+    """Draw an order for each pass over the data, or, as the paper did, for every batch."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:

@@ -301,7 +301,7 @@ def test_a_pickle_alone_is_refused_and_never_read(
 def test_a_pickle_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(pickle.dumps(Sentinel(tmp_path / "ran")))
     assert refused(tmp_path / "model.pt").place == tmp_path / "model.pt"
-    assert refused(tmp_path).place == tmp_path / "model.pt"
+    assert refused(tmp_path).place == tmp_path
     assert not (tmp_path / "ran").exists()
 
 

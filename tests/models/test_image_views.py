@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 import transformers
 from saved_models import DIGITS, positioned
 
 import layershuffle as ls
-from common import FAMILIES
+from common import CLASSES, FAMILIES
+from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView
-from layershuffle.models import (
-    image_view,
-)
+from layershuffle.models import image_view
+from refusals import refuses
 
 
 def test_the_digits_form_of_a_timm_model_knows_its_images(tmp_path: Path) -> None:
@@ -87,24 +88,35 @@ def test_views_without_a_processor_file(
     ],
 )  # fmt: skip
 def test_the_processor_s_file_decides(
-    settings: dict[str, Any], size: tuple[int, int], crop_pct: float, hf_directory: Path
+    settings: dict[str, Any], size: tuple[int, int], crop_pct: float, tmp_path: Path
 ) -> None:
-    file = hf_directory / "preprocessor_config.json"
+    """If the model takes images of that size, as DINOv2 does, which interpolates its positions."""
     settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}
-    file.write_text(json.dumps(settings))
-    view = image_view(ls.load(f"hf:{hf_directory}"))
+    settings["image_processor_type"] = "ViTImageProcessor"
+    for name in ("hf-dinov2", "hf-vit"):
+        FAMILIES[name].plain().save_pretrained(tmp_path / name)
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(settings))
+    model = ls.load(f"hf:{tmp_path / 'hf-dinov2'}")
+    view = image_view(model)
     assert (view.size, view.crop_pct) == (size, crop_pct)
     assert (view.mean, view.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert view.interpolation == "bicubic"
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, *size)).logits.shape == (1, CLASSES)
+    if size != (32, 32):
+        with refuses(ModelFileError, tmp_path / "hf-vit" / "preprocessor_config.json"):
+            ls.load(f"hf:{tmp_path / 'hf-vit'}")
 
 
 def test_processors_that_do_not_rescale_or_normalise(hf_directory: Path) -> None:
     file = hf_directory / "preprocessor_config.json"
-    file.write_text(json.dumps({"do_rescale": False, "image_mean": [51, 51, 51], "image_std": 255}))
+    file.write_text(
+        json.dumps({"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": 255})
+    )
     view = image_view(ls.load(f"hf:{hf_directory}"))
     assert view.mean == pytest.approx((0.2, 0.2, 0.2))
     assert view.std == pytest.approx((1.0, 1.0, 1.0))
-    file.write_text(json.dumps({"do_normalize": False}))
+    file.write_text(json.dumps({"size": 32, "do_normalize": False}))
     view = image_view(ls.load(f"hf:{hf_directory}"))
     assert (view.mean, view.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 

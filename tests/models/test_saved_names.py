@@ -62,7 +62,7 @@ def test_as_many_names_as_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "key"), [("timm-vit", "label_names"), ("torchvision-vit", "categories")]
 )
-@pytest.mark.parametrize("names", [["ant", "bee"], "antbe", [1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("names", [["ant", "bee"], "antbe"])
 def test_names_of_other_classes_are_refused(
     name: str, key: str, names: object, tmp_path: Path
 ) -> None:

@@ -109,34 +109,6 @@ def test_transformers_own_processor_gives_the_same_pixels(
         assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "sizes"),
-    [
-        ("CLIP", {}, {"size": {"shortest_edge": 32}, "crop_size": 32}),
-        ("Bit", {"crop_size": 32}, {"size": {"shortest_edge": 32}}),
-        ("ViT", {"do_center_crop": True, "crop_size": 32}, {"size": 32}),
-        # 256 to 224, as in the class.
-        ("DeiT", {}, {"size": 37, "crop_size": 32}),
-        ("DeiT", {"do_center_crop": False}, {"size": 32}),
-    ],
-    ids=str,
-)
-def test_a_file_without_a_size_stands_for_the_class_at_the_model_s(
-    kind: str, settings: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    FAMILIES["hf-vit"].plain().save_pretrained(tmp_path)
-    file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
-    view = image_view(ls.load(f"hf:{tmp_path}"))
-    stock = transformers.AutoImageProcessor.from_pretrained(tmp_path, **sizes)
-    images = [picture(*shape) for shape in SIZES]
-    images = [image for image in images if crops_alike(image, view)]
-    assert len(images) >= 3
-    for image in images:
-        wanted = stock(image, return_tensors="pt")["pixel_values"][0]
-        assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
-
-
 def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
     file = hf_directory / "preprocessor_config.json"
     file.write_text(json.dumps({"do_resize": False, "resample": 5}))
@@ -225,19 +197,6 @@ def test_timm_sees_our_view_of_a_saved_model(resize: Any, tmp_path: Path) -> Non
         image = picture(*shape)
         assert_close(prepared(image_view(model), image), transform(image), tolerance=0.0)
     assert image_view(ls.load(f"dir:{tmp_path / 'm'}")) == image_view(model)
-
-
-def test_models_that_were_saved_before_are_resized_as_they_were_trained(tmp_path: Path) -> None:
-    """Their view had no `resize`, but the training settings did."""
-    model = FAMILIES["timm-vit"].wrapped()
-    for resize, crop_pct in (("crop", 0.9), ("squash", 1.0)):
-        place = tmp_path / resize
-        ls.save(model, place, record={"settings": {"resize": resize}})
-        facts = json.loads((place / "layershuffle.json").read_text())
-        del facts["image_view"]["resize"]
-        (place / "layershuffle.json").write_text(json.dumps(facts))
-        view = image_view(ls.load(str(place)))
-        assert (view.resize, view.crop_pct) == (resize, crop_pct)
 
 
 def test_a_crop_that_is_not_square_has_no_processor(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.transforms import BboxBase
 
-from layershuffle.merging.rows import MergingRow, rows_csv
-from layershuffle.results import ScoreRow, write_rows
+from layershuffle.results import MergingRow, ScoreRow, write_rows
 from layershuffle.study.plan import RunSpec, runs_of, tasks_of, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import execute
@@ -108,7 +107,7 @@ def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
     """Finish a merging task of the study in `out`."""
     directory = out / "merging" / arm
     directory.mkdir(parents=True)
-    (directory / "results.csv").write_text(rows_csv(rows))
+    write_rows(directory / "results.csv", rows, padded=False)
     (directory / "result.json").write_text(json.dumps({"schema": 1, "name": f"merging-{arm}"}))
 
 

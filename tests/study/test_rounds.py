@@ -9,7 +9,7 @@ import pytest
 from fixture import write_study
 
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.results import read_rows, write_rows
+from layershuffle.results import ScoreRow, read_rows, write_rows
 from layershuffle.study.report import write_report
 from layershuffle.study.score_tables import in_passes, in_rounds, rounds_section
 from layershuffle.study.store import read_study
@@ -25,7 +25,7 @@ def out(tmp_path: Path) -> Path:
     """A study of two seeds with rows of rounds and passes; the second seed scores a point more."""
     out = write_study(tmp_path / "study", arms=ARMS, seeds=(0, 1), orders=3)
     for path in out.glob("runs/*/results.csv"):
-        rows = list(read_rows(path))
+        rows = list(read_rows(path, ScoreRow))
         template = next(row for row in rows if (row.mode, row.kept) == ("arbitrary", 12))
         for parallel, top1 in SIDE_BY_SIDE.items():
             rounds = [range(k, k + parallel) for k in range(0, 12, parallel)]
@@ -78,7 +78,7 @@ def test_the_report_has_the_figures(out: Path) -> None:
     assert {"rounds.svg", "passes.svg"} <= {path.name for path in report.files}
     text = (out / "report.md").read_text()
     assert "Blocks side by side, and blocks that run again" in text
-    rows = read_rows(out / "results.csv")
+    rows = read_rows(out / "results.csv", ScoreRow)
     assert {(row.parallel, row.passes) for row in rows} == {
         (1, 1), *((parallel, 1) for parallel in SIDE_BY_SIDE), (1, 2), (1, 3)
     }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 from fixture import merging_rows, outside, write_merging, write_run, write_study
@@ -191,7 +190,7 @@ def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp
     )
     own = [60.0, 60.5, 61.0]
     random = [
-        replace(row, name="random slots", main=0, top1=top1)
+        row.model_copy(update={"name": "random slots", "main": 0, "top1": top1})
         for row, top1 in zip(merging_rows([], own)[:3], (2.0, 3.0, 10.0), strict=True)
     ]
     write_merging(out, "baseline", [*merging_rows([90.0, 90.2], own), *random])

@@ -12,7 +12,7 @@ import pytest
 from fixture import merging_rows, write_merging, write_run, write_study
 
 from layershuffle.errors import DataError, UsageError
-from layershuffle.results import read_rows
+from layershuffle.results import ScoreRow, read_rows
 from layershuffle.study.plan import read_study_plan, runs_of
 from layershuffle.study.report import write_report
 from layershuffle.study.store import read_study
@@ -36,7 +36,7 @@ def test_every_row_and_fact_is_read(out: Path):
     assert study.runs[1].task.name == RUN
     result = study.runs[1].result
     assert result is not None
-    assert result.rows == read_rows(out / "runs" / RUN / "results.csv")
+    assert result.rows == read_rows(out / "runs" / RUN / "results.csv", ScoreRow)
     assert result.selected.metric == "holdout cross-entropy, arbitrary orders"
     assert result.paper_protocol is False
     assert result.data.model_dump()["sizes"]["test"] == 5000
@@ -61,7 +61,8 @@ def test_columns_this_version_does_not_know_are_kept(out: Path):
     path.write_text("\n".join([f"{head},seconds", *(f"{line},0.5" for line in lines)]) + "\n")
     write_report(out)
     extra = {
-        (row.method, *(row.model_extra or {}).values()) for row in read_rows(out / "results.csv")
+        (row.method, *(row.model_extra or {}).values())
+        for row in read_rows(out / "results.csv", ScoreRow)
     }
     assert extra == {
         ("baseline", ""), ("layershuffle", "0.5"), ("layerdrop", ""), ("layershuffle-depth", "")
@@ -168,10 +169,10 @@ def test_a_cut_off_merging_is_refused(tmp_path: Path):
     assert [row.top1 for row in merging.result.rows] == [70.0, 66.0, 50.0, 80.0, 79.0]
     path = out / "merging" / "layershuffle" / "results.csv"
     path.write_text("kind,index\nmerge")
-    with pytest.raises(StudyError, match=r"finished tasks are not repeated"):
+    with pytest.raises(DataError, match=r"finished tasks are not repeated"):
         read_study(out)
     path.unlink()
-    with pytest.raises(StudyError, match=r"has no results\.csv"):
+    with pytest.raises(DataError, match=r"no results\.csv"):
         read_study(out)
 
 

@@ -73,20 +73,15 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "model": model,
         "data": evaluation.data.spec,
         "split": "test",
-        "notes": [*evaluation.data.notes, *_precision_note(evaluation)],
+        "notes": list(evaluation.data.notes),
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
         "modes": [_mode_report(name, group) for name, group in groups.items()],
-        "hardware": hardware(evaluation.precision),
+        "hardware": hardware(settings.precision),
         "versions": versions(),
     }
-
-
-def _precision_note(evaluation: Evaluation) -> list[str]:
-    why = evaluation.precision_why
-    return [f"precision {evaluation.precision}: {why}"] if why else []
 
 
 def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import tyro
 from layershuffle.cli.command import ComputingCommand, Inline, required
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
-from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
+from layershuffle.results import MergingRow, group_rows, score_of, write_rows
 from layershuffle.text import counted, counted_as, table
 
 _TABLE_WIDTH = 120  # ten columns
@@ -71,7 +71,6 @@ class MergeCommand(ComputingCommand):
         # Built anew, because a copy would not refuse a count of 0.
         settings = MergingSettings(**dict(self.options), merges=merges)
 
-        from layershuffle.files import write_text
         from layershuffle.merging.scoring import score_merging
         from layershuffle.models.output import check_output
 
@@ -84,9 +83,8 @@ class MergeCommand(ComputingCommand):
                     place=self.out,
                     hint="such as --out merges.csv",
                 )
-        notes: list[str] = []
         with self.computing("merge") as progress:
-            rows = score_merging(
+            rows, notes = score_merging(
                 list(self.models),
                 self.data,
                 settings=settings,
@@ -94,11 +92,10 @@ class MergeCommand(ComputingCommand):
                 base=self.base,
                 device=self.device,
                 progress=progress,
-                note=notes.append,
             )
         if self.out is not None:
             # Before anything is printed: a closed pipe must not cost the scores.
-            write_text(self.out, rows_csv(rows))
+            write_rows(self.out, rows, padded=False)
         report = {
             "donors": list(self.models),
             "data": self.data,
@@ -106,7 +103,7 @@ class MergeCommand(ComputingCommand):
             "settings": settings.model_dump(mode="json"),
             "groups": [_merging_group(group) for group in group_rows(rows).values()],
             "notes": notes,
-            "rows": [asdict(row) for row in rows],
+            "rows": [row.model_dump() for row in rows],
         }
         print(json.dumps(report, indent=2) if self.json else _merging_text(report))
         return 0

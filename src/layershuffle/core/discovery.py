@@ -48,17 +48,6 @@ def find_blocks(
     return path, container
 
 
-def check_architecture(model: nn.Module) -> None:
-    """Raises `StackError` as `find_blocks` does, and logs nothing.
-
-    Tensors may be on the meta device: large weights need not be fetched to be refused.
-    """
-    path, container = _largest_stack(model)
-    _refuse_stages(model, path, container)
-    check_interchangeable(container, path)
-    _refuse_inputs_by_position(model, path)
-
-
 def check_interchangeable(
     container: nn.Module, path: str, *, may_differ: Collection[str] = ()
 ) -> None:

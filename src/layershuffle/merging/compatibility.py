@@ -25,17 +25,8 @@ from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 
-# Fact -> what to do about it; facts of shapes, settings and buffers share the last words below.
+# Fact -> what to do about it.
 _HINTS = {
-    "kind of model": "merge models of one architecture",
-    "number of blocks": "block i of a merge is block i of a donor",
-    "width": "blocks of other widths cannot follow each other",
-    **dict.fromkeys(
-        ("number of classes", "names of the classes"),
-        "take models with the same classes in the same order",
-    ),
-    "image view": "take models with the same image view, because all get the same images",
-    "position parts": "blocks that learnt with different position parts do not fit together",
     "base": "only models refined from one base can be merged (paper, section 4.4); with "
     "?pretrained=false every --seed makes another base, so save such a model once and refine that",
     **dict.fromkeys(
@@ -43,8 +34,7 @@ _HINTS = {
         "the paper never mixes them; --mixed (mixed: true in a recipe) allows it",
     ),
 }
-_LONGEST = 200  # characters of a value in a message: there may be a thousand classes
-_SHARED = ("base", "base_sha256", "blocks_of_base", "data")  # of the provenance
+_HINT = "take models of one architecture, with the same settings, classes and image view"
 
 
 def check_compatible(
@@ -69,10 +59,8 @@ def check_compatible(
                 place=name,
                 hint="merge models whose blocks have weights of their own",
             )
-    # Cheap and informative comparisons come first: a model of another width also differs in the
-    # shape of every tensor.
-    facts = (_architecture, _answers, _records, _shapes, settings_of, _constants)
-    _check_agree(donors, names, facts, ignored=("method", "order policy", "data") if mixed else ())
+    ignored = ("method", "order policy", "data") if mixed else ()
+    _check_agree(donors, names, _facts, ignored=ignored)
     dtypes = {tensor.dtype for donor in donors for tensor in donor.parameters()}
     if len(dtypes) > 1:
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -86,61 +74,51 @@ def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None
 
     Raises `ModelFileError` for weights that are not finite.
     """
-    _check_agree(members, names, (_answers,))
+    _check_agree(members, names, _answers)
 
 
 def _check_agree(
     donors: Sequence[nn.Module],
     names: Sequence[str],
-    facts: Sequence[Callable[[nn.Module], dict[str, Any]]],
+    facts_of: Callable[[nn.Module], dict[str, Any]],
     *,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Raises `UsageError` for the first of `facts` in which a donor differs from the first."""
+    """Raises `UsageError` for the first fact in which a donor differs from the first donor."""
     for name, donor in zip(names, donors, strict=True):
         check_finite(donor, name)
-    for describe in facts:
-        first = describe(donors[0])
-        for name, donor in zip(names[1:], donors[1:], strict=True):
-            other = describe(donor)
-            for key in [*first, *(other.keys() - first.keys())]:
-                ours, theirs = first.get(key), other.get(key)
-                # A head whose classes have no names is matched by index, as with data.
-                unnamed = key == "names of the classes" and None in (ours, theirs)
-                if ours != theirs and not unnamed and key not in ignored:
-                    values = ("not recorded" if v is None else str(v) for v in (ours, theirs))
-                    first_value, other_value = (value[:_LONGEST] for value in values)
-                    raise UsageError(
-                        f"{names[0]} and {name} do not fit together: they differ in {key} "
-                        f"({first_value} and {other_value})",
-                        hint=_HINTS.get(key, "merge models of one shape and the same settings"),
-                    )
+    first = facts_of(donors[0])
+    for name, donor in zip(names[1:], donors[1:], strict=True):
+        other = facts_of(donor)
+        for key in first | other:
+            ours, theirs = first.get(key), other.get(key)
+            # A head whose classes have no names is matched by index, as with data.
+            unnamed = key == "names of the classes" and None in (ours, theirs)
+            if ours != theirs and not unnamed and key not in ignored:
+                # Cut, because there may be a thousand classes.
+                values = [str("not recorded" if v is None else v)[:200] for v in (ours, theirs)]
+                raise UsageError(
+                    f"{names[0]} and {name} do not fit together: they differ in {key} "
+                    f"({' and '.join(values)})",
+                    hint=_HINTS.get(key, _HINT),
+                )
 
 
 def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     """The entries of the donors' records (method, policy, base, data) that all of them share."""
     records = [origin_of(backbone_of(donor)).record for donor in donors]
     provenances = [record.get("provenance") or {} for record in records]
-    shared: dict[str, Any] = _shared(records, ("method", "policy"))
-    return {**shared, "provenance": _shared(provenances, _SHARED)}
 
+    def shared(mappings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+        first = mappings[0]
+        return {
+            key: first[key]
+            for key in keys
+            if first.get(key) is not None and all(each.get(key) == first[key] for each in mappings)
+        }
 
-def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    first = records[0]
-    return {
-        key: first[key]
-        for key in keys
-        if first.get(key) is not None and all(record.get(key) == first[key] for record in records)
-    }
-
-
-def _architecture(donor: nn.Module) -> dict[str, Any]:
-    backbone = backbone_of(donor)
-    return {
-        "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
-        "number of blocks": depth_of(donor),
-        "width": width_of(backbone),
-    }
+    provenance = shared(provenances, ("base", "base_sha256", "blocks_of_base", "data"))
+    return {**shared(records, ("method", "policy")), "provenance": provenance}
 
 
 def _answers(donor: nn.Module) -> dict[str, Any]:
@@ -156,32 +134,32 @@ def _answers(donor: nn.Module) -> dict[str, Any]:
     }
 
 
-def _records(donor: nn.Module) -> dict[str, Any]:
-    record = origin_of(backbone_of(donor)).record
+def _facts(donor: nn.Module) -> dict[str, Any]:
+    """What models that are merged have in common, the most telling facts first.
+
+    A model of another width also differs in the shape of every tensor.
+    """
+    backbone = backbone_of(donor)
+    record = origin_of(backbone).record
     provenance = record.get("provenance") or {}
     # A digest of the weights identifies a base; the name of a randomly initialised one does not.
     base = provenance.get("base_sha256") or provenance.get("base")
     blocks = provenance.get("blocks_of_base")
-    return {
+    facts = {
+        "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
+        "number of blocks": depth_of(donor),
+        "width": width_of(backbone),
+        **_answers(donor),
         "position parts": position_to_json(donor),
         "base": f"{base}, blocks {blocks}" if blocks else base,
         "method": record.get("method"),
         "order policy": record.get("policy"),
         "data": provenance.get("data"),
     }
-
-
-def _shapes(donor: nn.Module) -> dict[str, Any]:
-    return {f"the shape of {k}": v for k, v in shapes_of(donor.state_dict()).items()}
-
-
-def _constants(donor: nn.Module) -> dict[str, Any]:
-    """Digests of the buffers that no file holds, such as rotary frequencies."""
-    stored = donor.state_dict().keys()
-    constants = {n: b.detach().cpu() for n, b in donor.named_buffers() if n not in stored}
-    return {
-        f"the buffer {name}": hashlib.sha256(
-            tensor.float().contiguous().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()[:12]
-        for name, tensor in constants.items()
-    }
+    stored = donor.state_dict()
+    facts |= {f"the shape of {key}": shape for key, shape in shapes_of(stored).items()}
+    for name, buffer in donor.named_buffers():
+        if name not in stored:  # no file holds it, as frequencies
+            plain = buffer.detach().cpu().float().contiguous().view(torch.uint8).numpy()
+            facts[f"the buffer {name}"] = hashlib.sha256(plain.tobytes()).hexdigest()[:12]
+    return facts | settings_of(donor)

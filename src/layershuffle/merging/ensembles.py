@@ -80,69 +80,60 @@ def evaluate_ensembles(
             f"An ensemble is scored in one mode, not in {len(modes)}",
             hint="name one mode, such as arbitrary",
         )
-    depths = tuple(map(depth_of, donors))
-    passes = [
-        _Pass(modes[0], depths, seed, draw, index, orders)
-        for orders in dict.fromkeys(orders for _, orders in variants)
-        for index in range(modes[0].draws(num_orders, depth=max(depths)))
-    ]
+    (mode,), depths = modes, tuple(map(depth_of, donors))
+    # By the deepest member, because a shallower one may have only one order.
+    draws, drawn = mode.draws(num_orders, depth=max(depths)), mode.is_drawn(max(depths))
+    per_batch = draw == "batch" and drawn
+
+    def drawn_for(kind: EnsembleOrders, index: int, batch: int) -> tuple[ExecutionOrder, ...]:
+        """The order of every member in pass `index`, for batch number `batch`."""
+        # As in `evaluate`, so the members of an ensemble run in the orders of single models.
+        step, micro = (batch, index) if per_batch else (index, 0)
+        return tuple(
+            mode.policy().draw(
+                depth, seed=seed, step=step, micro_batch=micro,
+                # The rank of the stream, otherwise that of a process, distinguishes members.
+                rank=member if kind == "independent" else 0,
+            )
+            for member, depth in enumerate(depths)
+        )  # fmt: skip
+
+    kinds = dict.fromkeys(kind for _, kind in variants)
+    passes = [(kind, index) for kind in kinds for index in range(draws)]
     image_groups = None if groups is None else ImageGroups(groups.numpy())
-    # A sum per (combination, pass): both combinations read the same logits.
-    tallies = {
-        (combine, run): Tally(image_groups) for run in passes for combine, orders in variants
-        if orders == run.orders
-    }  # fmt: skip
+    tallies = {variant: [Tally(image_groups) for _ in range(draws)] for variant in variants}
     for donor in donors:
         forget(stack_of(donor))
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
-            orders = [run.at(number) for run in passes]
+            orders = [drawn_for(kind, index, number) for kind, index in passes]
             for images, labels in micro_batches(donors[0], batch):
                 logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
-                for (combine, run), tally in tallies.items():
-                    tally.add(combined(logits[run], combine), labels)
+                for (combine, kind), sums in tallies.items():  # both combinations share logits
+                    for index, tally in enumerate(sums):
+                        tally.add(combined(logits[kind, index], combine), labels)
                 if on_images is not None:
-                    on_images(next(iter(tallies.values())).images)
-    for tally in tallies.values():
-        tally.check()
+                    on_images(sums[0].images)
     scores: dict[Variant, list[EnsembleScore]] = {variant: [] for variant in variants}
-    for (combine, run), tally in tallies.items():
-        scores[combine, run.orders].append(_score(run, tally))
-    return scores
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of an ensemble over the images, with the orders of its members."""
-
-    mode: Mode
-    depths: tuple[int, ...]
-    seed: int
-    draw: Draw
-    index: int
-    orders: EnsembleOrders
-
-    @property
-    def is_drawn(self) -> bool:
-        # By the deepest member, because a shallower one may have only one order.
-        return self.mode.is_drawn(max(self.depths))
-
-    @property
-    def per_batch(self) -> bool:
-        return self.draw == "batch" and self.is_drawn
-
-    def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
-        """The order of every member for batch number `batch`."""
-        # As in `evaluate`, so the members of an ensemble run in the orders of single models.
-        step, micro = (batch, self.index) if self.per_batch else (self.index, 0)
-        return tuple(
-            self.mode.policy().draw(
-                depth, seed=self.seed, step=step, micro_batch=micro,
-                # The rank of the stream, otherwise that of a process, distinguishes members.
-                rank=member if self.orders == "independent" else 0,
+    for (combine, kind), sums in tallies.items():
+        for index, tally in enumerate(sums):
+            tally.check()
+            members = drawn_for(kind, index, 0)
+            score = EnsembleScore(
+                mode=mode,
+                index=index,
+                # The order of the ensemble, if all members have the same.
+                order=members[0] if (kind == "same" or not drawn) and not per_batch else None,
+                images=tally.images,
+                top1=tally.top1,
+                top5=tally.top5,
+                cross_entropy=tally.cross_entropy,
+                member_orders=() if per_batch else members,
+                top1_n=tally.top1_n,
+                top5_n=tally.top5_n,
             )
-            for member, depth in enumerate(self.depths)
-        )  # fmt: skip
+            scores[combine, kind].append(score)
+    return scores
 
 
 def _all_logits(
@@ -172,21 +163,3 @@ def combined(logits: Tensor, combine: Combine) -> Tensor:
         return logits.mean(dim=0)
     # logsumexp, because the exponentials of large negative logits underflow.
     return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
-
-
-def _score(run: _Pass, tally: Tally) -> EnsembleScore:
-    orders = run.at(0)
-    shared = run.orders == "same" or not run.is_drawn
-    return EnsembleScore(
-        mode=run.mode,
-        index=run.index,
-        # The order of the ensemble, if all members have the same.
-        order=orders[0] if shared and not run.per_batch else None,
-        images=tally.images,
-        top1=tally.top1,
-        top5=tally.top5,
-        cross_entropy=tally.cross_entropy,
-        member_orders=() if run.per_batch else orders,
-        top1_n=tally.top1_n,
-        top5_n=tally.top5_n,
-    )

@@ -100,15 +100,16 @@ class MergeGroup:
             return self._averages[name]
         if self._base is None:
             raise UsageError(
-                "Stem or head is to come from the base checkpoint, but none was given",
-                hint="name the base, or choose other ends",
+                "Stem or head is to come from the base checkpoint, which neither donors nor caller "
+                "name",
+                hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
             )
         tensor = _end_tensors(self._base).get(name)
         if tensor is None or tensor.shape != like.shape:
-            shape = "is not there" if tensor is None else f"has the shape {tuple(tensor.shape)}"
+            shape = None if tensor is None else tuple(tensor.shape)
             raise UsageError(
-                f"Stem or head cannot come from the base checkpoint: its {name} {shape}, the "
-                f"donors' has {tuple(like.shape)}",
+                "Stem or head cannot come from the base checkpoint: the shape of its "
+                f"{name} is {shape}, that of the donors' {tuple(like.shape)}",
                 hint="choose other ends (the base was made for other classes or images)",
             )
         return tensor

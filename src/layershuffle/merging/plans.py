@@ -54,11 +54,7 @@ class MergePlan:
                 hint="name each block once",
             )
         for source in (*self.donors, self.stem, self.head):
-            if isinstance(source, str):
-                exists = source in ("average", "base")
-            else:
-                exists = 0 <= source < num_donors
-            if not exists:
+            if source not in ("average", "base", *range(num_donors)):
                 raise UsageError(
                     f"{source!r} is not a donor",
                     hint=f"there are {num_donors}, numbered from 0; ends may be average or base",
@@ -107,9 +103,8 @@ def sample_plans(
             "average": "average", "base": "base",
         }  # fmt: skip
         source = sources[end]
-        blocks = None
-        if slots == "random":
-            blocks = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
+        drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
+        blocks = drawn_slots if slots == "random" else None
         merges.append(MergePlan(donors, source, source, blocks))
     return merges
 
@@ -120,8 +115,6 @@ def orders_seed(seed: int, group: int, *, index: int) -> int:
 
 
 def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
-    if num < 2:
-        raise UsageError(f"A merge needs at least two donors, got {num}", hint="name two or more")
     if num < depth and not replacement:
         raise UsageError(
             f"A merge of {depth} blocks, no two from one model, needs {depth} donors: {num} were "

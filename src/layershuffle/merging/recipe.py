@@ -23,8 +23,11 @@ from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.merging.plans import MergePlan, Source
+from layershuffle.merging.scoring import load_group
+from layershuffle.models import save
+from layershuffle.models.output import check_output, check_replaceable, own_directory
 from layershuffle.settings import BlockId, Settings, check_known, read_recipe
-from layershuffle.text import did_you_mean
+from layershuffle.text import did_you_mean, shortened
 
 
 class Slice(Settings):
@@ -52,10 +55,6 @@ class MergeRecipe(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> MergeRecipe:
-        blocks = [block for part in self.slices for block in part.blocks]
-        twice = sorted({block for block in blocks if blocks.count(block) > 1})
-        if twice:
-            raise ValueError(f"two donors give block {twice[0]}; a block comes from one")
         words = ["average", "base", *self.models]
         for word in (self.stem, self.head):
             if word not in words:
@@ -72,14 +71,14 @@ class MergeRecipe(Settings):
 
     def plan(self, depth: int) -> MergePlan:
         """The plan for models of `depth` blocks. Raises `UsageError` unless it names each once."""
-        donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
-        if sorted(donor_of) != list(range(depth)):
-            odd = sorted(donor_of.keys() ^ set(range(depth)))[0]
-            fault = f"no donor gives block {odd}" if odd < depth else f"{odd} is no block"
+        blocks = [block for part in self.slices for block in part.blocks]
+        if sorted(blocks) != list(range(depth)):
             raise UsageError(
-                f"The slices do not make a model of {depth} blocks: {fault}",
+                f"The slices give the blocks {shortened(map(str, sorted(blocks)), limit=20)}, "
+                f"which do not make a model of {depth} blocks",
                 hint=f"name each of 0..{depth - 1} once",
             )
+        donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
         donors = tuple(donor_of[block] for block in range(depth))
         return MergePlan(donors, self._source(self.stem), self._source(self.head))
 
@@ -107,43 +106,21 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
     `UsageError` for donors that do not fit, and if `out` holds a donor, or any file without
     `overwrite`; `ModelFileError` for files that cannot be read.
     """
-    from layershuffle.merging.scoring import load_group
-    from layershuffle.models import save
-    from layershuffle.models.output import check_output, check_replaceable
-
     # Before the donors are loaded, because large models take minutes.
     reads = [*recipe.models, *([recipe.base] if recipe.base else [])]
     check_output(out, reads=reads, overwrite=overwrite)
     check_replaceable(out)
-    group = load_group(
-        recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
-        mixed=recipe.mixed,
-    )  # fmt: skip
+    needs_base = "base" in (recipe.stem, recipe.head)
+    group = load_group(recipe.models, base=recipe.base, needs_base=needs_base, mixed=recipe.mixed)
     # The plan needs the depth of the donors, which the recipe does not state.
     plan = recipe.plan(group.depth)
     record = group.record(plan)
-    merge = record["provenance"]["merge"]
-    merge["donors"] = [{"model": m, "sha256": file_digests(m)} for m in recipe.models]
+    for donor in record["provenance"]["merge"]["donors"]:
+        # Directories may be renamed or trained again; the digests identify the merged weights.
+        place = own_directory(donor["model"])
+        donor["sha256"] = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (sorted(place.glob("*.safetensors")) if place is not None else ())
+        }
     save(group.merge(plan), out, record=record)
     return record
-
-
-def file_digests(spec: str) -> dict[str, str]:
-    """SHA-256 of the weight files of the model `spec`, by file name.
-
-    Empty for models that the libraries download or create.
-    """
-    from layershuffle.models.files import weight_files
-    from layershuffle.models.output import own_directory
-    from layershuffle.models.position_files import PARTS
-
-    # Directories may be renamed or trained again; the digests identify the merged weights.
-    place = own_directory(spec)
-    if place is None:
-        return {}
-    digests = {}
-    for path in (*weight_files(place), place / PARTS):
-        if path.is_file():
-            with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests

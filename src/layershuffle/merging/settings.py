@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from layershuffle.settings import Positive, Precision, Seed, Settings
+from layershuffle.settings import Positive, ScoreSettings
 
 End = Literal["average", "first", "last", "donor", "base"]
 Slots = Literal["own", "random"]
@@ -17,32 +17,11 @@ EnsembleOrders = Literal["same", "independent"]
 Combine = Literal["logits", "probabilities"]
 
 
-class _Scored(Settings):
-    """Settings of scores: images, orders and precision."""
-
-    num_orders: Positive = 5
-    """Orders drawn for each model; an ensemble gets one for each member."""
-    seed: Seed = 0
-    """Seed of all draws."""
-    precision: Precision = "fp32"
-    """fp32 is the reference; bf16, faster on GPUs, rounds weights and states to 8 bits.
-    Weights and outputs are averaged in fp32 in any case."""
-    compile: bool = False
-    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains little)."""
-    batch_size: Positive = 250
-    """Images per forward."""
-    max_images: Positive | None = None
-    """Score the first images only (of a fixed shuffle)."""
-    resize: Literal["crop", "squash"] | None = None
-    """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
-    the models were trained."""
-    skip_corrupt: bool = False
-    """Skip unreadable images and report them, instead of stopping at the first one."""
-
-
-class MergingOptions(_Scored):
+class MergingOptions(ScoreSettings):
     """How random merges of several models are drawn and scored."""
 
+    num_orders: Positive = 5
+    """Orders drawn for each model but a merge, which gets one."""
     mixed: bool = False
     """Allow donors of several methods or refined on several data, which the paper never mixes."""
     ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
@@ -86,9 +65,11 @@ class MergingSettings(MergingOptions):
     """Number of distinct merges to draw (the paper: 100)."""
 
 
-class EnsembleSettings(_Scored):
+class EnsembleSettings(ScoreSettings):
     """One ensemble."""
 
+    num_orders: Positive = 5
+    """Orders drawn for each member."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
     orders: EnsembleOrders = "independent"

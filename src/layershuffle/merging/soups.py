@@ -52,7 +52,6 @@ def _average(donors: Sequence[nn.Module]) -> nn.Module:
     states = [donor.state_dict() for donor in donors]
     soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})
     backbone, record = backbone_of(soup), shared_record(donors)
-    provenance = {**record["provenance"], "soup": f"average of {len(donors)} models"}
-    record = {**record, "provenance": provenance}
+    record["provenance"]["soup"] = f"average of {len(donors)} models"
     remember(backbone, replace(origin_of(backbone), record=record))
     return soup

@@ -17,6 +17,7 @@ from torch import nn
 
 from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
 from layershuffle.models.files import WRAPPERS, weight_files
+from layershuffle.models.metadata import PositionForms
 from layershuffle.models.position_files import with_parts
 
 _TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
@@ -52,6 +53,8 @@ def with_authors_parts(backbone: nn.Module, directory: Path) -> nn.Module:
                 ours = our_name(WRAPPERS.sub("", name))
                 if ours is not None:
                     tensors[ours] = file.get_tensor(name)
+    if not tensors:
+        return backbone
     encoding = prediction = None
     if any(name.startswith("encoding.") for name in tensors):
         table = tensors.get("encoding.table")
@@ -59,6 +62,5 @@ def with_authors_parts(backbone: nn.Module, directory: Path) -> nn.Module:
         encoding = replace(AUTHORS_ENCODING, features=features)
     if any(name.startswith("prediction.") for name in tensors):
         prediction = AUTHORS_PREDICTION
-    if not tensors:
-        return backbone
-    return with_parts(backbone, tensors, place=directory, encoding=encoding, prediction=prediction)
+    forms = PositionForms(encoding=encoding, prediction=prediction)
+    return with_parts(backbone, forms, tensors=tensors, place=directory)

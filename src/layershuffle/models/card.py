@@ -22,8 +22,6 @@ _STOCK = {
     'model = torchvision.models.VisionTransformer(**config["kwargs"])\n'
     'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))',
 }
-_CLASSES_LISTED = 20
-_NUMBERS = (("top1", "top-1 in percent"), ("top5", "top-5 in percent"), ("cross_entropy", "nats"))
 
 
 def render(
@@ -38,7 +36,8 @@ def render(
     `classes`: the class names, if the model has any. `repo`: its name on the hub.
     """
     scores, provenance = metadata.get("scores") or {}, metadata.get("provenance") or {}
-    title = _title(metadata, provenance, place=place)
+    # The name of the directory is often just "model".
+    title = f"{metadata['name']}, {metadata['method']}" if metadata.get("method") else place
     front = ModelCardData(
         library_name=metadata["library"],
         tags=["layershuffle"],
@@ -50,13 +49,10 @@ def render(
         eval_results=list(_results(scores, provenance.get("data"))) or None,
     )
     sections = [f"---\n{front.to_yaml()}\n---", f"# {title}", _summary(metadata, provenance)]
-    # A record may only have scores of other metrics, which would give an empty table.
-    if any(key in score for key, _ in _NUMBERS for score in scores.values()):
-        sections.append(f"## Scores\n\n{_score_table(scores)}")
     if accuracy := _held_out(metadata.get("selected") or {}):
         sections.append(f"## Accuracy\n\n{accuracy}")
     if classes:
-        listed = shortened(classes, limit=_CLASSES_LISTED)
+        listed = shortened(classes, limit=20)
         sections.append(f"## Classes\n\n{len(classes)}, in the order of the logits: {listed}.")
     if "merge" in provenance:
         sections.append(f"## Merge\n\n{_merge_table(provenance['merge'])}")
@@ -72,23 +68,16 @@ def render(
     return "\n\n".join(sections) + "\n"
 
 
-def _title(metadata: Mapping[str, Any], provenance: Mapping[str, Any], *, place: str) -> str:
-    """The title; it avoids the name of the directory, which is often just "model"."""
-    name, merge = str(metadata["name"]).rpartition("/")[2], provenance.get("merge")
-    if merge:
-        return f"{name}, merged from {len(merge['donors'])} models"
-    return f"{name}, {metadata['method']}" if metadata.get("method") else place
-
-
 def _held_out(selected: Mapping[str, Any]) -> str:
     """A sentence with the top-1 on the images that picked the checkpoint, or ""."""
-    if not isinstance(selected.get("top1"), Mapping):  # older records have one number
+    if "top1" not in selected:
         return ""
-    top1 = selected["top1"].items()
-    orders = " and ".join(f"{percent:.1f} % in {mode} order" for mode, percent in top1)
-    images = f"{selected['images']:,} images" if selected.get("images") else "images"
-    split = str(selected.get("metric", "")).partition(" ")[0]
-    return f"Top-1 is {orders}, on the {images} ({split}) by which this checkpoint was picked."
+    orders = (f"{percent:.1f} % in {mode} order" for mode, percent in selected["top1"].items())
+    split = str(selected["metric"]).partition(" ")[0]
+    return (
+        f"Top-1 is {' and '.join(orders)}, on the {selected['images']:,} images ({split}) by which "
+        "this checkpoint was picked."
+    )
 
 
 def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[EvalResult]:
@@ -140,14 +129,6 @@ def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
             "without layershuffle the backbone loads alone."
         )
     return "\n".join(lines)
-
-
-def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    columns = [
-        (key, title) for key, title in _NUMBERS if any(key in score for score in scores.values())
-    ]
-    rows = [[mode, *(score.get(key, "") for key, _ in columns)] for mode, score in scores.items()]
-    return markdown_table(["order", *(title for _, title in columns)], rows)
 
 
 def _merge_table(merge: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError, StackError, UsageError
-from layershuffle.text import one_line, shortened
+from layershuffle.text import one_line
 
 LOG = logging.getLogger("layershuffle")
 WEIGHTS = "model.safetensors"
@@ -38,7 +38,6 @@ PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".tar", ".ckpt", ".pkl", ".p
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 MAX_JSON_BYTES = 1 << 20
-_MAX_INDEX_BYTES = 1 << 24  # a shard index lists every tensor of a model
 # Larger than any vision transformer. A model is built from its configuration before its weights are
 # compared, and these three kinds of numbers decide how much time and memory that takes.
 _MAX_NUMBER, _MAX_BLOCKS, _MAX_CLASSES = 1 << 24, 1024, 1 << 20
@@ -86,24 +85,17 @@ def refused_by(
         ) from error
 
 
-def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `ModelFileError` for other content, or beyond `limit`."""
-    try:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises `ModelFileError` for other content, or beyond 1 MiB."""
+    with refused_by("json", path, hint=_AGAIN):
         with path.open("rb") as file:
             # One more byte than allowed shows that the file is too large.
-            raw = file.read(limit + 1)
-        data = json.loads(raw.decode("utf-8")) if len(raw) <= limit else None
-    except OSError as error:
-        hint = "check the path; a saved model is a directory with this file in it"
-        raise ModelFileError(
-            f"The file cannot be read ({error.strerror or error})", place=path, hint=hint
-        ) from error
-    # Deep nesting raises RecursionError; undecodable text and bad JSON raise ValueError.
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"This is not JSON ({error})", place=path, hint=_AGAIN) from error
-    if not isinstance(data, dict):
-        kind = f"larger than {limit // 1024} KiB" if data is None else "no JSON object"
-        raise ModelFileError(f"The file is {kind}", place=path, hint=_AGAIN)
+            raw = file.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise ValueError(f"the file is larger than {MAX_JSON_BYTES // 1024} KiB")
+        data = json.loads(raw)
+        if not isinstance(data, dict):
+            raise ValueError("the file is no JSON object")
     return data
 
 
@@ -123,11 +115,8 @@ def entries(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def check_numbers(data: Mapping[str, Any], place: Path) -> None:
     """Raises `ModelFileError` for numbers so large that a model would fill the memory."""
     for key, value in entries(data):
-        most = _MAX_NUMBER
-        if re.search(r"depth|layers|blocks", key):
-            most = _MAX_BLOCKS
-        elif re.search(r"labels|classes", key):
-            most = _MAX_CLASSES
+        most = _MAX_CLASSES if re.search("labels|classes", key) else _MAX_NUMBER
+        most = _MAX_BLOCKS if re.search("depth|layers|blocks", key) else most
         if isinstance(value, int | float) and abs(value) > most:
             raise ModelFileError(
                 f"{key} = {str(value)[:20]} is beyond any vision transformer (at most {most})",
@@ -136,52 +125,45 @@ def check_numbers(data: Mapping[str, Any], place: Path) -> None:
             )
 
 
-def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory: one, or the shards that an index names.
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of the library in a model directory: one, or several shards.
 
-    Raises `ModelFileError` if there are none, with another message for pickles.
+    Raises `ModelFileError` if there are none.
     """
-    index = directory / WEIGHTS_INDEX
-    if (directory / WEIGHTS).is_file():
-        return (directory / WEIGHTS,)
-    if not index.is_file():
-        refuse_pickle(directory)
+    files = sorted(directory.glob("model*.safetensors"))
+    pickles = [path for path in directory.glob("*") if path.suffix.lower() in PICKLE_SUFFIXES]
+    if not files and pickles:
+        raise refused_pickle(pickles[0])
+    if not files:
         raise ModelFileError(
             f"There is no {WEIGHTS} here",
             place=directory,
             hint="name the directory that layershuffle.save, timm or transformers wrote",
         )
-    shards = read_json(index, limit=_MAX_INDEX_BYTES).get("weight_map")
-    names = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-    # A name with a path could refer to a file outside of the directory.
-    inside = {path.name for path in directory.glob("*.safetensors")}
-    if not names or not names <= inside:
-        absent = sorted(names - inside)[:1]
-        raise ModelFileError(f"The shards {absent} are not here", place=index, hint=_AGAIN)
-    return tuple(directory / name for name in sorted(names))
+    return files
 
 
-def refuse_pickle(path: Path) -> None:
-    """Raises `ModelFileError` if `path` is a pickle, or a directory with one."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix.lower() in PICKLE_SUFFIXES:
-            raise ModelFileError(
-                f"The weights are in {file.name}, a pickle, and reading a pickle can run any "
-                "program inside it, so it is refused",
-                place=file,
-                hint="timm:ARCHITECTURE?checkpoint=FILE reads those of timm's train.py without "
-                "running anything; convert others once, where you trust it: python -c "
-                '"import torch; from safetensors.torch import save_file; '
-                f"save_file(torch.load('{file.name}', weights_only=True), '{WEIGHTS}')\"",
-            )
+def refused_pickle(path: Path) -> ModelFileError:
+    """The error for weights in a pickle."""
+    return ModelFileError(
+        f"{path.name} is a pickle, and reading a pickle can run any program inside it",
+        place=path,
+        hint="timm:ARCHITECTURE?checkpoint=FILE reads those of timm's train.py without running "
+        "anything; convert others once, where you trust them: python -c "
+        '"import torch; from safetensors.torch import save_file; '
+        f"save_file(torch.load('{path.name}', weights_only=True), '{WEIGHTS}')\"",
+    )
 
 
-def tensor_shapes(path: Path) -> dict[str, Shape]:
-    """Shapes by tensor name, from the file's header. Raises `ModelFileError` if it is damaged."""
-    with _whole(path), safe_open(path, framework="pt") as file:
-        # A slice gets its shape from the header, so no tensor is read.
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+def tensor_headers(*paths: Path) -> dict[str, tuple[str, Shape]]:
+    """Dtype (F32, BF16) and shape by tensor name, from the headers of safetensors files."""
+    headers = {}
+    for path in paths:
+        with _whole(path), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                tensor = file.get_slice(name)
+                headers[WRAPPERS.sub("", name)] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+    return headers
 
 
 def read_tensors(*paths: Path) -> dict[str, Tensor]:
@@ -206,15 +188,6 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     # Copies, because the format refuses tensors that share memory and strided ones.
     plain = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
-
-
-def stored_dtypes(*paths: Path) -> set[str]:
-    """The dtypes in the headers of safetensors files, as safetensors writes them (F32, BF16)."""
-    kinds = set()
-    for path in paths:
-        with _whole(path), safe_open(path, framework="pt") as file:
-            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return kinds
 
 
 def say_dtype(kinds: Iterable[object], place: str | Path) -> None:
@@ -268,9 +241,3 @@ def weights_digest(model: nn.Module) -> str:
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Shapes by tensor name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def difference(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """A text that lists missing and unexpected tensors of a file."""
-    lists = (shortened(sorted(names)) or "none" for names in (missing, unexpected))
-    return "missing {}; unexpected {}".format(*lists)

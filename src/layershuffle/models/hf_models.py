@@ -7,7 +7,7 @@ a repository is never run, and only safetensors are read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from layershuffle.core.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.authors_files import our_name, with_authors_parts
@@ -27,13 +26,11 @@ from layershuffle.models.files import (
     LOG,
     WRAPPERS,
     check_numbers,
-    difference,
     entries,
     read_json,
     refused_by,
     say_dtype,
-    stored_dtypes,
-    tensor_shapes,
+    tensor_headers,
     weight_files,
 )
 from layershuffle.models.hf_view import processor_of, stored_view, view_of
@@ -158,18 +155,17 @@ def set_depth(backbone: Backbone, depth: int) -> None:
     Raises `UsageError` if transformers would build another model from it.
     """
     config = getattr(backbone.config, "vision_config", backbone.config)
-    before, done = dict(vars(config)), False
+    before = dict(vars(config))
     config.num_hidden_layers = depth
     if hasattr(config, "stage_names"):  # of models that can also serve as backbones
         config.stage_names = ["stem", *(f"stage{block}" for block in range(1, depth + 1))]
         config.set_output_features_output_indices(out_features=None, out_indices=[depth])
     try:
         _check_rebuilt(backbone)
-        done = True
-    finally:
-        if not done:
-            vars(config).clear()
-            vars(config).update(before)
+    except UsageError:
+        vars(config).clear()
+        vars(config).update(before)
+        raise
 
 
 def _check_rebuilt(backbone: Backbone) -> None:
@@ -236,17 +232,6 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     return backbone, name
 
 
-def check_wrappable(directory: Path) -> None:
-    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
-    config = checked_config(directory)
-    check_architecture(_sketch(AutoModelForImageClassification.from_config, config, directory))
-
-
-def _sketch(make: Callable[[Any], nn.Module], config: Any, directory: Path) -> nn.Module:
-    with refused_by(NAME, directory, hint=_HINT), quiet():
-        return sketched(lambda: make(copy.deepcopy(config)))
-
-
 def checked_config(directory: Path) -> Any:
     """transformers' configuration. Raises `ModelFileError` for harmful or invalid content."""
     place = directory / CONFIG
@@ -283,21 +268,20 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
 
     With `lenient`, heads may be missing and other tensors present.
     """
-    files = weight_files(directory)
+    headers = tensor_headers(*weight_files(directory))
     make = kind.from_config if lenient else kind
-    expected = _sketch(make, config, directory).state_dict()
-    for file in files:
-        for name, shape in tensor_shapes(file).items():
-            wanted = expected.get(WRAPPERS.sub("", name))
-            # transformers says the same in its log alone, after it took the memory.
-            if wanted is not None and tuple(wanted.shape) != shape:
-                raise ModelFileError(
-                    f"{name} has the shape {shape} in the file, and {tuple(wanted.shape)} by "
-                    f"{CONFIG}",
-                    place=directory,
-                    hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
-                )
-    say_dtype(stored_dtypes(*files), directory)
+    with refused_by(NAME, directory, hint=_HINT), quiet():
+        expected = sketched(lambda: make(copy.deepcopy(config))).state_dict()
+    for name, (_, shape) in headers.items():
+        # transformers says the same in its log alone, after it took the memory.
+        if name in expected and tuple(expected[name].shape) != shape:
+            raise ModelFileError(
+                f"{name} has the shape {shape} in the file, and {tuple(expected[name].shape)} by "
+                f"{CONFIG}",
+                place=directory,
+                hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
+            )
+    say_dtype({dtype for dtype, _ in headers.values()}, directory)
     # The seed is for missing heads.
     with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone, info = kind.from_pretrained(
@@ -327,8 +311,9 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
         missing, unexpected = missing - heads, set()
     if missing or unexpected:
         raise ModelFileError(
-            "The tensors in the file are not those of the model: "
-            + difference(missing, unexpected),
+            "The tensors in the file are not those of the model: missing "
+            f"{shortened(sorted(missing)) or 'none'}; unexpected "
+            f"{shortened(sorted(unexpected)) or 'none'}",
             place=directory,
             hint="weights and configuration come from different models: save the model again",
         )

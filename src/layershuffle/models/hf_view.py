@@ -7,18 +7,21 @@ are listed here because some defaults of the processor classes differ (DeiT, DIN
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import resolve_data_config
 from transformers import AutoImageProcessor, ViTImageProcessor
 
 from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView, Resize, uncropped_size
-from layershuffle.models.files import PROCESSORS, check_numbers, read_json
-from layershuffle.models.origin import Backbone, per_channel, size_pair
+from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS, check_numbers, read_json
+from layershuffle.models.origin import Backbone, per_channel, size_pair, sketched
 from layershuffle.models.timm_view import view_of_config
+from layershuffle.text import one_line
 
 _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -73,10 +76,8 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
     if not paths or hasattr(backbone, "timm_model"):  # timm's settings are in config.json
         return None
-    fields: dict[str, Any] = {}
     for path in paths:
-        fields |= read_json(path)
-        check_numbers(fields, path)
+        check_numbers(read_json(path), path)
     size, channels = _input_of(backbone)
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
@@ -87,17 +88,17 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
                 place=paths[-1],
                 hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
             )
-        settings = processor.to_dict()
-        if not {"size", "image_processor"} & fields.keys():
-            sizes = _sizes(type(processor)().to_dict(), settings, size)
-            settings |= {key: sizes[key] for key in sizes.keys() - fields.keys()}
-        return _view_from(settings, size, channels=channels)
-    # A UsageError of ImageView is a ValueError.
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:
+        view = _view_from(processor.to_dict(), size, channels=channels)
+        if view.size != size:
+            # Some models interpolate their positions (DINOv2), others refuse.
+            sketch = sketched(lambda: type(backbone)(copy.deepcopy(backbone.config)))
+            sketch(torch.zeros(1, channels, *view.size, device="meta"))
+        return view
+    except REFUSALS as error:
         raise ModelFileError(
-            f"The image processor's settings are not usable ({error})",
+            f"The image processor's settings are not usable ({one_line(error)})",
             place=paths[-1],
-            hint="correct the file beside the model",
+            hint=f"correct the file, or image_size ({size[0]} x {size[1]}) in {CONFIG}",
         ) from error
 
 
@@ -140,18 +141,6 @@ def _view_from(
     if uncropped_size(view) != (resized[1], resized[0]):
         raise ValueError(f"the crop {height} x {width} has another shape than {resized}")
     return view
-
-
-def _sizes(
-    default: Mapping[str, Any], settings: Mapping[str, Any], model: tuple[int, int]
-) -> dict[str, dict[str, int]]:
-    """The sizes for a file without sizes: those of the class (`default`), scaled to `model`."""
-    cropped = default.get("crop_size") if settings.get("do_center_crop") else None
-    side = next(iter((cropped or default["size"]).values()))
-    crop = {"height": model[0], "width": model[1]}
-    edges = {**crop, "shortest_edge": min(model)}
-    resized = {key: round(edges[key] * value / side) for key, value in default["size"].items()}
-    return {"size": resized, "crop_size": crop}
 
 
 def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:

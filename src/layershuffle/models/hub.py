@@ -20,19 +20,14 @@ def refused_by_hub(name: str) -> Iterator[None]:
     """Turn what the hub, its cache or the network refuses within into one `ModelFileError`."""
     try:
         yield
-    except HFValidationError as error:
-        raise ModelFileError(
-            f"{name!r} is neither a directory here nor a model name of the hub",
-            hint="write hf:DIR for a directory with config.json, or hf:OWNER/NAME",
-        ) from error
     # Offline, no connection, no such name, no token: the library says which.
-    except (HTTPError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise ModelFileError(
             f"{name} is not in the cache of this machine, and the hub does not give or take it "
             f"({type(error).__name__}: {one_line(error)})",
             place=f"huggingface.co/{name}",
-            hint=f"with a network, type hf download {name} (on another machine: then copy the "
-            "cache here), after hf auth login for your own and private models; "
+            hint=f"write hf:DIR for a directory, or type hf download {name} (on another machine: "
+            "then copy the cache here), after hf auth login for your own and private models; "
             "?pretrained=false takes random weights",
         ) from error
 

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from layershuffle.core.stack import BlockStack
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.files import LOG, refused_by, say_dtype, shapes_of
+from layershuffle.text import did_you_mean
 
 # An nn.Module of a library, with attributes that nn.Module does not declare.
 Backbone = Any
@@ -156,24 +157,21 @@ def warn_new_head(old: int, new: int, *, seed: int) -> None:
     )
 
 
-def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, ...] | None:
+def listed_names(names: Any, count: int, *, place: str | Path) -> tuple[str, ...] | None:
     """The names of `count` classes in a configuration's list, or `None` if it is empty.
 
-    Raises `ModelFileError` for another number of names, or values that are no strings.
+    Raises `ModelFileError` for another number of names.
     """
     if not names:
         return None
-    if (
-        not isinstance(names, list | tuple)
-        or len(names) != count
-        or not all(isinstance(name, str) for name in names)
-    ):
+    listed = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+    if len(listed) != count:
         raise ModelFileError(
-            f"The names of the classes are not a list of {count} texts",
+            f"The names of the classes are not a list of {count}",
             place=place,
             hint="correct the list, or take it out of the file",
         )
-    return tuple(names)
+    return listed
 
 
 def per_channel(values: Any, channels: int) -> tuple[float, ...]:
@@ -182,24 +180,18 @@ def per_channel(values: Any, channels: int) -> tuple[float, ...]:
     So weights for colour images have a sensible scale on grey images. Raises `ValueError` or
     `TypeError` for what are no numbers.
     """
-    listed = values if isinstance(values, list | tuple) else [values]
-    if not listed or not all(isinstance(value, int | float) for value in listed):
-        raise ValueError(f"a mean or deviation of the images is a list of numbers, not {values!r}")
-    if len(listed) != channels:
-        return (sum(listed) / len(listed),) * channels
-    return tuple(map(float, listed))
+    listed = [float(value) for value in (values if isinstance(values, list | tuple) else [values])]
+    return tuple(listed) if len(listed) == channels else (fmean(listed),) * channels
 
 
 def size_pair(size: Any) -> tuple[int, int]:
     """(height, width) of an int or a pair; raises `ValueError` or `TypeError` for others."""
     height, width = (size, size) if isinstance(size, int) else size
-    if not isinstance(height, int) or not isinstance(width, int):
-        raise ValueError(f"an image size is a number or a pair of them, not {size!r}")
-    return height, width
+    return int(height), int(width)
 
 
 def unknown_name(kind: str, name: str, *, names: list[str], listing: str) -> UsageError:
-    """The error for a name that is not in `names`, with the nearest ones."""
-    near = get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else listing
-    return UsageError(f"There is no {kind} {name!r}", hint=hint)
+    """The error for a name that is not in `names`, with the nearest one."""
+    return UsageError(
+        f"There is no {kind} {name!r}", hint=did_you_mean(name, names, otherwise=listing)
+    )

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from layershuffle.core.position import PositionedModel, add_position
-from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import read_tensors, refused_by, write_tensors
 from layershuffle.models.metadata import METADATA_FILE, PositionForms
@@ -22,15 +21,8 @@ _OTHERS = "the files come from different models: save the model again"
 def with_stored_parts(backbone: nn.Module, forms: PositionForms, *, directory: Path) -> nn.Module:
     """`backbone`, or a `PositionedModel` of it with the parts in `directory`."""
     path = directory / PARTS
-    if forms.encoding is not None or forms.prediction is not None:
-        tensors = read_tensors(path)
-        return with_parts(
-            backbone,
-            tensors,
-            place=path,
-            encoding=forms.encoding,
-            prediction=forms.prediction,
-        )
+    if forms != PositionForms():
+        return with_parts(backbone, forms, tensors=read_tensors(path), place=path)
     # If the file was ignored, the model would be scored without its trained parts.
     if path.exists():
         raise ModelFileError(
@@ -40,18 +32,13 @@ def with_stored_parts(backbone: nn.Module, forms: PositionForms, *, directory: P
 
 
 def with_parts(
-    backbone: nn.Module,
-    tensors: Mapping[str, Tensor],
-    *,
-    place: Path,
-    encoding: EncodingForm | None,
-    prediction: PredictionForm | None,
+    backbone: nn.Module, forms: PositionForms, *, tensors: Mapping[str, Tensor], place: Path
 ) -> PositionedModel:
     """`backbone` with position parts of these forms, made of exactly `tensors` by `parts_of` names.
 
     Raises `ModelFileError` at `place` for other tensors.
     """
-    table = tensors.get("encoding.table")
+    encoding, table = forms.encoding, tensors.get("encoding.table")
     # Before memory is taken for the part, because a form in a file may name any size.
     if encoding is not None and (table is None or table.shape[-1:] != (encoding.features,)):
         raise ModelFileError(
@@ -62,7 +49,7 @@ def with_parts(
         )
     with refused_by("torch", place, hint=_OTHERS):
         # The initial values are replaced by the stored tensors.
-        model = add_position(backbone, encoding=encoding, prediction=prediction)
+        model = add_position(backbone, encoding=encoding, prediction=forms.prediction)
         parts_of(model).load_state_dict(tensors, strict=True)
     return model
 

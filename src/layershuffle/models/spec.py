@@ -3,6 +3,7 @@ unless a name has to be guessed."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from layershuffle.errors import UsageError
-from layershuffle.models.origin import unknown_name
+from layershuffle.text import did_you_mean
 
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
@@ -42,53 +43,42 @@ def parse_spec(spec: str) -> ModelSpec:
     if not colon or scheme not in FORMS:
         if Path(spec).expanduser().exists():
             return ModelSpec("dir", spec)
-        raise _unknown(spec, scheme if colon else "")
+        near = did_you_mean(scheme, FORMS) if colon else _meant(spec)
+        raise UsageError(
+            f"{spec!r} is neither a path that exists nor a model spec",
+            hint=f"{near} The forms are {', '.join(FORMS.values())}".strip(),
+        )
     query = ""
     # Names of directories may contain a "?", and `dir:` has no settings.
     if "?" in FORMS[scheme]:
         place, _, query = place.partition("?")
     if not place:
         raise UsageError(f"{spec!r} names no model", hint=f"write {FORMS[scheme]}")
-    return ModelSpec(scheme, place, _settings(query, spec))
-
-
-def _unknown(spec: str, scheme: str) -> UsageError:
-    forms = f"The forms are {', '.join(FORMS.values())}"
-    if not scheme:
-        cause = f"{spec!r} is neither a path that exists nor a model spec"
-        return UsageError(cause, hint=_meant(spec) or forms)
-    error = unknown_name("kind of model", scheme, names=list(FORMS), listing=forms)
-    return UsageError(
-        error.cause, hint=error.hint if error.hint == forms else f"{error.hint} {forms}"
-    )
-
-
-def _meant(spec: str) -> str | None:
-    """A hint for a model that is named without its library, `None` if no library has it."""
-    name = spec.partition("?")[0]
-    if name.count("/") == 1:
-        return f"check the path, or write hf:{spec} for a model of the hub"
-    # Slow to import, and this is the way to an error.
-    import timm
-    import torchvision
-
-    if timm.is_model(name.partition(".")[0]):
-        return f"did you mean timm:{spec}?"
-    is_torchvision = name in torchvision.models.list_models(include="vit_*")
-    return f"did you mean torchvision:{spec}?" if is_torchvision else None
-
-
-def _settings(query: str, spec: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for pair in query.split("&") if query else ():
-        key, equals, text = pair.partition("=")
-        if not key or not equals or key in settings:
+        key, _, text = pair.partition("=")
+        if not key or not text or key in settings:
             raise UsageError(
                 f"{pair!r} in {spec!r} is not one setting",
                 hint="write each once, as in ?pretrained=false&img_size=224",
             )
         settings[key] = _value(text, spec)
-    return settings
+    return ModelSpec(scheme, place, settings)
+
+
+def _meant(name: str) -> str:
+    """A hint for a model that is named without its library, "" if no library has it."""
+    if name.count("/") == 1:
+        return f"check the path, or write hf:{name} for a model of the hub."
+    # Slow to import, and this is the way to an error.
+    import timm
+    import torchvision
+
+    bare = name.partition("?")[0]
+    if timm.is_model(bare.partition(".")[0]):
+        return f"did you mean timm:{name}?"
+    names = torchvision.models.list_models(include="vit_*")
+    return f"did you mean torchvision:{name}?" if bare in names else ""
 
 
 def _value(text: str, spec: str) -> Any:
@@ -101,9 +91,6 @@ def _value(text: str, spec: str) -> Any:
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r} in {spec!r} is not a value", hint="quote it") from error
     # YAML 1.1 parses 1e-5 as a string.
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
     return value

@@ -45,16 +45,16 @@ from layershuffle.models.files import (
     WEIGHTS_INDEX,
     check_finite,
     read_json,
-    refuse_pickle,
     refused_by,
+    refused_pickle,
     weights_digest,
 )
 from layershuffle.models.hub import fetched, refused_by_hub
 from layershuffle.models.metadata import (
     METADATA_FILE,
-    RECORD_KEYS,
     SCHEMA,
     ModelMetadata,
+    ModelRecord,
     checked_record,
     parse_metadata,
 )
@@ -271,19 +271,15 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
         )
     if len(set(order)) < len(order):
         raise UsageError(f"The blocks {order} hold a block twice", hint="name each block once")
-    before, noted = dict(stack._modules), False
+    before = dict(stack._modules)
     # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
-    shorter = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
     try:
-        stack._modules.clear()
-        stack._modules.update(shorter)
+        stack._modules = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
         library_of(model).set_depth(model, len(order))
-        noted = True
-    finally:
-        if not noted:
-            stack._modules.clear()
-            stack._modules.update(before)
+    except UsageError:
+        stack._modules = before
+        raise
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 
@@ -373,8 +369,6 @@ def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
         revision = spec.settings.get("revision")
         place = fetched(spec.place, [CONFIG, *PROCESSORS], revision=revision)
         if not random:
-            if "model_type" in read_json(place / CONFIG):
-                hf_models.check_wrappable(place)
             # Without pickles and code, which would be refused after the download.
             files = [*FILES_OF_A_MODEL, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX]
             place = fetched(spec.place, [*files, "model-*-of-*.safetensors"], revision=revision)
@@ -405,7 +399,7 @@ def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Modul
                 place=path,
                 hint=_SAVE_AGAIN,
             )
-    record = metadata.model_dump(include=set(RECORD_KEYS), exclude_none=True)
+    record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
@@ -450,9 +444,8 @@ def _model_directory(place: Path) -> Path:
     for directory, file in (*ours, (place, CONFIG)):
         if (directory / file).is_file():
             return directory
-    # A pickle is reported first, because it is the cause of missing files.
-    if place.suffix.lower() in PICKLE_SUFFIXES or place.is_dir():
-        refuse_pickle(place)
+    if place.suffix.lower() in PICKLE_SUFFIXES:
+        raise refused_pickle(place)
     if not place.exists():
         train = f"layershuffle pretrain {place.name} --out {place}"
         hint = train if recipe_of_model(place) is not None else "check the path"

@@ -20,7 +20,6 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from layershuffle.core.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
@@ -31,7 +30,7 @@ from layershuffle.models.files import (
     read_tensors,
     refused_by,
     say_dtype,
-    stored_dtypes,
+    tensor_headers,
     weight_files,
     write_tensors,
 )
@@ -45,16 +44,14 @@ from layershuffle.models.origin import (
     origin_of,
     remember,
     seeded,
-    sketched,
     unknown_name,
     warn_new_head,
 )
-from layershuffle.models.timm_view import config_of_view, image_size, set_view, view_of_config
+from layershuffle.models.timm_view import config_of_view, image_size, view_of_config
 
 NAME = "timm"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
-# Arguments of timm.create_model that read files or change the kind of model; refused in specs and
-# files.
+# Arguments of timm.create_model that read files or change the kind of model.
 _RESERVED = frozenset(
     {
         "cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only",
@@ -79,15 +76,24 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
 
     `checkpoint`: a file of timm's training script with the weights. `mean`, `std`,
     `interpolation`, `crop_pct` and `crop_mode` change the image view. Raises `UsageError` for
-    unknown names and keywords, `ModelFileError` if the weights are unavailable, `StackError` for a
-    model that `wrap` would refuse, before its weights are fetched.
+    unknown names and keywords, `ModelFileError` if the weights are unavailable.
     """
+    # With a colon (hf-hub:, local-dir:), timm would read files without our checks.
+    if ":" in name or not timm.is_model(name.partition(".")[0]):
+        raise unknown_name(
+            "timm model", name, names=timm.list_models(), listing="see timm.list_models('*vit*')"
+        )
+    if refused := sorted(_RESERVED & settings.keys() - {"pretrained"}):
+        raise UsageError(f"{refused[0]!r} is not an argument of a model", hint="leave it out")
     args = dict(settings)
     checkpoint = args.pop("checkpoint", None)
     pretrained = args.pop("pretrained", checkpoint is None)
     if not isinstance(pretrained, bool):
         raise UsageError(f"pretrained must be true or false, got {pretrained!r}")
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
+    for key in ("mean", "std"):
+        if isinstance(view.get(key), int | float):  # of a single channel
+            view[key] = (view[key],)
     # timm would silently drop the trained head; here it is loaded, then replaced with a warning.
     classes = args.pop("num_classes", None) if pretrained else None
     base = None
@@ -99,16 +105,14 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         else:
             weights: dict[str, Any] = {}
             if pretrained:
-                check_architecture(sketched(lambda: _create(name, args)))
                 base, file = _trained(name)
                 # With custom_load, timm would use the architecture's own loader, not this file.
-                weights = {
-                    "pretrained": True,
-                    "pretrained_cfg_overlay": {"file": file} | _NO_LOADER,
-                }
+                overlay = {"file": file, **_NO_LOADER}
+                weights = {"pretrained": True, "pretrained_cfg_overlay": overlay}
             with seeded(seed):
-                backbone = _create(name, args, **weights)
-    set_view(backbone, view)
+                backbone = timm.create_model(name, **weights, **args)
+        backbone.pretrained_cfg = {**backbone.pretrained_cfg, **view}
+        image_view(backbone)  # raises for settings that fit no image
     if pretrained:
         _name_imagenet(backbone)
     if classes is not None and classes != num_classes(backbone):
@@ -117,18 +121,6 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
 
 
 _NO_LOADER = {"custom_load": False}
-
-
-def _create(name: str, args: Mapping[str, Any], **weights: Any) -> Backbone:
-    # With a colon (hf-hub:, local-dir:), timm would read files without our checks.
-    if ":" in name or not timm.is_model(name.partition(".")[0]):
-        raise unknown_name(
-            "timm model", name, names=timm.list_models(), listing="see timm.list_models('*vit*')"
-        )
-    refused = sorted(_RESERVED & args.keys())
-    if refused:
-        raise UsageError(f"{refused[0]!r} is not an argument of a model", hint="leave it out")
-    return timm.create_model(name, **weights, **args)
 
 
 def _trained(name: str) -> tuple[str, str]:
@@ -141,7 +133,8 @@ def _trained(name: str) -> tuple[str, str]:
             f"or timm:{name}?pretrained=false for random weights",
         )
     path = fetched(repository, [WEIGHTS]) / WEIGHTS
-    say_dtype(stored_dtypes(path), f"timm:{name}")  # raises for a damaged or missing one
+    # Raises for a damaged or missing file.
+    say_dtype({dtype for dtype, _ in tensor_headers(path).values()}, f"timm:{name}")
     return repository, str(path)
 
 
@@ -167,7 +160,7 @@ def _from_checkpoint(name: str, args: Mapping[str, Any], path: Path, seed: int) 
     )
     with refused_by("torch", path, hint=hint):
         tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
-        return filled(lambda: _create(name, args), tensors, place=path, seed=seed)
+        return filled(lambda: timm.create_model(name, **args), tensors, place=path, seed=seed)
 
 
 def num_classes(backbone: Backbone) -> int:
@@ -287,7 +280,7 @@ def _known_args(backbone: Backbone) -> dict[str, Any]:
 def _check_rebuilt(backbone: Backbone, name: str, args: Mapping[str, Any]) -> None:
     check_rebuilt(
         backbone,
-        lambda: _create(name, args),
+        lambda: timm.create_model(name, **args),
         how=f"timm.create_model({name!r}) with {dict(args)}",
         hint="name what it was built with: save(model, directory, model_args={'depth': 12})",
     )
@@ -298,32 +291,13 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
 
     Raises `ModelFileError` if config.json and weights do not fit together.
     """
-    place = directory / CONFIG
-    config = read_json(place)
-    check_numbers(config, place)
+    check_numbers(read_json(directory / CONFIG), directory / CONFIG)
     hint = "check config.json against the weights, or take the model from its source again"
     with refused_by("timm", directory, hint=hint):
-        name, cfg = config["architecture"], dict(config.get("pretrained_cfg", {}))
-        args = _defaults(config, cfg) | config.get("model_args", {})
-        tensors = read_tensors(*weight_files(directory))
+        # timm reads the configuration alone, because it is not asked for the weights.
         backbone: Backbone = filled(
-            lambda: _create(name, args), tensors, place=directory, seed=seed
-        )
-        cfg |= {"label_names": config["label_names"]} if "label_names" in config else {}
-        # Only these keys, because others could name files for timm to load.
-        keys = (*_CFG_KEYS, "mean", "std", "label_names")
-        usable = {key: cfg[key] for key in keys if key in cfg}
-        backbone.pretrained_cfg = {**backbone.pretrained_cfg, **usable}
+            lambda: timm.create_model(f"local-dir:{directory}"),
+            read_tensors(*weight_files(directory)), place=directory, seed=seed,
+        )  # fmt: skip
         class_names(backbone)  # raises for invalid names
-    return remember(backbone, Origin(model_args=args)), name
-
-
-def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that timm takes from pretrained_cfg if they are not in model_args."""
-    args = {"num_classes": config.get("num_classes", cfg.get("num_classes"))}
-    size = cfg.get("input_size")
-    if isinstance(size, list) and len(size) == 3:
-        args["in_chans"] = size[0]
-        if cfg.get("fixed_input_size"):
-            args["img_size"] = size[1:]
-    return {key: value for key, value in args.items() if value is not None}
+    return backbone, str(backbone.pretrained_cfg["architecture"])

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from timm.data import resolve_data_config
-
 from layershuffle.errors import UsageError
-from layershuffle.image_view import INTERPOLATIONS, ImageView, Resize
+from layershuffle.image_view import ImageView, Resize
 from layershuffle.models.origin import Backbone, per_channel, size_pair
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
@@ -28,14 +26,14 @@ def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
             hint="add crop_mode=center or crop_mode=squash to the spec of the model",
         )
     # timm also has "random" and "lanczos", which a view does not support.
-    usable = config["interpolation"] in INTERPOLATIONS
+    nearest = {"random": "bicubic", "lanczos": "bicubic"}
     return ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=per_channel(config["mean"], channels),
         std=per_channel(config["std"], channels),
-        interpolation=config["interpolation"] if usable else "bicubic",
+        interpolation=nearest.get(config["interpolation"], config["interpolation"]),
         crop_pct=float(config["crop_pct"]),
         resize=cast(Resize, _CROP_MODES[config["crop_mode"]]),
     )
@@ -51,27 +49,6 @@ def config_of_view(view: ImageView) -> dict[str, Any]:
         "crop_pct": view.crop_pct,
         "crop_mode": next(name for name, ours in _CROP_MODES.items() if ours == view.resize),
     }
-
-
-def set_view(backbone: Backbone, view: Mapping[str, Any]) -> None:
-    """Override the view by the settings `view` of a spec. Raises `UsageError` if invalid."""
-    if not view:
-        return
-    changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
-    backbone.pretrained_cfg = {**backbone.pretrained_cfg, **changes}
-    try:
-        if view.get("interpolation", "bicubic") not in INTERPOLATIONS:
-            raise ValueError(f"interpolation is one of {', '.join(INTERPOLATIONS)}")
-        view_of_config(backbone, resolve_data_config(model=backbone))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"The images cannot be fitted with {dict(view)} ({error})",
-            hint="give mean and std one number per channel, as in mean=0.5,0.5,0.5",
-        ) from error
-
-
-def _tuple(value: object) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def image_size(backbone: Backbone) -> tuple[int, int] | None:

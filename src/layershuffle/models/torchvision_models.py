@@ -19,7 +19,6 @@ import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from layershuffle.core.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
@@ -41,7 +40,6 @@ from layershuffle.models.origin import (
     origin_of,
     remember,
     seeded,
-    sketched,
     unknown_name,
     warn_new_head,
 )
@@ -61,8 +59,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     """The classification model `name`; `weights`: a tag or none (default: DEFAULT).
 
     The other `settings` are keywords of torchvision's builder. Raises `UsageError` for unknown
-    names and keywords, `ModelFileError` if the weights are unavailable, `StackError` for a model
-    that `wrap` would refuse, before its weights are downloaded.
+    names and keywords, `ModelFileError` if the weights are unavailable.
     """
     names = torchvision.models.list_models(module=torchvision.models, include="vit_*")
     if name not in names:
@@ -92,7 +89,6 @@ def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Mod
     categories, preset = tuple(weights.meta["categories"]), weights.transforms()
     classes, size = args.pop("num_classes", None), weights.meta["min_size"][0]
     args = {"num_classes": len(categories), "image_size": size, **args}
-    check_architecture(sketched(lambda: _create(name, args)))
     with seeded(seed):
         backbone: Backbone = _create(name, args)
     # torchvision only publishes .pth files. Their hash is checked, and with weights_only torch

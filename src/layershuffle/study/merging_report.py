@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
-from layershuffle.merging.rows import MergingRow, by_model, group_rows, score_of
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
+from layershuffle.results import MergingRow, by_model, group_rows, score_of
 from layershuffle.stats import mean
 from layershuffle.study.figures import STYLES
 from layershuffle.study.paper import MERGES

@@ -23,10 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layershuffle.errors import DataError
 from layershuffle.files import write_text
-from layershuffle.merging.rows import COLUMNS, MergingRow, rows_csv, rows_from_csv
-from layershuffle.results import ScoreRow, read_rows, write_rows
+from layershuffle.results import MergingRow, ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import (
     KEPT_FILE,
     PLAN_FILE,
@@ -54,7 +52,6 @@ from layershuffle.text import one_line, shortened
 _SCHEMA = 2
 _OF_ONE_RUN = ("run", "arm", "seed")
 """Fields that identify the run of a line."""
-_MERGING_COLUMNS = ("arm", *COLUMNS)
 _HINT = "restore the files of the study from the repository that keeps it"
 
 
@@ -70,7 +67,7 @@ def read_study(out: Path) -> Study:
     tasks = tasks_of(settings)
     planned = {task.name for task in tasks}
     scores = out / "results.csv"
-    if not (out / "runs").exists() and scores.exists() and read_rows(scores):
+    if not (out / "runs").exists() and scores.exists() and read_rows(scores, ScoreRow):
         # A report writes results.csv from the runs, so it would write an empty one here.
         raise StudyError(
             "This directory holds scores, but neither the runs that gave them nor their facts "
@@ -129,10 +126,13 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     write_text(out / KEPT_FILE, _runs_text(runs))
     write_rows(out / "results.csv", study.rows, padded=False)
     merging = [
-        replace(row, arm=o.task.arm) for o in study.mergings if o.result for row in o.result.rows
+        row.model_copy(update={"arm": o.task.arm})
+        for o in study.mergings
+        if o.result
+        for row in o.result.rows
     ]
     if merging:
-        write_text(out / "merging.csv", rows_csv(merging, _MERGING_COLUMNS))
+        write_rows(out / "merging.csv", merging, padded=False)
     analysis = [["task", "name", "value"]]
     for entry in study.analyses:
         if entry.result is not None:
@@ -223,13 +223,13 @@ def read_kept(out: Path) -> Study:
             runs[run["run"]] = {**_with(run, of_arm), "schema_version": 1}
         merging = _mergings(out / "merging.csv")
         analysis = _analyses(out / "analysis.csv")
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
         raise StudyError(cause, place=out, hint=_HINT) from error
     scores: dict[tuple[str, int], list[ScoreRow]] = {}
     # A study that was kept before its first run had finished has no scores.
     if runs:
-        for row in read_rows(out / "results.csv", hint=_HINT):
+        for row in read_rows(out / "results.csv", ScoreRow, hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)
     # A report rewrites results.csv, which would delete rows without a run.
     arms = {(t.arm, t.settings.seed) for t in tasks if isinstance(t, RunSpec) and t.name in runs}
@@ -284,8 +284,8 @@ def _mergings(path: Path) -> dict[str, MergingResult]:
     if not path.exists():
         return {}
     rows: dict[str, list[MergingRow]] = {}
-    for row in rows_from_csv(path.read_text(encoding="utf-8"), _MERGING_COLUMNS):
-        rows.setdefault(row.arm, []).append(replace(row, arm=""))
+    for row in read_rows(path, MergingRow, hint=_HINT):
+        rows.setdefault(row.arm, []).append(row.model_copy(update={"arm": ""}))
     return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layershuffle.merging.rows import MergingRow, by_model
-from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
+from layershuffle.results import CHOICES, DRAWS, MODES, MergingRow, ScoreRow, by_model
 from layershuffle.stats import Estimate, estimate, mean
 from layershuffle.study.paper import PaperNumber, paper_number
 from layershuffle.study.plan import RunSpec

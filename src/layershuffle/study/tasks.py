@@ -20,9 +20,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from layershuffle.errors import DataError, LayerShuffleError
-from layershuffle.merging.rows import MergingRow, rows_from_csv
-from layershuffle.results import ScoreRow, current_method, read_rows
+from layershuffle.errors import LayerShuffleError
+from layershuffle.results import MergingRow, ScoreRow, current_method, read_rows
 from layershuffle.settings import FitSettings
 from layershuffle.study.plan import (
     FAILURE_FILE,
@@ -186,21 +185,18 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[
             fields["pictures"] = tuple((inside / name).as_posix() for name in names)
         result = check_result(fields, kind, task=task, place=place)
         if isinstance(task, RunSpec):
-            scores = read_rows(directory / "results.csv", hint=AGAIN)
+            scores = read_rows(directory / "results.csv", ScoreRow, hint=AGAIN)
             # A copied file would pass every other check.
             if {(row.method, row.seed) for row in scores} != {(task.arm, task.settings.seed)}:
                 raise _another_study("results.csv holds other scores", directory)
             result = result.model_copy(update={"rows": scores})
         elif isinstance(task, MergingSpec):
-            place = directory / "results.csv"
-            merges = rows_from_csv(place.read_text(encoding="utf-8"))
-            result = result.model_copy(update={"rows": tuple(merges)})
+            merges = read_rows(directory / "results.csv", MergingRow, hint=AGAIN)
+            result = result.model_copy(update={"rows": merges})
     except FileNotFoundError as error:
         cause = f"A finished task has no {Path(error.filename).name}"
         raise StudyError(cause, place=directory, hint=AGAIN) from error
-    except (OSError, ValueError, DataError) as error:
-        if isinstance(task, RunSpec) and isinstance(error, DataError):
-            raise  # of `read_rows`, which names file and line
+    except (OSError, ValueError) as error:
         raise StudyError(
             f"The file is cut off or cannot be read ({one_line(error)})", place=place, hint=AGAIN
         ) from error

@@ -110,7 +110,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
-        "eval_precision": evaluation.precision,
+        "eval_precision": settings.precision,
         "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
@@ -131,8 +131,8 @@ def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
 
 
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
-    from layershuffle.merging.rows import rows_csv
     from layershuffle.merging.scoring import score_merging
+    from layershuffle.results import write_rows
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)
@@ -140,8 +140,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     first = donors[0]
     method = first.settings.build_method()
     options = task.options.options
-    notes: list[str] = []
-    rows = score_merging(
+    rows, notes = score_merging(
         [f"dir:{run.directory(out) / 'fit'}" for run in donors],
         first.settings.data,
         settings=options,
@@ -151,9 +150,8 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         progress=lambda _, done, total: _write_progress(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
-        note=notes.append,
     )
-    write_text(directory / "results.csv", rows_csv(rows))
+    write_rows(directory / "results.csv", rows, padded=False)
     return {
         **_common_facts(task, options, started=started, precision=options.precision),
         "donors": [run.name for run in donors],

@@ -21,7 +21,7 @@ from layershuffle.models.files import (
     Shape,
     read_json,
     shapes_of,
-    tensor_shapes,
+    tensor_headers,
     weight_files,
     weights_digest,
 )
@@ -74,7 +74,7 @@ def read_lineage(directory: str | Path) -> Lineage:
             place=place,
             hint="serve a model of another method, such as layershuffle",
         )
-    shapes = {name: s for file in weight_files(place) for name, s in tensor_shapes(file).items()}
+    shapes = {n: shape for n, (_, shape) in tensor_headers(*weight_files(place)).items()}
     return Lineage(
         base=_base(facts.provenance),
         depth=facts.depth,
@@ -139,7 +139,7 @@ def _base(provenance: object) -> str | None:
 
 def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
     """The names of the block's tensors: name in the file to name in the block."""
-    stored = {name for file in weight_files(place) for name in tensor_shapes(file)}
+    stored = set(tensor_headers(*weight_files(place)))
     # timm and torchvision save tensors under the names of the modules, transformers renames some.
     if facts.library == "transformers":
         names = _transformers_names(place, f"{facts.blocks}.{block}.")
