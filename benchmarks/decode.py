@@ -1,24 +1,18 @@
-"""Claim: training reads JPEG files faster than Pillow alone, and a cache of them faster still."""
+"""Claim: training reads JPEG files faster than Pillow alone, and smaller ones faster still."""
 
 from __future__ import annotations
 
 import io
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
 import torch
+from _clocks import SMOKE, Effort, Side, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from PIL import Image
 
-from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
-from layershuffle.bench.workloads import JPEG_QUALITY, PHOTO, photograph
-from layershuffle.data import DataOptions, ImageView, open_data
-from layershuffle.data.cache import shrunk
+from layershuffle.data import ImageView
 from layershuffle.data.decode import decodes_jpeg, pixel_tensor, read_image, read_pixels
 from layershuffle.data.transforms import PixelTransform, PlainTransform
 
@@ -26,7 +20,17 @@ VIEW = ImageView(
     channels=3, height=224, width=224, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic",
     crop_pct=0.875,
 )  # fmt: skip
-LARGE, CACHED = (4000, 3000), 256
+SMALL = 256
+PHOTO, JPEG_QUALITY = (500, 375), 90
+
+
+def photograph(seed: int) -> Image.Image:
+    """An image of soft shapes with grain, whose JPEG is about as large as that of a photograph."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (PHOTO[1] // 16 + 1, PHOTO[0] // 16 + 1, 3), dtype=np.uint8)
+    soft = np.asarray(Image.fromarray(coarse).resize(PHOTO, Image.Resampling.BICUBIC), np.float32)
+    grain = draw.normal(0, 10, (*soft.shape[:2], 1))
+    return Image.fromarray((soft + grain).clip(0, 255).astype(np.uint8))
 
 
 def encoded(image: Image.Image) -> bytes:
@@ -51,11 +55,6 @@ def by_both(content: bytes) -> torch.Tensor:
     return PixelTransform(VIEW)(pixel_tensor(read_image(content, 3, place="a photograph")))
 
 
-def large_to_cache(content: bytes, least: int | None) -> Image.Image:
-    """As `layershuffle cache` reads and shrinks."""
-    return shrunk(read_image(content, 3, place="a photograph", least=least), CACHED)
-
-
 def over(files: Sequence[bytes], work: Callable[[bytes], object]) -> Side:
     """The seconds that `work` takes for all files."""
     return cpu_timed(lambda: [work(file) for file in files])
@@ -71,63 +70,14 @@ def difference(files: Sequence[bytes]) -> dict[str, float]:
     }
 
 
-def resized_to_jpeg(record: dict[str, Any]) -> dict[str, Any]:
-    """For `Dataset.map`: the image shrunk, as the bytes of a JPEG file."""
-    image = shrunk(record["image"].convert("RGB"), CACHED)
-    return {"image": {"bytes": encoded(image), "path": None}}
-
-
-def resized(record: dict[str, Any]) -> dict[str, Any]:
-    """For `Dataset.map`: the image shrunk; `datasets` then stores a PNG file."""
-    return {"image": shrunk(record["image"].convert("RGB"), CACHED)}
-
-
-def against_datasets(
-    originals: Sequence[Image.Image], effort: Effort, settings: dict[str, Any]
-) -> Iterator[ClaimRow]:
-    """The cache against copies of the same images made by `Dataset.map` and `save_to_disk`."""
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place)
-        for part in ("train", "val"):
-            for number, image in enumerate(originals):
-                folder = root / "photos" / part / f"class-{number % 2}"
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{number}.jpg").write_bytes(encoded(image))
-                small = root / "cache" / part / folder.name / f"{number}.jpg"
-                small.parent.mkdir(parents=True, exist_ok=True)
-                small.write_bytes(encoded(shrunk(image, CACHED)))
-        source = datasets.load_dataset(str(root / "photos"), cache_dir=str(root / "hf"))
-        source.map(resized_to_jpeg).save_to_disk(str(root / "jpeg"))
-        source.map(resized).save_to_disk(str(root / "png"))
-        options = DataOptions(holdout=None)
-        specs = {"cache": f"folder:{root / 'cache'}", "jpeg": f"hf:{root / 'jpeg'}"}
-        specs["png"] = f"hf:{root / 'png'}"
-        read = {
-            name: open_data(spec, VIEW, options=options).splits["train"].dataset
-            for name, spec in specs.items()
-        }
-        sides = {
-            name: cpu_timed(lambda images=images: [images[n] for n in range(len(images))])
-            for name, images in read.items()
-        }
-        for kind, how in (("jpeg", "its map function encodes JPEG"), ("png", "map resizes alone")):
-            yield compare(
-                f"hf: instead of the cache, {how}",
-                "hf: / cache",
-                a=sides[kind],
-                b=sides["cache"],
-                effort=effort,
-                settings=settings,
-            )
-
-
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Ratios of processor time on one core."""
     count = 2 if effort is SMOKE else 8
     originals = [photograph(seed) for seed in range(count)]
     files = [encoded(image) for image in originals]
-    cached = [encoded(shrunk(image, CACHED)) for image in originals]
+    shorter = min(PHOTO)
+    size = tuple(round(side * SMALL / shorter) for side in PHOTO)
+    small = [encoded(image.resize(size, Image.Resampling.BICUBIC)) for image in originals]
     settings = {
         "images": count,
         "size": PHOTO,
@@ -151,18 +101,10 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
         settings=settings,
     )  # fmt: skip
     yield compare(
-        "training from a cache of 256 pixels", "original / cache",
-        a=over(files, by_torch), b=over(cached, by_torch), effort=effort,
+        "training from copies of 256 pixels", "original / copy",
+        a=over(files, by_torch), b=over(small, by_torch), effort=effort,
         bound=Bound("at_least", 2.0), settings=settings,
-        facts={"kB of a cached file": round(np.mean([*map(len, cached)]) / 1e3)},
-    )  # fmt: skip
-    yield from against_datasets(originals, effort, settings)
-    large = [encoded(photograph(0, (400, 300) if effort is SMOKE else LARGE))]
-    yield compare(
-        "a photograph of 12 megapixels into a cache", "decoded whole / decoded at a fraction",
-        a=over(large, lambda file: large_to_cache(file, None)),
-        b=over(large, lambda file: large_to_cache(file, 2 * CACHED)), effort=effort,
-        bound=Bound("at_least", 2.0), settings={"size": LARGE},
+        facts={"kB of a copy": round(np.mean([*map(len, small)]) / 1e3)},
     )  # fmt: skip
 
 
