@@ -28,7 +28,6 @@ SERVER.set_forkserver_preload(
         "layershuffle.data.cache",
         "layershuffle.data.folder",
         # What a training imports late.
-        "torch.utils.tensorboard",
         "transformers.modeling_utils",
         __name__,
     ]

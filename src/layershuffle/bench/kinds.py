@@ -28,8 +28,7 @@ from layershuffle.training.job import Job
 from layershuffle.training.loop import TrainingBatch, train
 from layershuffle.training.state import TrainState, new_state
 
-WARM_UP, PHASED = 3, 5
-"""Numbers of steps before the timed ones, not counted, and after them, to measure the phases."""
+WARM_UP, PHASED = 3, 5  # steps before the timed ones, and after them, to measure phases
 _ENDLESS = 1 << 30
 TakeSteps = Callable[[Iterable[object]], None]
 """Takes a step per item, and tells a `PhaseTimer` its phases."""

@@ -61,8 +61,7 @@ def peak_memory(device: str) -> tuple[int, str]:
     """Peak bytes on the GPU since torch's last reset, or of this process, and which of the two."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated(), "tensors on the GPU"
-    # macOS reports bytes, Linux KiB.
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return peak, "this process, libraries included"
 

@@ -18,8 +18,7 @@ class BenchSettings(Settings):
     """The subject and the conditions of a measurement."""
 
     model: str | None = None
-    """Model spec, built with random weights (default: ViT-B/16 on a GPU, the digits model on a
-    CPU)."""
+    """Model spec, with random weights (default: ViT-B/16, on a CPU the digits model)."""
     batch_size: Positive | None = None
     """Images per step (default: 640 on a GPU, 64 on a CPU)."""
     steps: Annotated[int, Field(ge=5)] = 20
@@ -27,8 +26,7 @@ class BenchSettings(Settings):
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bf16 on GPUs that support it, else fp32. train: as in fit; eval has weights and states
-    in bf16."""
+    """auto: bf16 on GPUs that have it, else fp32. eval: of weights and states, too."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     compile: bool | None = None
