@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from layershuffle.bench.timing import SMOKE, Effort, Pairs, Side, paired
+from _clocks import SMOKE, Effort, Pairs, Side, paired
+
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
@@ -67,8 +68,6 @@ GPU_TARGETS: dict[str, tuple[str, str, Bound | None]] = {
     "training, recompiles": ("after warm-up:", "graphs", Bound("equal", 0)),
     "training, syncs": ("the host waits for the GPU", "times a step", Bound("equal", 0)),
     "training, memory": ("at the highest:", "GB", Bound("at_most", 60)),
-    "attention": ("forward and backward of one block's:", "ms", None),
-    "training, cuDNN attention first": ("otherwise as above:", "images/s", None),
     "inference": ("ViT-B/16 at 224, batch 640, bf16:", "images/s", Bound("at_least", 12_500)),
     "inference, MFU": ("of a matrix product measured in the run:", "%", None),
     "training step, order": ("shuffled / fixed order", "", Bound("at_most", 1.01)),
@@ -76,7 +75,6 @@ GPU_TARGETS: dict[str, tuple[str, str, Bound | None]] = {
     "inference, compiled": ("eager / compiled", "", Bound("at_least", 1.12)),
     "training step, plain": ("plain Trainer, as the authors' / ours", "", Bound("at_least", 2.5)),
     "training, four orders per batch": ("in groups of 160:", "images/s", None),
-    "reading": ("JPEG files of 500 x 375, all cores:", "images/s", Bound("at_least", 3500)),
     "leave-one-out and base": ("one by one / together", "", Bound("at_least", 1.55)),
 }
 

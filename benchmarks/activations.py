@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
+from _clocks import PICO, SMOKE, VIT_B, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.timing import SMOKE, Effort
-from layershuffle.bench.workloads import PICO, VIT_B, make_workload
+from layershuffle.bench.workload import make_workload
 from layershuffle.core.stack import blocks_of
 
 # Parameters and states, autocast, and units expected.
@@ -46,7 +46,9 @@ def saved_bytes(block: nn.Module, state: Tensor, *, autocast: bool) -> int:
 
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One row per precision."""
-    block = blocks_of(make_workload(PICO if effort is SMOKE else VIT_B, batch=1).model)[0].train()
+    block = blocks_of(make_workload(PICO if effort is SMOKE else VIT_B, batch_size=1).model)[
+        0
+    ].train()
     width = block.norm1.normalized_shape[0]
     for name, (dtype, autocast, expected) in CASES.items():
         block.to(dtype)

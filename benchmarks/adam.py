@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from _clocks import PICO, SMOKE, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_192, make_workload
+from layershuffle.bench.workload import make_workload
 
 
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One row: gradients are there, the step alone is timed."""
-    workload = make_workload(PICO if effort is SMOKE else WIDTH_192, batch=1)
+    workload = make_workload(PICO if effort is SMOKE else WIDTH_192, batch_size=1)
     sides = []
     for fused in (None, True):
         model = copy.deepcopy(workload.model)

@@ -13,11 +13,11 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import nn
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running
@@ -60,7 +60,7 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     backend = "eager" if effort is SMOKE else "inductor"
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
         for kind, make in (("training step", training_step), ("forward", forward)):
-            workload = make_workload(spec, batch=batch)
+            workload = make_workload(spec, batch_size=batch)
             eager = make(copy.deepcopy(workload.model), workload)
             compiler = BlockCompiler(backend=backend)
             compiler.add(workload.model)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from _clocks import SMOKE, Effort, Side, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from PIL import Image
 
-from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
-from layershuffle.bench.workloads import JPEG_QUALITY, PHOTO, photograph
 from layershuffle.data import ImageView
 from layershuffle.data.pixels import read_image
 from layershuffle.data.transforms import PixelTransform, PlainTransform
@@ -22,6 +21,16 @@ VIEW = ImageView(
     crop_pct=0.875,
 )  # fmt: skip
 SMALL = 256
+PHOTO, JPEG_QUALITY = (500, 375), 90
+
+
+def photograph(seed: int) -> Image.Image:
+    """An image of soft shapes with grain, whose JPEG is about as large as that of a photograph."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (PHOTO[1] // 16 + 1, PHOTO[0] // 16 + 1, 3), dtype=np.uint8)
+    soft = np.asarray(Image.fromarray(coarse).resize(PHOTO, Image.Resampling.BICUBIC), np.float32)
+    grain = draw.normal(0, 10, (*soft.shape[:2], 1))
+    return Image.fromarray((soft + grain).clip(0, 255).astype(np.uint8))
 
 
 def encoded(image: Image.Image) -> bytes:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from _clocks import PICO, SMOKE, Effort, timed_on
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, timed_on
-from layershuffle.bench.workloads import PICO, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.data.formula import FormulaFinish
@@ -70,7 +70,7 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Seconds of the step over seconds of drawing its images."""
     case = ON_GPU if torch.cuda.is_available() else ON_CPU
     case = SMOKES if effort is SMOKE else case
-    workload = make_workload(case.spec, batch=case.batch, device=case.device)
+    workload = make_workload(case.spec, batch_size=case.batch, device=case.device)
     step, view = step_of(workload, case), workload.finish.view
     classes = torch.arange(case.batch) % 10
     keys = torch.stack([classes, torch.arange(case.batch)], dim=1).to(case.device)

@@ -8,63 +8,49 @@ of it on a CPU with a tiny model.
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _clocks import PICO, SMOKE, VIT_B, Effort, Side, converted, timed_on
 from _harness import GPU_TARGETS, Bound, Claim, ClaimRow, compare, ratio_row, run_claim
 from hf_trainer import TINY, Case
 from hf_trainer import row as row_against_plain
+from shared_beginnings import one_by_one_and_together, sweeps
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
-from layershuffle.bench.kinds import bench_eval, bench_input
-from layershuffle.bench.report import BenchReport, mode_of
+from layershuffle.bench.kinds import bench, training_state, training_steps
+from layershuffle.bench.machine import PhaseTimer
+from layershuffle.bench.report import BenchReport
 from layershuffle.bench.settings import BenchConfig
-from layershuffle.bench.timing import SMOKE, Effort, Side, timed_on
-from layershuffle.bench.training import bench_train
-from layershuffle.bench.workloads import (
-    PICO,
-    VIT_B,
-    Workload,
-    compare_forwards,
-    converted,
-    sweeps,
-)
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import LayerShuffleError
+from layershuffle.settings import FitSettings
 from layershuffle.text import one_line
 
 MOST_SECONDS = 480  # after that no section begins; the longest one takes two minutes
 FULL = BenchConfig(
-    model=VIT_B, batch=640, steps=20, device="cuda", precision="bf16", compile=True,
-    orders_per_batch=1, workers=min(16, len(os.sched_getaffinity(0))),
+    model=VIT_B, batch_size=640, steps=20, device="cuda", precision="bf16", compile=True,
+    orders_per_batch=1,
 )  # fmt: skip
 TRIAL = replace(
-    FULL, model=PICO.replace("depth=12", "depth=3"), batch=8, steps=2, device="cpu",
-    precision="fp32", compile=False, workers=0, backend="eager",
+    FULL, model=PICO.replace("depth=12", "depth=3"), batch_size=8, steps=2, device="cpu",
+    precision="fp32", compile=False, backend="eager",
 )  # fmt: skip
-# The order in which `training_cudnn_first` prefers them.
-ATTENTION = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "plain": SDPBackend.MATH,
-}
-ONLY_ON_GPUS = ("cuDNN", "memory-efficient")
-ATTENTION_TIMES = 9
+# Part of torch's warning at every sync, but not of its notice that this mode is a prototype.
+SYNC = "called a synchronizing CUDA operation"
 AGAINST_PLAIN_BATCH = 320  # unfused attention keeps three times as much for the backward pass
 # Errors of torch, Triton and this package on a machine that was never tried. Not: interrupts.
 FAILURES = (
@@ -73,6 +59,17 @@ FAILURES = (
     subprocess.SubprocessError,
 )  # fmt: skip
 GpuSection = Callable[[BenchConfig, Effort], Iterator[ClaimRow]]
+
+
+def workload_of(config: BenchConfig) -> Workload:
+    """Model and images."""
+    return make_workload(config.model, batch_size=config.batch_size, device=config.device)
+
+
+def compiler_of(config: BenchConfig) -> BlockCompiler:
+    """A compiler, or one that is off."""
+    off = None if config.compile else "compile is off"
+    return BlockCompiler(reason=off, backend=config.backend)
 
 
 def measured(name: str, *values: float, **facts: Any) -> ClaimRow:
@@ -97,81 +94,65 @@ def compared_blocks(
             compiler.or_eager(side)
         before = compiler.graphs
         row = as_target(name, compare("", "", a=a, b=b, effort=effort))
-    mode = mode_of(compiler, graphs_before=before)
     what = row.what if compiler.on else f"{row.what}, NOT compiled: {compiler.reason}"
-    return replace(row, what=what, facts=asdict(mode))
+    facts = {**compiler.report(), "recompiles": compiler.graphs - before}
+    return replace(row, what=what, facts=facts)
 
 
 def throughput(name: str, report: BenchReport) -> ClaimRow:
     """The row of a throughput, told with what it was measured on."""
     row = measured(
         name,
-        report.rate.median,
-        blocks=str(report.mode),
-        lowest_and_highest=[report.rate.low, report.rate.high],
-        phases_ms=dict(report.phases),
-        **report.facts,
+        report.rate,
+        blocks=report.blocks,
+        lowest_and_highest=[min(report.rates), max(report.rates)],
+        phases_ms=report.phases,
+        orders_per_batch=report.orders_per_batch,
     )
     return replace(row, what=f"{report.conditions}:")
 
 
 def training(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """Throughput, recompiles, syncs and memory of the trainer of `fit`."""
-    report = bench_train(config)
-    assert report.mode is not None
-    assert report.memory is not None
+    report = bench("train", config)
     yield throughput("training", report)
-    yield measured("training, MFU", 100 * (report.mfu or 0), ceiling=report.ceiling)
-    yield measured("training, recompiles", report.mode.recompiles, graphs=report.mode.graphs)
-    if report.syncs is not None:
-        yield measured("training, syncs", report.syncs)
+    yield measured("training, MFU", 100 * report.mfu, ceiling=report.ceiling)
+    yield measured("training, recompiles", report.blocks["recompiles"])
     yield measured("training, memory", report.memory[0] / 1e9, of=report.memory[1])
+    if config.device == "cuda":
+        yield measured("training, syncs", syncs_of(config))
+
+
+def syncs_of(config: BenchConfig) -> float:
+    """How often the host waits for the GPU in a step, by torch's warnings."""
+    workload = make_workload(config.model, batch_size=config.batch_size, device=config.device)
+    settings = FitSettings(
+        method="layershuffle", model=config.model, data="generated", batch_size=config.batch_size,
+        device="cuda", precision=config.precision, log_every=1 << 30,
+    )  # fmt: skip
+    state = training_state(settings, workload, compiler=BlockCompiler(reason="compile is off"))
+    take = training_steps(state, workload, timer=PhaseTimer(config.device))
+    take(range(3))
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        # Otherwise Python shows a warning only once per line of code.
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        take(range(config.steps))
+        torch.cuda.set_sync_debug_mode("default")
+    return sum(SYNC in str(warning.message) for warning in caught) / config.steps
 
 
 def inference(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """Throughput of forwards."""
-    report = bench_eval(config)
+    report = bench("eval", config)
     yield throughput("inference", report)
-    yield measured("inference, MFU", 100 * (report.mfu or 0), ceiling=report.ceiling)
-
-
-def attention(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
-    """Forward and backward of the attention of a block of ViT-B/16: each kernel that torch has."""
-    on_gpu = config.device == "cuda"
-    images, dtype = (config.batch, torch.bfloat16) if on_gpu else (2, torch.float32)
-    *inputs, gradient = (
-        torch.randn(images, 12, 197, 64, device=config.device, dtype=dtype) for _ in range(4)
-    )
-    q, k, v = (tensor.requires_grad_() for tensor in inputs)
-
-    def step() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
-
-    side = timed_on(config.device, step)
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    for name, backend in {"as torch chooses": None, **ATTENTION}.items():
-        if not on_gpu and name in ONLY_ON_GPUS:
-            continue
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            side()  # the first one builds plans
-            seconds = [side() for _ in range(ATTENTION_TIMES)]
-            with profile(activities=[activity]) as profiled:
-                side()
-        longest = sorted(profiled.key_averages(), key=lambda event: -event.device_time_total)
-        row = measured("attention", *(1000 * s for s in seconds))
-        facts = {"kernels": [event.key for event in longest[:2]]}
-        yield replace(row, name=f"attention, {name}", facts=facts)
-
-
-def training_cudnn_first(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
-    """The throughput of training where cuDNN's attention comes before the others."""
-    with sdpa_kernel(list(ATTENTION.values()), set_priority=True):
-        yield throughput("training, cuDNN attention first", bench_train(config))
+    yield measured("inference, MFU", 100 * report.mfu, ceiling=report.ceiling)
 
 
 def order(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Shuffled against fixed order, everything else equal."""
-    workload, compiler = config.workload(), config.compiler()
+    workload, compiler = workload_of(config), compiler_of(config)
     compiler.add(workload.model)
     optimiser = torch.optim.AdamW(workload.model.train().parameters(), lr=1e-4, fused=True)
     shuffled = training_side(config, workload, Shuffled(), optimiser)
@@ -188,8 +169,8 @@ def compiled(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
         ("training step, compiled", training_side),
         ("inference, compiled", forward_side),
     ):
-        eager, workload = config.workload(), config.workload()
-        compiler = replace(config, compile=True).compiler()
+        eager, workload = workload_of(config), workload_of(config)
+        compiler = BlockCompiler(backend=config.backend)
         compiler.add(workload.model)
         a, b = make(config, eager), make(config, workload)
         yield compared_blocks(name, a=a, b=b, effort=effort, compiler=compiler, compiled=[b])
@@ -246,7 +227,7 @@ def against_plain(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
         steps=5 if full else 1,
         device=config.device,
         half=full,
-        compiler=config.compiler,
+        compiler=partial(compiler_of, config),
     )
     row = row_against_plain(
         "", case=case, attention="eager", effort=effort, bound=None, upside_down=True
@@ -256,32 +237,23 @@ def against_plain(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
 
 def four_orders(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
     """A batch in four groups with an order each."""
-    report = bench_train(replace(config, orders_per_batch=4))
+    report = bench("train", replace(config, orders_per_batch=4))
     yield throughput("training, four orders per batch", report)
-
-
-def reading(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
-    """The loader alone."""
-    smoke = effort is SMOKE
-    report = bench_input(replace(config, steps=1 if smoke else 5), files=8 if smoke else 512)
-    yield throughput("reading", report)
 
 
 @torch.inference_mode()
 def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Shared beginnings run once, in the dtype of inference."""
-    workload = replace(config, batch=min(256, config.batch)).workload()
+    workload = workload_of(replace(config, batch_size=min(256, config.batch_size)))
     workload = converted(workload, config.precision)
     name = "leave-one-out and base"
     orders = sweeps(depth_of(workload.model))[name]
-    pairs, facts = compare_forwards(workload, orders, effort=effort)
-    row = ratio_row(name, "", pairs=pairs, settings=workload.settings)
-    yield as_target(name, replace(row, facts=facts))
+    pairs = one_by_one_and_together(workload, orders, effort=effort)
+    yield as_target(name, ratio_row(name, "", pairs=pairs, settings=workload.settings))
 
 
 SECTIONS = (
-    training, attention, training_cudnn_first, inference, order, compiled, against_plain,
-    four_orders, trie, reading,
+    training, inference, order, compiled, against_plain, four_orders, trie,
 )  # fmt: skip
 
 

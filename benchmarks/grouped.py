@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import Tensor
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running
@@ -53,7 +53,7 @@ def shared(workload: Workload, order: ExecutionOrder) -> Tensor:
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Against a loop over samples, and against one order for all."""
     for name, (spec, batch, least, most) in (SMOKES if effort is SMOKE else CASES).items():
-        workload = make_workload(spec, batch=batch)
+        workload = make_workload(spec, batch_size=batch)
         depth = depth_of(workload.model)
         orders = [Shuffled().draw(depth, seed=0, step=sample) for sample in range(batch)]
         difference = float((grouped(workload, orders) - looped(workload, orders)).abs().max())

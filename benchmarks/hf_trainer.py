@@ -18,15 +18,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from _clocks import SMOKE, Effort, Side
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.trainer_callback import PrinterCallback
 
-from layershuffle.bench.timing import SMOKE, Effort, PhaseTimer, Side
-from layershuffle.bench.training import time_training, training_state
-from layershuffle.bench.workloads import workload_around
+from layershuffle.bench.kinds import training_state, training_steps
+from layershuffle.bench.machine import PhaseTimer
+from layershuffle.bench.workload import make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.stack import wrap
 from layershuffle.settings import FitSettings
@@ -87,7 +88,7 @@ class PlainTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """A step begins."""
-        self.timer.begin("step")
+        self.timer.begin("data")
         return super().get_batch_samples(*args, **kwargs)
 
 
@@ -96,7 +97,7 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
     """Seconds of a step of the plain Trainer; its own defaults where the authors set nothing."""
     model = case.model(attention)
     model.vit.layers.__class__ = DrawnLayers
-    workload = workload_around(wrap(case.model("sdpa")), spec="", batch=case.batch)
+    workload = make_workload("", batch_size=case.batch, model=wrap(case.model("sdpa")))
     batch = {"pixel_values": workload.images, "labels": workload.labels}
     if case.device == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
@@ -126,7 +127,7 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
         def side() -> float:
             trainer.timer = PhaseTimer(case.device, clock=time.process_time)
             trainer.train()
-            seconds = [step["step"] for step in trainer.timer.steps("step")]
+            seconds = [step["data"] for step in trainer.timer.steps()]
             return statistics.median(seconds[WARM_UP:])
 
         yield side
@@ -134,9 +135,8 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
 
 def ours(case: Case) -> tuple[Side, BlockCompiler]:
     """Seconds of a step of `layershuffle fit`, and the compiler of its blocks."""
-    workload = workload_around(
-        wrap(case.model("sdpa")), spec="hf:ViT", batch=case.batch, device=case.device
-    )
+    model = wrap(case.model("sdpa"))
+    workload = make_workload("hf:ViT", batch_size=case.batch, device=case.device, model=model)
     settings = FitSettings(
         method="layershuffle",
         model=workload.spec,
@@ -149,18 +149,13 @@ def ours(case: Case) -> tuple[Side, BlockCompiler]:
         log_every=1 << 30,
     )
     compiler = case.compiler() if case.compiler else BlockCompiler(reason="compile is off")
+    timer = PhaseTimer(case.device, clock=time.process_time)
     state = training_state(settings, workload, compiler=compiler)
+    take = training_steps(state, workload, timer=timer)
 
     def side() -> float:
-        measured = time_training(
-            state,
-            workload,
-            steps=case.steps,
-            warm_up=WARM_UP,
-            phased=0,
-            clock=time.process_time,
-        )
-        return statistics.median(measured.seconds)
+        take(range(WARM_UP + case.steps))
+        return statistics.median([sum(step.values()) for step in timer.steps()[WARM_UP:]])
 
     return side, compiler
 

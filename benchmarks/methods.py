@@ -17,11 +17,12 @@ from itertools import count
 from typing import Any
 
 import torch
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, Side, cpu_timed
 from _harness import Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
-from layershuffle.bench.training import time_training, training_state
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
+from layershuffle.bench.kinds import training_state, training_steps
+from layershuffle.bench.machine import PhaseTimer
+from layershuffle.bench.workload import make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.policies import Sequential, Shuffled
@@ -49,25 +50,25 @@ SMOKES = {"smoke": (PICO, 8, 1)}
 
 def training_step(spec: str, *, batch: int, method: str, steps: int, **options: Any) -> Side:
     """Seconds of a step of `layershuffle fit`: the mean over the steps of a turn."""
-    workload = make_workload(spec, batch=batch)
+    workload = make_workload(spec, batch_size=batch)
     settings = FitSettings(
         method=method, model=spec, data="generated", batch_size=batch, device="cpu",
         precision="fp32", workers=0, log_every=1 << 30, **options,
     )  # fmt: skip
+    timer = PhaseTimer("cpu", clock=time.process_time)
     state = training_state(settings, workload, compiler=BlockCompiler(reason="compile is off"))
+    take = training_steps(state, workload, timer=timer)
 
     def side() -> float:
-        measured = time_training(
-            state, workload, steps=steps, warm_up=0, phased=0, clock=time.process_time
-        )
-        return statistics.mean(measured.seconds)
+        take(range(steps))
+        return statistics.mean([sum(step.values()) for step in timer.steps()])
 
     return side
 
 
 def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -> Side:
     """Seconds of a forward of the whole batch, in a new order every time if the method shuffles."""
-    workload, parts = make_workload(spec, batch=batch), Method(method, distinct=distinct)
+    workload, parts = make_workload(spec, batch_size=batch), Method(method, distinct=distinct)
     model = parts.prepare(workload.model).eval()
     policy = Shuffled() if parts.selects_by == "arbitrary" else Sequential()
     steps = count()

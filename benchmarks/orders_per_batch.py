@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.methods import Method
 
 GROUPS = (2, 4, 8)
@@ -37,7 +37,7 @@ def training_step(workload: Workload, *, groups: int) -> Callable[[], None]:
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """2, 4 and 8 orders per batch, each against one."""
     for name, (spec, batch, most) in (SMOKES if effort is SMOKE else CASES).items():
-        workload = make_workload(spec, batch=batch)
+        workload = make_workload(spec, batch_size=batch)
         workload.model.train()
         single = cpu_timed(training_step(workload, groups=1))
         for groups in GROUPS:

@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bundled import asset
 from layershuffle.swarm.plan import even_plan
 from layershuffle.swarm.server.app import create_app

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from _clocks import PICO, SMOKE, VIT_B, WIDTH_64, WIDTH_192, Effort, Side, gpu_timed
 from _harness import Claim, ClaimRow, compare, run_claim
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from layershuffle.bench.timing import SMOKE, Effort, Side, gpu_timed
-from layershuffle.bench.workloads import PICO, VIT_B, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of, running
 from layershuffle.core.tensors import logits_of
@@ -156,7 +156,7 @@ def on_cpu(effort: Effort) -> Iterator[ClaimRow]:
     """Two blocks side by side, a thread each, against one after the other on both threads."""
     with ThreadPoolExecutor(CPU_ROUND, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for name, spec in (SMOKES if effort is SMOKE else CASES).items():
-            workload = make_workload(spec, batch=1)
+            workload = make_workload(spec, batch_size=1)
             blocks, rounds, state = rounds_of(workload, CPU_ROUND)
             parallel = partial(on_threads, rounds, state, pool=pool)
             difference = check(workload, parallel(), size=CPU_ROUND)
@@ -180,7 +180,7 @@ def on_cpu(effort: Effort) -> Iterator[ClaimRow]:
 
 def on_gpu(effort: Effort) -> Iterator[ClaimRow]:
     """A ViT-B/16, one image: 12 steps against 4 rounds, on streams and with stacked weights."""
-    workload = make_workload(PICO if effort is SMOKE else VIT_B, batch=1, device="cuda")
+    workload = make_workload(PICO if effort is SMOKE else VIT_B, batch_size=1, device="cuda")
     blocks, rounds, state = rounds_of(workload, GPU_ROUND)
     streams = [torch.cuda.Stream() for _ in range(GPU_ROUND)]
     ways = {"on streams": partial(on_streams, rounds, streams=streams), "stacked": stacked(rounds)}

@@ -8,10 +8,10 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
 
@@ -39,7 +39,7 @@ def step_of(
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One model for both sides: they read and write the same memory."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
-        workload = make_workload(spec, batch=batch)
+        workload = make_workload(spec, batch_size=batch)
         workload.model.train()
         optimiser = torch.optim.AdamW(workload.model.parameters(), lr=1e-4, fused=True)
         yield compare(

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+from _clocks import SMOKE, Effort, Side
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
-
-from layershuffle.bench.timing import SMOKE, Effort, Side
 
 COMMANDS = ("", "fit", "eval", "reproduce")
 MOST_SECONDS = 0.5

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 from swarm_hops import Swarms
 from torch import nn
 
-from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import image_view, load
 from layershuffle.swarm.load_client import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, even_plan

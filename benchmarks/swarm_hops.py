@@ -13,10 +13,10 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
+from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import load
 from layershuffle.swarm.chaos import Fault, FaultKind

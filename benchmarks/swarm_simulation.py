@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from _clocks import SMOKE, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.swarm import state
 from layershuffle.swarm.free import decide_free
 from layershuffle.swarm.limits import Limits

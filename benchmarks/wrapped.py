@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
+from layershuffle.bench.workload import make_workload
 from layershuffle.core.stack import depth_of, running, unwrap
 
 # Small enough that what wrapping adds could be seen: forwards of about 20 and 100 ms.
@@ -40,7 +40,7 @@ def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """Wrapped only, and given an order."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
-        workload = make_workload(spec, batch=batch)
+        workload = make_workload(spec, batch_size=batch)
         plain, images = untouched(workload.model), workload.images
         for how, forward in (
             ("wrapped", workload.model),

@@ -27,7 +27,6 @@ SERVER.set_forkserver_preload(
         "layershuffle.data.digits",
         "layershuffle.data.folder",
         # What a training imports late.
-        "torch.utils.tensorboard",
         "transformers.modeling_utils",
         __name__,
     ]

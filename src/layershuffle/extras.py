@@ -26,7 +26,6 @@ EXTRAS = {
         ("sklearn", "pandas", "matplotlib", "jinja2", "umap"),
     ),
     "datasets": Extra("data of the Hugging Face hub, parquet files and tars: hf:", ("datasets",)),
-    "tensorboard": Extra("the curves of every fit, in OUT/tensorboard", ("tensorboard",)),
     "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
     "swarm": Extra(
         "swarm, classify",

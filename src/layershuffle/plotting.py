@@ -1,4 +1,4 @@
-"""One look for every figure: its colours, and files whose bytes depend on the data alone.
+"""One look for every figure: its colours, files whose bytes depend on the data alone, a page.
 
 Figures are drawn with matplotlib's object interface: no global state is changed for good, and no
 display is needed.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -16,6 +17,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 INK, RULE, GROUND = "#1c2126", "#d3d9df", "#fefefe"
+# Colour, marker and dash differ together, so no reader depends on colour. Mostly Okabe and Ito's
+# colours, without the pale ones.
+STYLES = (
+    ("#5d6975", "o", "--"),
+    ("#0072b2", "s", "-"),
+    ("#d55e00", "^", "-."),
+    ("#00875f", "D", "-"),
+    ("#a0397e", "v", ":"),
+    ("#8a6d00", "P", "--"),
+    ("#007f99", "X", "-."),
+    ("#6a4fb3", "*", "-"),
+    ("#b3400f", "<", ":"),
+    ("#3d6b1f", ">", "--"),
+)
+METHOD_STYLES = dict(
+    zip(
+        (
+            *("baseline", "layershuffle", "layerdrop", "anyorder", "layershuffle-position"),
+            *("layershuffle-predict", "truncated"),
+        ),
+        STYLES,
+        strict=False,
+    )
+)
+"""The style of every method, the same in all figures."""
 _HASH_SALT = "layershuffle"
 _LEGEND_COLUMNS, _LEGEND_LETTERS = 5, 40  # at most; a longer name takes several lines
 
@@ -73,3 +99,27 @@ def figure_bytes(figure: Figure, kind: Literal["svg", "png"], *, dpi: int = 150)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
         figure.savefig(file, format=kind, dpi=dpi, metadata=dict.fromkeys(nothing))
     return file.getvalue()
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as HTML."""
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = ["".join(f"<{kind}>{escape(str(c))}</{kind}>" for c in row) for kind, row in lines]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells if row)}</table>"
+
+
+def html_page(title: str, parts: Mapping[str, str]) -> str:
+    """A page without scripts: a section of HTML under every heading."""
+    sections = "".join(f"<h2>{escape(head)}</h2>\n{part}\n" for head, part in parts.items())
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: {INK}; background: {GROUND};
+  max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
+img, svg {{ max-width: 100%; height: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ border-bottom: 1px solid {RULE}; padding: 0.15rem 0.8rem 0.15rem 0; text-align: left }}
+</style></head><body>
+<h1>{escape(title)}</h1>
+{sections}</body></html>
+"""

@@ -151,7 +151,9 @@ class FitSettings(Settings):
     checkpoint_every: Positive | None = None
     """Steps between checkpoints from which a killed run resumes (default: as eval_every)."""
     log_every: Positive = 50
-    """Steps between progress lines."""
+    """Steps between progress lines, and between the rows of history.csv."""
+    log_with: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = None
+    """Also log to one of these, which has to be installed (tensorboard writes to OUT/logs)."""
 
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""

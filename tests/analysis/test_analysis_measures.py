@@ -102,7 +102,7 @@ def test_norms_against_a_loop():
     rows = table[table.branch == "attention"]
     got = [grid(rows, name)[block, position] for name in ("norm", "ratio")]
     assert got == pytest.approx([float(torch.cat(v).mean()) for v in (sizes, ratios)], rel=1e-5)
-    assert "The attention branch adds" in norms.finding(measured.facts)
+    assert measured.facts["branches"]["attention"]["ratio"] == pytest.approx(rows.ratio.mean())
 
 
 def test_post_norm_blocks_are_refused():
@@ -118,13 +118,6 @@ def test_post_norm_blocks_are_refused():
     )  # fmt: skip
     with refuses(DoesNotApply):
         norms.measure(subject_of(model))
-
-
-def test_no_hook_stays():
-    model = FAMILIES["timm-vit"].wrapped()
-    norms.measure(subject_of(model))
-    hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
-    assert hooks == []
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -182,24 +175,6 @@ def test_attention_against_numpy_loops():
         assert float(far[image, head, token - 1]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_even_attention():
-    weights = torch.full((1, 1, 7, 7), 1 / 7)
-    assert attention.entropies(weights)[0, 0, 0].item() == pytest.approx(math.log(7))
-    apart = attention.patch_distances((2, 3))
-    assert float(apart[0, 5]) == pytest.approx(math.hypot(1, 2))
-    assert_close(attention.distances(weights, (2, 3))[0, 0], apart.mean(1), tolerance=1e-6)
-
-
-def test_attention_tables():
-    measured = attention.measure(subject_of(FAMILIES["torchvision-vit"].wrapped()))
-    table = measured.tables["attention"]
-    even = table.even.to_numpy()
-    assert np.allclose(even, table.entropy.to_numpy() / math.log(17))
-    assert ((even > 0) & (even <= 1)).all()
-    assert measured.facts["tokens"] == 17
-    assert "patches away" in attention.finding(measured.facts)
-
-
 # --- attribution ----------------------------------------------------------------------------------
 
 
@@ -239,15 +214,6 @@ def test_class_attention_is_refused():
         attribution.measure(subject_of(FAMILIES["timm-xcit"].wrapped()))
 
 
-def test_attribution_of_a_model_with_position_encoding():
-    model = ls.add_position(FAMILIES["timm-vit"].plain(), encoding=ls.EncodingForm()).eval()
-    measured = attribution.measure(subject_of(model))
-    facts = measured.facts
-    blocks = sum(facts["by_position"])
-    assert facts["stem"] + facts["constant"] + blocks == pytest.approx(facts["logit"], abs=1e-4)
-    assert "come from the blocks" in attribution.finding(facts)
-
-
 # --- leave one out --------------------------------------------------------------------------------
 
 
@@ -277,13 +243,9 @@ def test_leave_one_out_against_a_naive_loop():
     assert np.allclose(grid(table, "cross_entropy"), loss / counts, atol=1e-5)
     assert np.allclose(grid(table, "top1"), top1 / counts)
     facts = measured.facts
-    # Four orders in all, each whole (4) and four times with three blocks.
-    assert facts["block_executions_without_trie"] == 4 * (4 + 4 * 3)
-    # A trie of one order alone: 4 + (3 + 2 + 1 + 0); two orders of a batch may share more.
-    assert facts["block_executions"] <= 4 * 10
-    assert f"cross-entropy by {facts['mean_cross_entropy']:+z.3f} nats" in leave_one_out.finding(
-        facts
-    )
+    # Of four orders, with common beginnings of one order alone: 4 + (3 + 2 + 1 + 0) each.
+    assert facts["block_runs"] <= 4 * 10
+    assert facts["mean_cross_entropy"] == pytest.approx(table.cross_entropy.mean())
 
 
 # --- CKA ------------------------------------------------------------------------------------------
@@ -339,4 +301,4 @@ def test_cka_of_a_model():
         # Position 0 is given the stem's output whatever the order.
         assert matrix[0, 0] == pytest.approx(1.0, abs=1e-6)
         assert matrix.max() <= 1.0 + 1e-6
-    assert "linear CKA of" in cka.finding(measured.facts)
+    assert measured.facts["same_position"] > measured.facts["first_and_last"]

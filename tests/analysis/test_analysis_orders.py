@@ -11,7 +11,6 @@ from pandas import DataFrame
 from subjects import subject_of
 
 from common import FAMILIES
-from layershuffle.analysis import attribution
 from layershuffle.analysis.position_table import (
     Map,
     PositionMeans,
@@ -19,11 +18,10 @@ from layershuffle.analysis.position_table import (
     draw_maps,
     evenly,
     grid,
-    home_effect,
     home_less_elsewhere,
     position_table,
 )
-from layershuffle.analysis.results import table_from, table_text
+from layershuffle.analysis.results import numbers_of, table_text
 from layershuffle.analysis.subject import balanced_order, balanced_orders
 from layershuffle.errors import DataError, UsageError
 from layershuffle.plotting import INK
@@ -82,29 +80,33 @@ def test_cells():
     assert cells.mean().tolist() == [[0.25, 1.0], [1.0, 2.0]]
 
 
-def test_home_effect_sees_only_what_block_and_position_do_not_explain():
-    rng = np.random.default_rng(0)
-    plain = rng.normal(size=(6, 1)) + rng.normal(size=(1, 6))
-    none = home_effect(plain)
-    assert (none.correlation, round(none.excess, 12)) == (0.0, 0.0)
-    some = home_effect(plain + 2.0 * np.eye(6))
-    # The means of blocks and positions remove 2/6 everywhere, and the difference stays.
-    assert some.excess == pytest.approx(2.0)
-    assert some.correlation < -0.25
-    assert some.home - none.home == pytest.approx(2.0)
-    assert some.elsewhere == pytest.approx(none.elsewhere)
-
-
-def test_tables_round_trip_through_text():
+def test_tables_as_text():
     values = np.arange(9.0).reshape(3, 3) / 7
     table = position_table({"a": values, "b": -values}, kind="x")
-    again = table_from(table_text(table))
-    assert tuple(again.columns) == ("kind", "block", "position", "a", "b")
-    assert np.allclose(grid(again[again.kind == "x"], "a"), values, rtol=1e-5)
-    assert table_text(again) == table_text(table)
+    assert tuple(table.columns) == ("kind", "block", "position", "a", "b")
+    assert np.allclose(grid(table[table.kind == "x"], "a"), values)
     odd = DataFrame({"n": [float("nan"), -0.0, 1e7, 1 / 3], "word": ["a", "b,c", "d", "e"]})
-    text = 'n,word\nnan,a\n0,"b,c"\n1e+07,d\n0.333333,e\n'
-    assert table_text(odd) == table_text(table_from(text)) == text
+    assert table_text(odd) == 'n,word\nnan,a\n0,"b,c"\n1e+07,d\n0.333333,e\n'
+
+
+def test_numbers_have_their_intervals_beside_them():
+    part = {"ratio": 0.5, "intervals": {"ratio": {"low": 0.25, "high": 0.75}}}
+    facts = {"images": 3, "branches": {"mlp": part}, "gap": None, "intervals": {"gap": None}}
+    rows = [[str(cell) for cell in row.values()] for row in numbers_of(facts)]
+    assert rows == [
+        ["images", "3.0", "nan", "nan"],
+        ["mlp: ratio", "0.5", "0.25", "0.75"],
+        ["gap", "nan", "nan", "nan"],
+    ]
+
+
+def test_home_is_compared_beside_what_block_and_position_explain():
+    rng = np.random.default_rng(0)
+    plain = rng.normal(size=(6, 1)) + rng.normal(size=(1, 6))
+    assert (plain * home_less_elsewhere(6)).sum() == pytest.approx(0.0, abs=1e-12)
+    assert ((plain + 2.0 * np.eye(6)) * home_less_elsewhere(6)).sum() == pytest.approx(2.0)
+    assert (plain * evenly(6)).sum() == pytest.approx(plain.mean())
+    assert (plain * at_position(6, 4)).sum() == pytest.approx(plain[:, 4].mean())
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -133,20 +135,13 @@ def test_intervals_of_cells_and_contrasts_are_those_of_the_images_means():
         assert 2 * halves[cell] == pytest.approx(high - low, rel=1e-5)
 
 
-def test_the_weights_give_the_numbers_that_they_name():
-    values = np.random.default_rng(1).normal(size=(5, 5))
-    assert (values * home_less_elsewhere(5)).sum() == pytest.approx(home_effect(values).excess)
-    assert (values * evenly(5)).sum() == pytest.approx(values.mean())
-    assert (values * at_position(5, 4)).sum() == pytest.approx(values[:, 4].mean())
-
-
 @pytest.mark.parametrize(("images", "few"), [(40, False), (36, True)])
 def test_images_of_a_batch_are_one_cluster_and_nine_are_too_few(images, few):
     subject = subject_of(FAMILIES["timm-vit"].wrapped(), count=images)
     clusters = subject.clusters(images, by_batch=True)
     assert (clusters is None) == few
     cells = _cells_of(np.random.default_rng(2).normal(size=(images, 2, 2)))
-    assert np.isnan(cells.half_widths(clusters)).all() == few
+    assert np.isnan(cells.columns("a", clusters)["a_half"]).all() == few
     if clusters is not None:
         # Equal images of a batch count as one image per batch: 9 degrees of freedom.
         batches = np.repeat(np.random.default_rng(3).normal(size=10), 4)
@@ -170,7 +165,7 @@ def test_groups_of_the_data_join_the_batches():
         grouped.clusters(49, by_batch=False)
 
 
-# --- maps and findings ----------------------------------------------------------------------------
+# --- maps ----------------------------------------------------------------------------------------
 
 
 def _map(values, half=None, **words):
@@ -209,21 +204,3 @@ def test_a_map_without_intervals_has_only_numbers_and_the_reason():
     assert np.unique(mesh.cmap(mesh.norm(mesh.get_array())).reshape(-1, 4), axis=0).shape == (1, 4)
     # The range of accuracy is fixed.
     assert _map([[97.0, 98.0], [99.0, 98.0]], limits=(0.0, 100.0)).colour_range() == (0.0, 100.0)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ({"low": 0.01, "high": 0.03}, "a block adds more at its home position"),
-        ({"low": -0.05, "high": -0.01}, "a block adds less at its home position"),
-        ({"low": -0.01, "high": 0.05}, "cannot be told apart: +0.02 (-0.01 to +0.05)."),
-        (None, "; too few images for intervals: raise --images or lower --batch-size."),
-    ],
-)
-def test_findings_name_only_differences_beyond_the_interval(bounds, words):
-    excess = 0.02 if bounds is None or bounds["high"] > 0 else -0.03
-    intervals = {"blocks": bounds and {"low": 1.0, "high": 2.0}, "excess": bounds}
-    facts = {"logit": 1.6, "blocks": 1.5, "excess": excess, "intervals": intervals}
-    sentence = attribution.finding(facts)
-    assert words in sentence
-    assert ("home" in sentence) == (bounds is not None)

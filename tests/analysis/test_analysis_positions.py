@@ -20,7 +20,6 @@ from layershuffle.analysis.subject import Subject
 from layershuffle.core.stack import running
 from layershuffle.data import Split
 from layershuffle.errors import UsageError
-from layershuffle.stats import ImageGroups
 from refusals import refuses
 
 
@@ -59,31 +58,11 @@ def test_numbers_of_separate_clusters():
     assert numbers["early_held"] == 1.0
 
 
-def test_the_interval_of_purity_is_over_points():
-    points, positions = clusters([1.0, 1.0, 1.0, 1.0], noise=1.0)
-    alone = ImageGroups(np.arange(len(points))[:, None])
-    near = umap.describe(points, positions, neighbours=5, clusters=alone)
-    # A share of 5 neighbours differs between points by at most 1.
-    assert 0.0 < near["purity_half"] < 1.98 * 0.5 / np.sqrt(150)
-    assert np.isnan(umap.describe(points, positions, neighbours=5)["purity_half"])
-
-
-def test_even_steps_are_no_early_cluster():
-    numbers = umap.describe(*clusters([3.0, 3.0, 3.0, 3.0]), neighbours=5)
-    assert numbers["early_gap"] == pytest.approx(1.0, rel=0.05)
-
-
 def test_mixed_points_are_at_chance():
     points, positions = clusters([0.0, 0.0, 0.0, 0.0], noise=1.0)
     numbers = umap.describe(points, positions, neighbours=5)
     assert numbers["purity"] == pytest.approx(numbers["chance"], abs=0.06)
     assert abs(numbers["silhouette"]) < 0.1
-
-
-def test_few_positions_have_no_early_ones():
-    numbers = umap.describe(*clusters([3.0, 3.0]), neighbours=5)
-    assert np.isnan(numbers["early_gap"])
-    assert np.isnan(numbers["early_held"])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +131,6 @@ def test_accuracies_against_loops(predicting):
     outputs = grid(table[table.source == "probe on the block's output"], "accuracy")
     for at in range(DEPTH):
         assert outputs[block, at] == pytest.approx(100 * (guesses == truth)[truth == at].mean())
-    assert "(the paper: 99.99 %)" in position.finding(measured.facts)
 
 
 def test_a_plain_model_is_probed_at_input_and_output(predicting):
@@ -164,4 +142,4 @@ def test_a_plain_model_is_probed_at_input_and_output(predicting):
     table = measured.tables["position"]
     inputs = grid(table[table.source == next(iter(sources))], "accuracy")
     assert (inputs[:, 0] == 100).all()
-    assert "chance 25.0 %" in position.finding(measured.facts)
+    assert measured.facts["chance"] == 25.0

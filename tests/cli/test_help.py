@@ -12,7 +12,6 @@ from itertools import pairwise
 import pytest
 
 from layershuffle.analysis import ANALYSES
-from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, CommandGroup, main, swarm
 from layershuffle.cli.eval import EvalCommand
 from layershuffle.core.methods import PRESETS
@@ -158,7 +157,7 @@ def test_help_says_which_arguments_are_required(command, needed):
 
 @pytest.mark.parametrize(
     ("command", "given"),
-    [*(("bench", kind) for kind in KINDS), ("merge", "a b"), ("swarm drain", "pi")],
+    [("bench", "eval"), ("merge", "a b"), ("swarm drain", "pi")],
 )
 def test_help_names_the_arguments_that_were_given(command, given):
     """Once `bench train --help` showed neither KIND nor the other kinds."""
@@ -182,8 +181,6 @@ def test_lists_of_names_in_help_texts_are_complete():
     """Help texts repeat names from modules that are too slow to import for `--help`."""
     (analysis,) = [about for written, about in arguments_of("analyze") if written == "NAME"]
     assert [name for name in ANALYSES if name not in analysis] == []
-    (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
-    assert [name for name in KINDS if name not in kind] == []
     (method,) = [about for written, about in arguments_of("fit") if written == "--method STR"]
     assert set(PRESETS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
     (routing,) = [about for word, about in arguments_of("swarm up") if word.startswith("--routing")]
@@ -350,8 +347,7 @@ FLAGS = {
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
     "schedule seed select-by sequential-every skip-corrupt steps threads warmup "
     "weight-decay workers",
-    "bench": "KIND batch compile device json model orders-per-batch precision steps threads "
-    "workers",
+    "bench": "KIND batch-size compile device json model orders-per-batch precision steps threads",
     "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
     "top-k",
     "completion": "SHELL",

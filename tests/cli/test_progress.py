@@ -73,18 +73,19 @@ def test_a_training_with_slow_steps_gets_a_line_every_twenty_seconds(
     listen({"kind": "start", "steps": 100, "at": 0})
     for step in range(1, 13):
         clock.now += 5.0
-        log = {"loss": 1.0, "accuracy": 50.0, "waiting": 0.0} if step == 6 else {}
-        listen({"kind": "log" if log else "step", "step": step, **log})
+        log = {"accuracy": 50.0, "waiting": 0.0} if step == 6 else {}
+        loss = {"loss": 1.0} if step in (4, 6, 10) else {}
+        listen({"kind": "log" if log else "step", "step": step, **log, **loss})
     for scored in range(100, 1000, 100):
         clock.now += 5.0
-        listen({"kind": "scoring", "step": 12, "images": scored})
+        listen({"kind": "scoring", "step": 12, "images": scored, "total": 5000})
     assert capsys.readouterr().out.splitlines() == [
         "step 0/100: starts",
-        "step 4/100: 0:08:00 left",
+        "step 4/100: loss 1.0000, 0:08:00 left",
         "step 6/100: loss 1.0000, accuracy 50.0 %, 0:07:50 left",
-        "step 10/100: 0:07:30 left",
-        "step 12/100: 200 held-out images scored",
-        "step 12/100: 600 held-out images scored",
+        "step 10/100: loss 1.0000, 0:07:30 left",
+        "step 12/100: 200 of 5,000 held-out images scored",
+        "step 12/100: 600 of 5,000 held-out images scored",
     ]
 
 

@@ -79,7 +79,7 @@ def real_ends(routing):
     ],
 )
 def test_requests_end_as_on_real_hosts(routing, wanted):
-    """Deaths only, whatever the load of this machine; late hosts: benchmarks/swarm_validation.py.
+    """Deaths only, whatever the load of this machine.
 
     Requests that are under way at a death may end either way, at most one of every client.
     """

@@ -114,7 +114,7 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     """None fails or is late, and as many answers are right as the calibration lets expect.
 
     Thousands of them, what a slow host adds, how memory grows, and the sequential router:
-    benchmarks/swarm_load.py.
+    research/scripts/swarm_load.py.
     """
     _, address, state = swarm
     words = ["--address", address, "--state", state, "--requests", "400", "--kill", "0.34"]

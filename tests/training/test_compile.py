@@ -150,7 +150,7 @@ def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeyp
             graphs.append(compilers[0].graphs)
 
     run = settings(compile=True, model=NO_DROPOUT, batch_size=20, steps=6, eval_every=6)
-    result = fit(run, tmp_path, listeners=[listen])
+    result = fit(run, tmp_path, on_event=listen)
     assert graphs == [0, 2, 2, 2, 2, 2, 2]
     assert result.compile["recompiles"] == 0
     assert result.compile["graphs"] <= 4  # and evaluation, whose last batch may be smaller too
@@ -197,7 +197,7 @@ def compiled_with(monkeypatch, backend):
 
 def fitted(out, **changes):
     events = []
-    result = fit(settings(**{"steps": 4, **changes}), out, listeners=[events.append])
+    result = fit(settings(**{"steps": 4, **changes}), out, on_event=events.append)
     return result, losses(events)
 
 
@@ -286,6 +286,7 @@ def test_a_graph_that_fails_in_the_middle(tmp_path, monkeypatch, caplog, method)
     run = {"steps": 5, "eval_every": 5, "model": model, "method": method}
 
     def forget(event):
+        events.append(event)
         if event["kind"] == "log" and event["step"] == 3:
             assert compilers[0].on
             compilers[0].broken = "soon"
@@ -293,8 +294,7 @@ def test_a_graph_that_fails_in_the_middle(tmp_path, monkeypatch, caplog, method)
 
     with monkeypatch.context() as patch:
         compilers, events = made_for(patch, Breaking), []
-        listeners = [events.append, forget]
-        result = fit(settings(compile=True, **run), tmp_path / "one", listeners=listeners)
+        result = fit(settings(compile=True, **run), tmp_path / "one", on_event=forget)
     assert result.compile["reason"] == "NotImplementedError: no such kernel"
     assert result.compile["graphs"] == 5, "four blocks, and one again"
     assert caplog.text.count("NOT compiled") == 1

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from layershuffle.cli.progress import LOADER_BOUND, loader_bound
+from layershuffle.cli.progress import LOADER_BOUND, training_lines
 from layershuffle.data.digits import DigitPairs
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
@@ -41,10 +41,13 @@ def test_the_share_is_of_the_time_of_the_steps():
     assert meter.reset() == 0  # no time has passed
 
 
-def test_a_slow_loader_is_reported():
-    assert loader_bound({"waiting": LOADER_BOUND - 0.1}) == ""
-    text = loader_bound({"waiting": 34.4})
-    assert text == ", loader-bound: 34 % of the time waiting for data"
+def test_a_slow_loader_is_reported(capsys):
+    for waiting in (LOADER_BOUND - 0.1, 34.4):
+        log = {"kind": "log", "step": 1, "loss": 1.0, "accuracy": 50.0, "waiting": waiting}
+        training_lines()(log)
+    quick, slow = capsys.readouterr().out.splitlines()
+    assert "loader-bound" not in quick
+    assert ", loader-bound: 34 % of the time waiting for data, " in slow
 
 
 def run(out, monkeypatch, *, reading, scoring, **changes):
@@ -74,7 +77,7 @@ def run(out, monkeypatch, *, reading, scoring, **changes):
         **{"batch_size": 4, "eval_every": 3, "log_every": 4, **changes},
     )  # fmt: skip
     events = []
-    result = fit(settings, out, listeners=[events.append], on_phase=steps_take_time)
+    result = fit(settings, out, on_event=events.append, on_phase=steps_take_time)
     return events, result
 
 
@@ -84,13 +87,14 @@ def shares(out, monkeypatch, *, reading, scoring):
 
 
 def test_a_run_tells_how_long_it_waited(tmp_path, monkeypatch):
-    """Batches are read ahead, so five are read in the first four steps, then four."""
+    """Batches are read ahead, so four are read in the first three steps; logs: 3, 4, 6 and 8."""
     waiting = shares(tmp_path, monkeypatch, reading=1, scoring=500)
-    assert waiting == pytest.approx([100 * 5 / (5 + 12), 100 * 4 / (4 + 12)])
+    expected = [100 * read / (read + 3 * steps) for read, steps in ((4, 3), (1, 1), (2, 2), (2, 2))]
+    assert waiting == pytest.approx(expected)
 
 
 def test_data_in_memory_are_not_waited_for(tmp_path, monkeypatch):
-    assert shares(tmp_path, monkeypatch, reading=0, scoring=500) == [0, 0]
+    assert shares(tmp_path, monkeypatch, reading=0, scoring=500) == [0] * 4
 
 
 def test_images_per_second_are_those_of_the_steps_alone(tmp_path, monkeypatch):

@@ -126,8 +126,8 @@ def work(rank, port, models, out, results):
             stopped, again = out / f"stopped {name}", run(models, **ARMS[name])
             steps.clear()
             try:
-                listeners = [stopping_at(step - 1, pids[1])]
-                fit(again, stopped, listeners=listeners, on_phase=steps.on_phase)
+                listen = stopping_at(step - 1, pids[1])
+                fit(again, stopped, on_event=listen, on_phase=steps.on_phase)
             except Interrupted as error:
                 facts[f"stopped {name}"] = str(error)
             if ranks.first:

@@ -51,9 +51,14 @@ def undisturbed(tmp_path_factory):
     runs = {}
     for name, arm in ARMS.items():
         out, events = tmp_path_factory.mktemp(name), []
-        fit(settings(**arm), out / "run", listeners=[events.append])
+        fit(settings(**arm), out / "run", on_event=events.append)
         runs[name] = (out / "run", losses(events))
     return runs
+
+
+def history(out):
+    """What the run has left there, to the last digit."""
+    return (out / "history.csv").read_text()
 
 
 def fit_until_killed(arm, out, *, kind, step):
@@ -65,7 +70,7 @@ def fit_until_killed(arm, out, *, kind, step):
 
     gc.freeze()  # see conftest.py
     torch.set_num_threads(1)
-    fit(settings(**arm), out, listeners=[listen])
+    fit(settings(**arm), out, on_event=listen)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,7 @@ def test_killed_runs_end_at_the_same_weights(undisturbed, tmp_path, name, kind, 
     assert not (out / "result.json").exists()
     fit(settings(**ARMS[name]), out)
     assert_same_weights(weights(out), weights(undisturbed[name][0]))
+    assert history(out) == history(undisturbed[name][0])
 
 
 def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
@@ -103,10 +109,11 @@ def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with refuses(Interrupted):
-        fit(settings(), out, listeners=[ask_to_stop])
+        fit(settings(), out, on_event=ask_to_stop)
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004"]
     fit(settings(), out)
     assert_same_weights(weights(out), weights(undisturbed["layershuffle"][0]))
+    assert history(out) == history(undisturbed["layershuffle"][0])
 
 
 def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
@@ -125,7 +132,7 @@ def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypa
     state_module = sys.modules["layershuffle.training.state"]
     monkeypatch.setattr(state_module, "DataLoaderConfiguration", lambda **_: as_on_a_gpu)
     with refuses(Interrupted):
-        fit(settings(), tmp_path, listeners=[ask_to_stop], on_phase=look_at_the_loader)
+        fit(settings(), tmp_path, on_event=ask_to_stop, on_phase=look_at_the_loader)
     fit(settings(), tmp_path, on_phase=look_at_the_loader)
     assert seen == [(step, True) for step in range(8)]
 
@@ -133,7 +140,7 @@ def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypa
 def test_a_finished_run_is_not_repeated(undisturbed):
     out, _ = undisturbed["layershuffle"]
     events = []
-    again = fit(settings(), out, listeners=[events.append])
+    again = fit(settings(), out, on_event=events.append)
     assert events == [{"kind": "complete", "steps": 8}]
     assert again.steps == 8
     assert not (out / "checkpoints").exists()
@@ -176,7 +183,7 @@ def schedule(step, warmup=2, steps=8):
 def losses_of(run):
     events = []
     with tempfile.TemporaryDirectory() as directory:
-        fit(run, Path(directory) / "run", listeners=[events.append])
+        fit(run, Path(directory) / "run", on_event=events.append)
     return losses(events)
 
 
@@ -259,7 +266,7 @@ def test_other_settings_in_one_directory(undisturbed):
 def test_settings_of_a_run_that_never_began_may_change(tmp_path):
     with refuses(UsageError):
         fit(settings(model="timm:vit_tiny_patch16_22"), tmp_path)
-    assert (tmp_path / "settings.yaml").exists()  # the directory was there before
+    assert [*tmp_path.iterdir()] == []
     result = fit(settings(steps=1), tmp_path)
     assert result.settings["model"] == MODEL
     (tmp_path / "settings.yaml").write_text("lr: [")
@@ -373,7 +380,7 @@ def test_another_number_of_classes_is_said_once(tmp_path, caplog):
 
 def test_a_run_says_what_it_read(tmp_path):
     events = []
-    fit(settings(steps=1), tmp_path / "run", listeners=[events.append])
+    fit(settings(steps=1), tmp_path / "run", on_event=events.append)
     assert events[0]["kind"] == "data"
     assert events[0]["text"].startswith("96 train, 32 holdout, 32 test images of 100 classes")
     assert "model of 4 blocks" in events[0]["text"]
@@ -393,6 +400,6 @@ def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatc
     before = weights(tmp_path / "run")
     monkeypatch.setattr(module, "_finish", finish)
     events = []
-    fit(run, tmp_path / "run", listeners=[events.append])
+    fit(run, tmp_path / "run", on_event=events.append)
     assert [event["kind"] for event in events] == ["data", "start", "end"]
     assert_same_weights(weights(tmp_path / "run"), before)

@@ -53,7 +53,7 @@ def test_compiled_is_eager_to_rounding(tmp_path):
         out = tmp_path / str(compiled)
         model = settings().model.replace("proj_drop_rate=0.1", "proj_drop_rate=0")
         run = settings(device="cuda", precision="fp32", compile=compiled, model=model)
-        fit(run, out, listeners=[events.append])
+        fit(run, out, on_event=events.append)
         losses_of[compiled] = losses(events)
     assert losses_of[True] == pytest.approx(losses_of[False], rel=1e-3)
     assert_same_weights(weights(tmp_path / "True"), weights(tmp_path / "False"), tolerance=1e-2)

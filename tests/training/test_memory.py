@@ -7,7 +7,6 @@ from torch import nn
 
 from layershuffle.errors import TrainingError
 from layershuffle.training import fit
-from layershuffle.training.warmup import largest_that_fits
 
 
 @pytest.fixture
@@ -69,16 +68,3 @@ def test_scoring_that_does_not_fit(tmp_path, room_for):
     text = refusal(tmp_path)
     assert "Scoring needs more than the memory of the device (CUDA out of memory)" in text
     assert "--eval-batch-size" in text
-
-
-def test_halving():
-    tried = []
-
-    def trial(size):
-        tried.append(size)
-        if size > 90:
-            raise torch.OutOfMemoryError("no")
-
-    assert largest_that_fits(trial, below=640) == 80
-    assert tried == [320, 160, 80]
-    assert largest_that_fits(trial, below=1) == 0

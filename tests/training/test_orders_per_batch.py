@@ -56,7 +56,7 @@ def test_groups_train_the_mean_over_groups_alone(tmp_path, name):
         "eval_every": 3, "warmup": 0, "schedule": "constant", **ARMS[name],
     })  # fmt: skip
     events: list[Event] = []
-    fit(run, tmp_path / "run", listeners=[events.append])
+    fit(run, tmp_path / "run", on_event=events.append)
     expected_losses, expected = by_hand(run)
     assert losses(events) == pytest.approx(expected_losses, rel=1e-5)
     assert_same_weights(weights(tmp_path / "run"), expected, tolerance=2e-6)
@@ -118,7 +118,7 @@ def test_killed_and_resumed(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with refuses(Interrupted):
-        fit(run, tmp_path / "stopped", listeners=[stop])
+        fit(run, tmp_path / "stopped", on_event=stop)
     fit(run, tmp_path / "stopped")
     assert_same_weights(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
 

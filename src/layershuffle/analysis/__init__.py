@@ -1,107 +1,50 @@
-"""Analyses of what the blocks learnt: a module per question, with tables, figures and a finding.
+"""Analyses of what the blocks learnt: a module per question, with tables, numbers and figures.
 
-`ANALYSES` lists them. Each module has `measure(subject) -> Measurement`, `finding(facts) -> str`
-and `figures(tables) -> {file: Figure}`; figures depend only on the tables, the finding only on the
-facts.
+Each module has `measure(subject) -> Measurement` and `figures(tables) -> {file: Figure}`; figures
+depend only on the tables.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any
 
-from layershuffle.analysis.results import (
-    SCHEMA,
-    SUMMARY,
-    check_replaceable,
-    read_analysis,
-    table_from,
-    table_text,
-)
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
 from layershuffle.machine import Device
 from layershuffle.text import Progress, did_you_mean, unheard
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Facts, Measurement, Tables
-    from layershuffle.analysis.subject import Subject
-
-__all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analysis", "run_analysis"]
-
-
-class _Module(Protocol):
-    def measure(self, subject: Subject) -> Measurement: ...
-
-    def finding(self, facts: Facts) -> str: ...
-
-    def figures(self, tables: Tables) -> dict[str, Figure]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """One question, and the name of the module that answers it."""
-
-    title: str
-    question: str
-    module: str
-
-    def load(self) -> _Module:
-        """Import the module."""
-        # Imported late, because `analyze --list` must not wait for torch and UMAP.
-        return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
-
+__all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "run_analysis"]
 
 ANALYSES = {
-    "umap": Analysis(
-        title="UMAP of block outputs by position (Figure 4)",
-        question="Do a block's outputs show the position it ran at?",
-        module="umap",
-    ),
-    "norms": Analysis(
-        title="Norms of what blocks add to the stream",
-        question="Does a block switch itself off where it is out of place?",
-        module="norms",
-    ),
-    "attention": Analysis(
-        title="Attention distance and entropy",
-        question="How far, and how evenly, do blocks look at each position?",
-        module="attention",
-    ),
-    "attribution": Analysis(
-        title="Contribution of blocks to the right logit",
-        question="What does each block add to the right answer, by position?",
-        module="attribution",
-    ),
-    "leave-one-out": Analysis(
-        title="Loss when one block is left out",
-        question="Which block is missed, and at which position?",
-        module="leave_one_out",
-    ),
-    "cka": Analysis(
-        title="Similarity of a block's outputs across positions (CKA)",
-        question="Does a block compute the same at every position?",
-        module="cka",
-    ),
-    "position": Analysis(
-        title="Guessing the position",
-        question="Can the position be read from a block's output, and from its input?",
-        module="position",
-    ),
+    "umap": "Do a block's outputs show the position it ran at? UMAP (Figure 4)",
+    "norms": "Does a block switch itself off where it is out of place? Norms of what it adds",
+    "attention": "How far, and how evenly, do blocks look at each position? Attention maps",
+    "attribution": "What does each block add to the logit of the right answer, by position?",
+    "leave-one-out": "Which block is missed, and at which position? Loss without one block",
+    "cka": "Does a block compute the same at every position? Similarity of outputs (CKA)",
+    "position": "Can the position be read from a block's output, and from its input? Probes",
 }
+"""The question that each analysis asks. Its module has its name, with underscores."""
 
 
-def find_analysis(name: str) -> Analysis:
-    """The analysis with this name. Raises `UsageError` with the most similar name."""
+def find_analysis(name: str) -> str:
+    """The question of the analysis. Raises `UsageError` with the most similar name."""
     if name not in ANALYSES:
         hint = did_you_mean(name, ANALYSES, otherwise=f"one of {', '.join(ANALYSES)}")
         raise UsageError(f"There is no analysis {name!r}", hint=hint)
     return ANALYSES[name]
+
+
+def _module(name: str) -> Any:
+    # Imported late, because `analyze --help` must not wait for torch and UMAP.
+    return import_module(f"layershuffle.analysis.{name.replace('-', '_')}")
 
 
 def run_analysis(
@@ -113,49 +56,73 @@ def run_analysis(
     out: Path,
     device: Device = "auto",
     progress: Progress = unheard,
-) -> None:
-    """Run one analysis of one model, and write it to the directory `out` atomically.
+) -> dict[str, Any]:
+    """Run one analysis of one model and write it to the directory `out` atomically.
 
-    Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
-    settings, facts). `progress` is called with the images done, and with later steps. Raises
+    Written: CSV tables, with the single numbers in numbers.csv; figures as SVG and PNG; index.html,
+    which shows the numbers and figures; and summary.json, which is returned (schema, name, title,
+    files, settings, facts). `progress` is called with the images done, and with later steps. Raises
     `DoesNotApply` (a `UsageError`) for a model to which the question does not apply, and as `load`
     and `open_data` do.
     """
+    from pandas import DataFrame
+
+    from layershuffle.analysis.results import SUMMARY, check_replaceable, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
     from layershuffle.files import staged_directory
 
-    analysis = find_analysis(name)
+    title = find_analysis(name)
     check_replaceable(out)
     subject = open_subject(
         model_spec, data_spec, settings=settings, device=device, progress=progress
     )
-    module = analysis.load()
     # Everything is computed before anything is written, so an older result survives a failure.
-    measured = module.measure(subject)
+    measured = _module(name).measure(subject)
+    numbers = DataFrame(numbers_of(measured.facts))
     texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
-    # Drawn from the written text, so a redrawn figure is the same file.
-    pictures = draw(name, {file[:-4]: table_from(text) for file, text in texts.items()})
+    pictures = draw(name, texts)
+    texts["numbers.csv"] = numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    texts["index.html"] = _page(title, f"{model_spec} on {data_spec}", texts, figures=pictures)
     summary = {
-        "schema": SCHEMA,
+        "schema": 1,
         "name": name,
-        "title": analysis.title,
-        "paragraph": module.finding(measured.facts),  # the key of older files
+        "title": title,
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,
     }
+    texts[SUMMARY] = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     with staged_directory(out) as stage:
-        for file, text in texts.items():
-            (stage / file).write_text(text, encoding="utf-8")
         for file, picture in pictures.items():
             (stage / file).write_bytes(picture)
-        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        (stage / SUMMARY).write_text(text, encoding="utf-8")
+        for file, text in texts.items():
+            (stage / file).write_text(text, encoding="utf-8")
+    return summary
 
 
-def draw(name: str, tables: Tables) -> dict[str, bytes]:
-    """The figures of an analysis, drawn only from its tables: file name -> SVG."""
+def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
+    """The figures of an analysis by file name, drawn from the texts of its tables by file name."""
+    from pandas import read_csv
+
     from layershuffle.plotting import figure_bytes
 
-    figures = find_analysis(name).load().figures(tables)
-    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}
+    tables = {Path(file).stem: read_csv(io.StringIO(text)) for file, text in texts.items()}
+    return {
+        f"{stem}.{kind}": figure_bytes(figure, kind)
+        for stem, figure in _module(name).figures(tables).items()
+        for kind in ("svg", "png")
+    }
+
+
+def _page(title: str, subject: str, texts: Mapping[str, str], *, figures: Collection[str]) -> str:
+    """The page with the numbers and the figures, and links to the tables behind them."""
+    from layershuffle.plotting import html_page, html_table
+
+    head, *rows = csv.reader(io.StringIO(texts["numbers.csv"]))
+    pictures = (f'<img src="{name}" alt="{name}">' for name in figures if name.endswith(".svg"))
+    parts = {
+        "Numbers": f"<p>{escape(subject)}</p>{html_table(head, rows)}",
+        "Figures": "".join(pictures),
+        "Tables": ", ".join(f'<a href="{name}">{name}</a>' for name in texts),
+    }
+    return html_page(title, parts)

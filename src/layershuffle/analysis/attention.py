@@ -20,24 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.intervals import apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     Floats,
     PositionMeans,
     at_position,
     draw_maps,
-    grid,
     position_table,
     read_map,
+    weighted_means,
 )
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame
 
     from layershuffle.analysis.results import Tables
 
@@ -145,7 +143,8 @@ def entropies(weights: Tensor) -> Tensor:
 def measure(subject: Subject) -> Measurement:
     """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T).
 
-    distance_half, entropy_half and even_half are half their 95 % intervals.
+    distance_half, entropy_half and even_half are half their 95 % intervals. Numbers: distance and
+    even at the first and the last position, and how they change from one to the other.
     """
     watch, depth = AttentionWatch(), subject.depth
     means = {name: PositionMeans(depth) for name in ("distance", "entropy", "even")}
@@ -168,18 +167,22 @@ def measure(subject: Subject) -> Measurement:
     columns: dict[str, Floats] = {}
     for name, mean in means.items():
         columns |= mean.columns(name, clusters)
-    table = position_table(columns)
-    facts = _facts(table, tokens, watch.grid or (1, 1))
     # The difference has its own interval, because the same images run at both positions.
-    last_less_first = at_position(depth, depth - 1) - at_position(depth, 0)
-    for name in ("distance", "even"):
-        by_position = facts[f"{name}_by_position"]
-        half = means[name].half_width(clusters, last_less_first)
-        facts[f"{name}_change"] = by_position[-1] - by_position[0]
-        facts["intervals"][f"{name}_change"] = interval(facts[f"{name}_change"], half)
-    return Measurement(
-        tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
-    )
+    first, last = at_position(depth, 0), at_position(depth, depth - 1)
+    places = {"first": first, "last": last, "change": last - first}
+    numbers = {
+        f"{name}_{place}": (means[name], weights)
+        for name in ("distance", "even")
+        for place, weights in places.items()
+    }
+    facts = {
+        "images": images,
+        "orders": orders,
+        "tokens": tokens,
+        "distance_if_even": float(patch_distances(watch.grid or (1, 1)).mean()),
+        **weighted_means(numbers, clusters),
+    }
+    return Measurement(tables={"attention": position_table(columns)}, facts=facts)
 
 
 def _add(
@@ -212,43 +215,6 @@ def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, i
             f"({grid or 'no convolution makes any'}) and a few tokens before them"
         )
     return grid
-
-
-def _facts(table: DataFrame, tokens: int, patches: tuple[int, int]) -> Facts:
-    distance, even = grid(table, "distance"), grid(table, "even")
-    return {
-        "tokens": tokens,
-        "even_distance": float(patch_distances(patches).mean()),
-        "distance_by_position": [float(v) for v in distance.mean(0)],
-        "even_by_position": [float(v) for v in even.mean(0)],
-        "spread_over_blocks": float(distance.mean(1).std()),
-        "spread_over_positions": float(distance.mean(0).std()),
-        "sharpest": float(even.min()),
-        "intervals": {},
-    }
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence."""
-    far, even, intervals = (
-        facts[name] for name in ("distance_by_position", "even_by_position", "intervals")
-    )
-    sentence = (
-        f"Tokens look {far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the "
-        f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.1%} and "
-        f"{even[-1]:.1%} of the largest possible entropy"
-    )
-    for name, noun, form in (
-        ("distance_change", "distance", "+z.3f"),
-        ("even_change", "share", "+z.1%"),
-    ):
-        change = with_bounds(facts[name], intervals[name], form=form)
-        if apart(intervals[name]):
-            moves = "rises" if facts[name] > 0 else "falls"
-            sentence += f"; the {noun} {moves}: {change}"
-        elif intervals[name] is not None:
-            sentence += f"; the {noun} does not change measurably: {change}"
-    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

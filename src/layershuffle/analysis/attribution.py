@@ -11,7 +11,7 @@ fail the check and are refused.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,18 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.intervals import finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
     evenly,
-    home_clause,
-    home_effect,
     home_less_elsewhere,
     position_table,
     read_map,
+    weighted_means,
 )
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
@@ -193,38 +191,18 @@ def measure(subject: Subject) -> Measurement:
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
     clusters, depth = subject.clusters(images, by_batch=True), subject.depth
-    values = means.mean()
-    home = home_effect(values)
-    weights = {"blocks": depth * evenly(depth), "excess": home_less_elsewhere(depth)}
-    numbers = {"blocks": float(values.mean(0).sum()), "excess": home.excess}
+    numbers = {
+        "blocks": (means, depth * evenly(depth)),
+        "excess_at_home": (means, home_less_elsewhere(depth)),
+    }
     facts = {
         "images": images,
         "orders": orders,
         **{name: total / runs for name, total in sums.items()},
-        "by_position": [float(v) for v in values.mean(0)],
-        "by_block": [float(v) for v in values.mean(1)],
-        **asdict(home),
-        **numbers,
-        "intervals": {
-            name: interval(value, means.half_width(clusters, weights[name]))
-            for name, value in numbers.items()
-        },
-        "negative_cells": int((values < 0).sum()),
-        "cells": values.size,
+        **weighted_means(numbers, clusters),
     }
     table = position_table(means.columns("contribution", clusters))
     return Measurement(tables={"attribution": table}, facts=facts)
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence."""
-    intervals = facts["intervals"]
-    sentence = (
-        f"Of the {facts['logit']:.2f} by which the right logit exceeds the mean of all classes, "
-        f"{with_bounds(facts['blocks'], intervals['blocks'], form='+z.2f')} come from the blocks"
-    )
-    sentence += home_clause("adds", facts["excess"], bounds=intervals["excess"], form="+z.2f")
-    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

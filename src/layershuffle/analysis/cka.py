@@ -20,8 +20,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from layershuffle.analysis.features import FeatureWatch
-from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
-from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid
+from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid, interval
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject, balanced_orders
 
@@ -118,29 +117,19 @@ def _facts(
     # Distance 0 is the reference for all others: the same position, under two orders.
     apart_by = abs(np.subtract.outer(np.arange(depth), np.arange(depth)))
     by_distance = [float(mean[apart_by == d].mean()) for d in range(depth)]
-    blocks = [float(_matrix(table, b)[apart_by > 0].mean()) for b in range(depth)]
     # As in the matrix, every distance averages over both directions.
     moved = [influence[apart_by == d].mean(0) for d in range(depth)]
-
-    def bounds(value: float, part: Floats) -> Interval:
-        return interval(value, None if clusters is None else clusters.half_width(part))
-
-    near = by_distance[1] - by_distance[0]
+    numbers = {
+        "same_position": (by_distance[0], moved[0]),
+        "first_and_last": (by_distance[-1], moved[-1]),
+        "neighbours_less_same": (by_distance[1] - by_distance[0], moved[1] - moved[0]),
+    }
     return {
-        "same_position": by_distance[0],
-        "by_distance": by_distance,
-        "first_and_last": by_distance[-1],
-        "first_and_second": float(mean[0, 1]),
-        "least_alike_block": int(np.argmin(blocks)),
-        "least_alike": min(blocks),
-        "most_alike_block": int(np.argmax(blocks)),
-        "most_alike": max(blocks),
+        **{name: value for name, (value, _) in numbers.items()},
         "floor": floor,
-        "neighbours_less_same": near,
         "intervals": {
-            "same_position": bounds(by_distance[0], moved[0]),
-            "first_and_last": bounds(by_distance[-1], moved[-1]),
-            "neighbours_less_same": bounds(near, moved[1] - moved[0]),
+            name: interval(value, None if clusters is None else clusters.half_width(part))
+            for name, (value, part) in numbers.items()
         },
     }
 
@@ -153,29 +142,6 @@ def _mean_matrix(table: DataFrame) -> Floats:
     matrices = [_matrix(table, block) for block in sorted(set(table.block))]
     mean: Floats = np.mean(matrices, axis=0)
     return mean
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence."""
-    intervals = facts["intervals"]
-    same, last, change = (
-        with_bounds(facts[name], intervals[name], form=form)
-        for name, form in (
-            ("same_position", ".2f"),
-            ("first_and_last", ".2f"),
-            ("neighbours_less_same", "+z.3f"),
-        )
-    )
-    sentence = (
-        f"A block's outputs have a linear CKA of {same} at one position under two orders and "
-        f"{last} at the first and the last ({facts['floor']:.2f} if they were unrelated)"
-    )
-    if apart(intervals["neighbours_less_same"]):
-        differs = "lower" if facts["neighbours_less_same"] < 0 else "higher"
-        sentence += f"; at neighbouring positions it is {differs} than at one position: {change}"
-    elif intervals["neighbours_less_same"] is not None:
-        sentence += f"; neighbouring positions cannot be told from one position: {change}"
-    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

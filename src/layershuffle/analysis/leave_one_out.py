@@ -8,24 +8,20 @@ of a batch run once.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layershuffle.analysis.intervals import finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
     evenly,
-    home_clause,
-    home_effect,
     home_less_elsewhere,
     position_table,
     read_map,
+    weighted_means,
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
@@ -57,7 +53,7 @@ def measure(subject: Subject) -> Measurement:
     subject.require_classes()
     depth = subject.depth
     loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
-    images = orders = runs = executions = naive = 0
+    images = orders = runs = done = 0
     whole_loss = whole_right = 0.0
     forget(stack_of(subject.model))
     with torch.no_grad():
@@ -70,8 +66,7 @@ def measure(subject: Subject) -> Measurement:
             ]
             # Common prefixes of an order and its variants are about half of all block runs.
             several = [order for group in variants for order in group]
-            executions += block_runs(several)
-            naive += sum(len(order) for group in variants for order in group)
+            done += block_runs(several)
             scores = _scores(subject, batch, several)
             for number, order in enumerate(batch.orders):
                 first = number * (depth + 1)
@@ -91,8 +86,7 @@ def measure(subject: Subject) -> Measurement:
     facts = {
         "images": images,
         "orders": orders,
-        "block_executions": executions,
-        "block_executions_without_trie": naive,
+        "block_runs": done,
         "whole_cross_entropy": whole_loss / runs,
         "whole_top1": whole_right / runs,
         **_facts(loss_changes, top1_changes, clusters),
@@ -104,29 +98,13 @@ def _facts(
     loss_changes: PositionMeans, top1_changes: PositionMeans, clusters: ImageGroups | None
 ) -> Facts:
     # Positive: the answer is worse without the block.
-    loss, top1 = loss_changes.mean(), top1_changes.mean()
-    worst_block, worst_position = np.unravel_index(int(loss.argmax()), loss.shape)
-    home, depth = home_effect(loss), len(loss)
+    depth = len(loss_changes.mean())
     numbers = {
-        "mean_cross_entropy": (loss_changes, float(loss.mean()), evenly(depth)),
-        "mean_top1": (top1_changes, float(top1.mean()), evenly(depth)),
-        "excess": (loss_changes, home.excess, home_less_elsewhere(depth)),
+        "mean_cross_entropy": (loss_changes, evenly(depth)),
+        "mean_top1": (top1_changes, evenly(depth)),
+        "excess_at_home": (loss_changes, home_less_elsewhere(depth)),
     }
-    return {
-        **asdict(home),
-        **{name: value for name, (_, value, _) in numbers.items()},
-        "intervals": {
-            name: interval(value, means.half_width(clusters, weights))
-            for name, (means, value, weights) in numbers.items()
-        },
-        "by_position": [float(v) for v in loss.mean(0)],
-        "by_block": [float(v) for v in loss.mean(1)],
-        "worst": float(loss.max()),
-        "worst_block": int(worst_block),
-        "worst_position": int(worst_position),
-        "helpful_cells": int((loss < 0).sum()),
-        "cells": loss.size,
-    }
+    return weighted_means(numbers, clusters)
 
 
 def _scores(
@@ -141,25 +119,6 @@ def _scores(
         right = (logits.argmax(1) == batch.labels).double()
         scores[index] = (loss, right)
     return scores
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence."""
-    intervals = facts["intervals"]
-    loss, top1 = (
-        with_bounds(facts[name], intervals[name], form=form, unit=unit)
-        for name, form, unit in (
-            ("mean_cross_entropy", "+z.3f", " nats"),
-            ("mean_top1", "+z.1f", " points"),
-        )
-    )
-    sentence = (
-        f"Leaving one block out changes cross-entropy by {loss} and top-1 by {top1} on average"
-    )
-    sentence += home_clause(
-        "is worth", facts["excess"], bounds=intervals["excess"], form="+z.3f", unit=" nats"
-    )
-    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -17,18 +17,17 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from layershuffle.analysis.intervals import apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
     Floats,
     PositionMeans,
     draw_maps,
     evenly,
-    home_effect,
     home_less_elsewhere,
+    interval,
     position_table,
     read_map,
 )
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
@@ -150,7 +149,8 @@ class _NormMeans:
 def measure(subject: Subject) -> Measurement:
     """norms.csv: branch, block, position, norm (of what is added), stream, ratio.
 
-    norm_half, stream_half and ratio_half are half their 95 % intervals.
+    norm_half, stream_half and ratio_half are half their 95 % intervals. Numbers of a branch: its
+    mean ratio, and how many times as large that is at home positions as elsewhere.
     """
     images = orders = 0
     with BranchWatch(subject.model) as watch:
@@ -167,46 +167,23 @@ def measure(subject: Subject) -> Measurement:
         for column, mean in zip(("norm", "stream", "ratio"), means, strict=True):
             columns |= mean.columns(column, clusters)
         tables.append(position_table(columns, branch=name))
-        stream, ratio = columns["stream"], columns["ratio"]
+        ratio = columns["ratio"]
         # Of logarithms, because blocks and positions change a ratio by a factor.
-        home = home_effect(np.log(ratio))
+        factor = float((np.log(ratio) * home_less_elsewhere(depth)).sum())
         ratio_half = means[2].half_width(clusters, evenly(depth))
         # The derivative of a logarithm is 1 / ratio.
         log_half = means[2].half_width(clusters, home_less_elsewhere(depth) / ratio)
-        log_bounds = interval(home.excess, log_half)
+        log_bounds = interval(factor, log_half)
         branches[name] = {
+            "ratio": float(ratio.mean()),
+            "home_factor": exp(factor),
             "intervals": {
                 "ratio": interval(float(ratio.mean()), ratio_half),
                 "home_factor": log_bounds and {end: exp(v) for end, v in log_bounds.items()},
             },
-            "ratio": float(ratio.mean()),
-            "ratio_home": float(np.diag(ratio).mean()),
-            "ratio_elsewhere": float(ratio[~np.eye(len(ratio), dtype=bool)].mean()),
-            "home_factor": float(np.exp(home.excess)),
-            "correlation_with_distance": home.correlation,
-            "stream_first": float(stream[:, 0].mean()),
-            "stream_last": float(stream[:, -1].mean()),
-            "lowest_ratio": float(ratio.min()),
         }
     facts = {"images": images, "orders": orders, "branches": branches}
     return Measurement(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence per branch."""
-    return " ".join(_of_branch(name, branch) for name, branch in facts["branches"].items())
-
-
-def _of_branch(name: str, branch: Facts) -> str:
-    intervals, factor = branch["intervals"], branch["home_factor"]
-    ratio = with_bounds(branch["ratio"], intervals["ratio"])
-    sentence = f"The {name} branch adds {ratio} of the stream's norm"
-    at_home = with_bounds(factor, intervals["home_factor"])
-    if apart(intervals["home_factor"], 1.0):
-        sentence += f", at a block's home position {at_home} times as much as elsewhere"
-    elif intervals["home_factor"] is not None:
-        sentence += f", no different at a block's home position ({at_home} times as much)"
-    return finding_text(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

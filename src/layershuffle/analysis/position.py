@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch, Token, Turn
-from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
 from layershuffle.analysis.position_table import (
+    Interval,
     PositionMeans,
     draw_maps,
     evenly,
+    interval,
     position_table,
     read_map,
 )
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.position import Guesses, PositionedModel
 from layershuffle.stats import ImageGroups, wilson_interval
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 _SHARE = 0.5  # orders per image for fitting, as a share of the depth
 _SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}
 _PART = "the model's own prediction part"
-_PAPER = 99.99
 
 
 def measure(subject: Subject) -> Measurement:
@@ -58,27 +58,18 @@ def measure(subject: Subject) -> Measurement:
         images, orders = images + len(batch.images), orders + len(batch.orders)
         _score(subject, batch, probes, means)
     clusters = subject.clusters(images, by_batch=True)
-    tables, sources, intervals = [], {}, {}
+    tables, sources = [], {}
     for source, mean in means.items():
-        values = mean.mean()
         tables.append(position_table(mean.columns("accuracy", clusters), source=source))
-        intervals[source] = _bounds(mean, clusters)
-        block, position = np.unravel_index(int(values.argmin()), values.shape)
         sources[source] = {
-            "accuracy": float(values.mean()),
-            "by_position": [float(v) for v in values.mean(0)],
-            "by_block": [float(v) for v in values.mean(1)],
-            "lowest": float(values.min()),
-            "lowest_block": int(block),
-            "lowest_position": int(position),
+            "accuracy": float(mean.mean().mean()),
+            "intervals": {"accuracy": _bounds(mean, clusters)},
         }
     facts = {
         "images": images,
         "orders": orders,
         "chance": 100.0 / subject.depth,
-        "paper_percent": _PAPER,
         "sources": sources,
-        "intervals": intervals,
     }
     return Measurement(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
 
@@ -168,22 +159,6 @@ def _score(
             # Only models with a prediction part have this source.
             part = means.setdefault(_PART, PositionMeans(subject.depth))
             part.add(block, position, values=right, first=batch.first)
-
-
-def finding(facts: Facts) -> str:
-    """The main numbers in a sentence."""
-    intervals, parts = facts["intervals"], []
-    for source, numbers in facts["sources"].items():
-        part = f"{source} {with_bounds(numbers['accuracy'], intervals[source], unit=' %')}"
-        if source == _PART:
-            part += f" (the paper: {facts['paper_percent']} %)"
-        elif intervals[source] is not None and not apart(intervals[source], facts["chance"]):
-            part += ", which may be chance"
-        parts.append(part)
-    return finding_text(
-        f"The position is named right by: {', '.join(parts)}; chance {facts['chance']:.1f} %",
-        intervals,
-    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -1,10 +1,11 @@
-"""Means per (block, position): tables, the effect of a block's home position, heat maps.
+"""Means per (block, position): tables, intervals, the effect of home positions, heat maps.
 
 The home position of block i is position i, its position in pretraining.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 from torch import Tensor
 
-from layershuffle.analysis.intervals import Interval, apart, with_bounds
+from layershuffle.analysis.results import Facts
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
 from layershuffle.stats import ImageGroups
@@ -24,16 +25,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
+Interval = dict[str, float] | None
+"""Bounds `low` and `high` of a number, or `None` for too few images."""
 # Up to these numbers of blocks, and of maps in a figure, every cell shows its number.
 _WRITTEN, _WRITTEN_MAPS = 12, 4
+_CELL, _DIGITS = 0.5, 9.0  # side of a cell in inches, size of its number in points
 # Least range of the colours of a map, in half intervals. 144 values that differ only by chance span
 # 2.7 half intervals (5.3 standard deviations), which is then a third of the colours.
 _SPAN = 8.0
-_LIGHT = 0.5  # luma above which a cell has dark text
+_LIGHT = 0.45  # luma above which a cell has dark text
 
 
 class PositionMeans:
-    """A running mean per (block, position), with the influence of every image on each of them."""
+    """A mean per (block, position), and the influence of every image on each of them."""
 
     def __init__(self, depth: int) -> None:
         self._sums: Floats = np.zeros((depth, depth))
@@ -58,33 +62,46 @@ class PositionMeans:
             )
         return self._sums / self._counts
 
+    def weighted(self, weights: Floats) -> float:
+        """The mean weighted by `weights` `[block, position]`."""
+        return float((self.mean() * weights).sum())
+
     def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:
         """Half the 95 % interval of the mean weighted by `weights` `[block, position]`; `None` for
         too few images."""
         if clusters is None:
             return None
-        means, influence = self.mean(), np.zeros(clusters.images)
-        for block, position, first, values in self._parts:
-            pull = weights[block, position] / self._counts[block, position]
-            influence[first : first + len(values)] += pull * (values - means[block, position])
-        return clusters.half_width(influence)
-
-    def half_widths(self, clusters: ImageGroups | None) -> Floats:
-        """Half the 95 % interval of every mean, `[block, position]`; NaN for too few images."""
-        means = self.mean()
-        halves: Floats = np.full(means.shape, np.nan)
-        if clusters is not None:
-            influence = np.zeros((*means.shape, clusters.images))
-            for block, position, first, values in self._parts:
-                part = influence[block, position, first : first + len(values)]
-                part += (values - means[block, position]) / self._counts[block, position]
-            for cell in np.ndindex(means.shape):
-                halves[cell] = clusters.half_width(influence[cell])
-        return halves
+        return clusters.half_width(np.tensordot(weights, self._influence(clusters.images), 2))
 
     def columns(self, name: str, clusters: ImageGroups | None) -> dict[str, Floats]:
-        """The means under `name`, and half their intervals under `name`_half."""
-        return {name: self.mean(), f"{name}_half": self.half_widths(clusters)}
+        """The means under `name`, and half their intervals under `name`_half, NaN for too few."""
+        halves: Floats = np.full(self._sums.shape, np.nan)
+        if clusters is not None:
+            influence = self._influence(clusters.images)
+            for cell in np.ndindex(halves.shape):
+                halves[cell] = clusters.half_width(influence[cell])
+        return {name: self.mean(), f"{name}_half": halves}
+
+    def _influence(self, images: int) -> Floats:
+        """The influence `[block, position, image]` of every image on every mean."""
+        means, influence = self.mean(), np.zeros((*self._sums.shape, images))
+        for block, position, first, values in self._parts:
+            part = influence[block, position, first : first + len(values)]
+            part += (values - means[block, position]) / self._counts[block, position]
+        return influence
+
+
+def interval(
+    value: float, half: float | None, *, limits: tuple[float, float] = (-math.inf, math.inf)
+) -> Interval:
+    """The interval `value` +- `half`, clipped to the limits; `None` without `half`.
+
+    It covers the choice of images and, where the images of a batch share their orders, that of
+    orders: it is computed from the influence of each image on the number (`ImageGroups`).
+    """
+    if half is None:
+        return None
+    return {"low": max(limits[0], value - half), "high": min(limits[1], value + half)}
 
 
 def evenly(depth: int) -> Floats:
@@ -100,53 +117,25 @@ def at_position(depth: int, position: int) -> Floats:
 
 
 def home_less_elsewhere(depth: int) -> Floats:
-    """Weights `[depth, depth]` of the home cells' mean minus that of the others, the excess of
-    `HomeEffect`.
+    """Weights `[depth, depth]` of the home cells' mean minus that of the others.
 
     Subtracting the mean of every block and of every position does not change it, because each block
-    and each position has one home cell.
+    and each position has one home cell. So it is no difference between blocks or positions.
     """
     home = np.eye(depth)
     return home / depth - (1.0 - home) / max(1, depth**2 - depth)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HomeEffect:
-    """The difference between cells with position == block and the others.
-
-    `home` and `elsewhere` are plain means. `excess` is the mean of the home cells minus that of the
-    others after the means of each block and of each position are subtracted, because differences
-    between blocks or positions are no effect of the home position. `correlation` is Spearman's,
-    between that residual and |position - block|.
-    """
-
-    home: float
-    elsewhere: float
-    excess: float
-    correlation: float
-
-
-def home_effect(values: Floats) -> HomeEffect:
-    """The `HomeEffect` of values `[block, position]`."""
-    from scipy.stats import spearmanr
-
-    depth = len(values)
-    at_home = np.eye(depth, dtype=bool)
-    # The residual of a model with an effect per block and one per position (no interaction).
-    residual = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True)
-    residual += values.mean()
-    block, position = np.indices(values.shape)
-    # Spearman's correlation is undefined if the residual is only rounding errors.
-    tolerance = 1e-12 + 1e-9 * float(np.abs(values).max())
-    correlation = 0.0
-    if depth >= 3 and not np.allclose(residual, 0.0, atol=tolerance):
-        correlation = spearmanr(residual.ravel(), abs(block - position).ravel()).statistic
-    return HomeEffect(
-        home=float(values[at_home].mean()),
-        elsewhere=float(values[~at_home].mean()),
-        excess=float(residual[at_home].mean() - residual[~at_home].mean()),
-        correlation=float(correlation),
-    )
+def weighted_means(
+    numbers: Mapping[str, tuple[PositionMeans, Floats]], clusters: ImageGroups | None
+) -> Facts:
+    """Facts: the means by their weights `[block, position]`, with their intervals."""
+    values = {name: means.weighted(weights) for name, (means, weights) in numbers.items()}
+    intervals = {
+        name: interval(values[name], means.half_width(clusters, weights))
+        for name, (means, weights) in numbers.items()
+    }
+    return {**values, "intervals": intervals}
 
 
 def position_table(columns: Mapping[str, Floats], **labels: str) -> DataFrame:
@@ -224,11 +213,14 @@ def draw_maps(
     """
     columns = min(columns, len(maps))
     lines = -(-len(maps) // columns)
-    figure = new_figure(5.0 * columns, 4.3 * lines)
+    depth = len(maps[0].values)
+    # Numbers are legible only in few, large cells.
+    written = depth <= _WRITTEN and len(maps) <= _WRITTEN_MAPS
+    side = max(3.6, _CELL * depth if written else 0.0)
+    figure = new_figure((side + 1.4) * columns, (side + 0.7) * lines)
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, each in zip(panels, maps, strict=False):
-        # Numbers are legible only in few, large cells.
-        _draw_map(axes, each, written=len(each.values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS)
+        _draw_map(axes, each, written=written)
         style_axes(axes, f"{each.title}{': too few images' if each.colourless else ''}")
         axes.set(xlabel=x, ylabel=y)
         axes.spines["bottom"].set_visible(False)
@@ -279,23 +271,6 @@ def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None
     # At most three digits, for values of any size.
     form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
     for (row, column), value in np.ndenumerate(values):
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.0}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _DIGITS}
         colour = INK if light[row, column] else GROUND
         axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)
-
-
-def home_clause(verb: str, excess: float, *, bounds: Interval, form: str, unit: str = "") -> str:
-    """A clause on home positions against others for a finding; "" without an interval.
-
-    `verb`: as in "adds"; `form` and `unit`: format and unit of the difference `excess`.
-    """
-    if bounds is None:
-        return ""
-    difference = with_bounds(excess, bounds, form=form, unit=unit)
-    if apart(bounds):
-        more = "more" if excess > 0 else "less"
-        return f"; a block {verb} {more} at its home position than elsewhere: {difference}"
-    return (
-        f"; what a block {verb} at its home position and elsewhere cannot be told apart: "
-        f"{difference}"
-    )

@@ -1,10 +1,11 @@
-"""Results of an analysis: tidy tables, numbers, and the files that hold them."""
+"""Results of an analysis: tidy tables, single numbers, and the files that hold them."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,29 +18,35 @@ if TYPE_CHECKING:
     Tables = Mapping[str, DataFrame]
 
 SUMMARY = "summary.json"
-SCHEMA = 1
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The result of a measurement: tables by file name without suffix, and single numbers."""
+    """The result of a measurement: tables by file name without suffix, and single numbers.
+
+    `facts` may hold facts of parts, such as those of a branch; "intervals" has the bounds `low` and
+    `high` of numbers beside it, or `None` for too few images.
+    """
 
     tables: Tables
     facts: Facts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """An analysis, read from its directory."""
-
-    name: str
-    title: str
-    paragraph: str
-    files: tuple[str, ...]
-    settings: dict[str, Any]
-    facts: Facts
-    tables: Tables
+def numbers_of(facts: Facts, *, of: str = "") -> Iterator[dict[str, Any]]:
+    """A row per number: name, value, and the bounds low and high; NaN for what is undefined."""
+    undefined = {"low": math.nan, "high": math.nan}
+    for name, value in facts.items():
+        if name == "intervals":
+            continue
+        if isinstance(value, dict):
+            # The name of a group of parts would say nothing, as in "branches: attention: ratio".
+            is_group = all(isinstance(part, dict) for part in value.values())
+            yield from numbers_of(value, of=of if is_group else f"{of}{name}: ")
+            continue
+        bounds = facts.get("intervals", {}).get(name) or undefined
+        number = math.nan if value is None else float(value)
+        yield {"name": of + name.replace("_", " "), "value": number, **bounds}
 
 
 def table_text(table: DataFrame) -> str:
@@ -52,57 +59,14 @@ def table_text(table: DataFrame) -> str:
     return text
 
 
-def table_from(text: str) -> DataFrame:
-    """The table in the text of `table_text`."""
-    from pandas import read_csv
-
-    return read_csv(io.StringIO(text))
-
-
-def read_analysis(out: Path) -> Result:
-    """The analysis in the directory `out`. Raises `UsageError` if there is none."""
-    summary = read_summary(out)
-    if summary is None:
-        raise UsageError(
-            "This directory holds no analysis",
-            place=out,
-            hint="layershuffle analyze NAME MODEL --out DIR",
-        )
-    tables = {
-        Path(name).stem: table_from((out / name).read_text(encoding="utf-8"))
-        for name in summary["files"]
-        if name.endswith(".csv")
-    }
-    return Result(
-        name=summary["name"],
-        title=summary["title"],
-        paragraph=summary["paragraph"],
-        files=tuple(summary["files"]),
-        settings=summary["settings"],
-        facts=summary["facts"],
-        tables=tables,
-    )
-
-
-def read_summary(out: Path) -> dict[str, Any] | None:
-    """The content of summary.json, `None` if there is no analysis."""
-    path = out / SUMMARY
-    if not path.is_file():
-        return None
-    # Another program's file of that name is no analysis, and must not be replaced.
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    ours = isinstance(summary, dict) and summary.get("schema") == SCHEMA and "facts" in summary
-    return summary if ours else None
-
-
 def check_replaceable(out: Path) -> None:
     """Raises `UsageError` if `out`, which will be replaced, holds other files than an analysis."""
     if not out.exists():
         return
-    ours = {SUMMARY, *((read_summary(out) or {}).get("files", ()))}
+    ours = {SUMMARY}
+    # Another program's file of that name is no analysis, and must not be replaced.
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        ours.update(json.loads((out / SUMMARY).read_text(encoding="utf-8"))["files"])
     if not out.is_dir() or {path.name for path in out.iterdir()} - ours:
         raise UsageError(
             "This directory holds files other than an analysis, which writing would delete",

@@ -19,6 +19,7 @@ figure, because UMAP can create clusters that do not exist:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
-from layershuffle.analysis.intervals import Interval, apart, finding_text, interval, with_bounds
+from layershuffle.analysis.position_table import interval
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
@@ -44,13 +45,11 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 _DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
-# UMAP searches neighbours exactly up to 4,096 points, and takes far longer beyond.
-_JOINT_POINTS = 3000
 _COLOURS = "viridis_r"  # light is early, dark is late; readable in grey
 
 
 def measure(subject: Subject) -> Measurement:
-    """points.csv (token, block, image, position, x, y), joint.csv (the same) and blocks.csv.
+    """points.csv (token, block, image, position, x, y) and blocks.csv.
 
     blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
     silhouette, early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
@@ -72,8 +71,7 @@ def measure(subject: Subject) -> Measurement:
     clusters = subject.clusters(len(positions), by_batch=False)
     points: list[DataFrame] = []
     rows: list[dict[str, Any]] = []
-    # Every block of every kind of token, then all blocks together.
-    every = len(features) * depth + 1
+    every = len(features) * depth
     for token, vectors in features.items():
         for block in range(depth):
             subject.progress("embeddings", len(rows), every)
@@ -84,16 +82,13 @@ def measure(subject: Subject) -> Measurement:
             numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
-    subject.progress("embeddings", len(rows), every)
-    joint, joint_facts = _joint(subject, features, positions)
     return Measurement(
-        tables={"points": pd.concat(points, ignore_index=True), "joint": joint, "blocks": blocks},
+        tables={"points": pd.concat(points, ignore_index=True), "blocks": blocks},
         facts={
             "images": len(positions),
             "block": shown,
             "blocks": depth,
             "tokens": {token: _token_facts(blocks[blocks.token == token]) for token in features},
-            "joint": joint_facts,
         },
     )
 
@@ -202,29 +197,6 @@ def _points(places: Array, **columns: Any) -> DataFrame:
     return DataFrame({**columns, "x": x, "y": y})
 
 
-def _joint(
-    subject: Subject, features: dict[Token, Array], positions: Array
-) -> tuple[DataFrame, Facts]:
-    """One embedding of all blocks at all positions, for as many images as UMAP embeds quickly."""
-    depth, neighbours = subject.depth, subject.settings.neighbours
-    images = min(len(positions), max(1, _JOINT_POINTS // depth))
-    token = next(iter(features))
-    vectors = features[token][:images].reshape(images * depth, -1)
-    places = embed(vectors, neighbours, seed=subject.settings.seed)
-    near = _neighbours(vectors, neighbours)
-    at, block = positions[:images].ravel(), np.tile(np.arange(depth), images)
-    image = np.repeat(np.arange(images), depth)
-    clusters = subject.clusters(images, by_batch=False)
-    facts: Facts = {"token": token, "images": images, "chance": 1.0 / depth, "intervals": {}}
-    for name, labels in (("same_position", at), ("same_block", block)):
-        # One value per image, because its points are not independent.
-        shares = (labels[near] == labels[:, None]).reshape(images, -1).mean(1)
-        facts[name] = float(shares.mean())
-        half = _half_width(shares, clusters)
-        facts["intervals"][name] = interval(facts[name], half, limits=(0.0, 1.0))
-    return _points(places, token=token, block=block, image=image, position=at), facts
-
-
 def _token_facts(blocks: DataFrame) -> Facts:
     detached = (blocks.early_gap >= _DETACHED_GAP) & (blocks.early_held >= _DETACHED_HELD)
     large = blocks[blocks.shown == 1].iloc[0]
@@ -235,87 +207,44 @@ def _token_facts(blocks: DataFrame) -> Facts:
         # JSON has no NaN: an undefined number is null.
         **{name: None if np.isnan(value) else value for name, value in numbers.items()},
         "intervals": {"purity": interval(numbers["purity"], half, limits=(0.0, 1.0))},
-        "purities": blocks.purity.tolist(),
         "detached_blocks": int(detached.sum()),
-        "detached": bool(detached[blocks.shown == 1].iloc[0]),
     }
 
 
-def finding(facts: Facts) -> str:
-    """The main numbers in two sentences."""
-    parts = [
-        f"{_against(numbers['purity'], numbers['intervals']['purity'], numbers['chance'])} of a "
-        f"point's neighbours were made within one position of it by the {token} token, early "
-        f"outputs stand apart in {numbers['detached_blocks']} of {facts['blocks']} blocks"
-        for token, numbers in facts["tokens"].items()
-    ]
-    joint = facts["joint"]
-    position, block = (
-        _against(joint[name], joint["intervals"][name], joint["chance"])
-        for name in ("same_position", "same_block")
-    )
-    return finding_text(
-        f"Block {facts['block']}: {'; '.join(parts)}. With all blocks together {position} of a "
-        f"point's neighbours share its position and {block} its block",
-        joint["intervals"],
-    )
-
-
-def _against(share: float, bounds: Interval, chance: float) -> str:
-    """The share with its interval, and whether it differs from chance."""
-    text = with_bounds(share, bounds, form=".0%")
-    if bounds is None or apart(bounds, chance):
-        return f"{text}, {chance:.0%} by chance,"
-    return f"{text}, no more than the {chance:.0%} of chance,"
-
-
 def figures(tables: Tables) -> dict[str, Figure]:
-    """umap.svg: the chosen block; umap-blocks-TOKEN.svg: all blocks; umap-joint.svg."""
-    points, blocks, joint = tables["points"], tables["blocks"], tables["joint"]
+    """umap.svg: the chosen block; umap-blocks-TOKEN.svg: all blocks."""
+    points, blocks = tables["points"], tables["blocks"]
     shown = blocks[blocks.shown == 1].block.iloc[0]
     by_token = dict(iter(points.groupby("token", sort=False)))
-    large = [
-        (f"block {shown}, {token} token", rows[rows.block == shown], "position")
-        for token, rows in by_token.items()
-    ]
-    drawn = {"umap": _page(large, columns=len(large), size=12.0, raster=False)}
+    large = {f"block {shown}, {t} token": rows[rows.block == shown] for t, rows in by_token.items()}
+    drawn = {"umap": _scatter_plots(large, columns=len(large), side=4.4, dot=12.0)}
     for token, rows in by_token.items():
-        small = [(f"block {block}", part, "position") for block, part in rows.groupby("block")]
-        drawn[f"umap-blocks-{token}"] = _page(small, columns=4, size=3.0)
-    both = [
-        (f"all blocks at all positions, by {colour}", joint, colour)
-        for colour in ("position", "block")
-    ]
-    drawn["umap-joint"] = _page(both, columns=2, size=3.0)
+        small = {f"block {block}": part for block, part in rows.groupby("block")}
+        drawn[f"umap-blocks-{token}"] = _scatter_plots(small, columns=4, side=2.4, dot=3.0)
     return drawn
 
 
-def _page(
-    panels: list[tuple[str, DataFrame, str]], *, columns: int, size: float, raster: bool = True
+def _scatter_plots(
+    panels: Mapping[str, DataFrame], *, columns: int, side: float, dot: float
 ) -> Figure:
-    """A figure of scatter plots (title, points, column of the colour), with a colour bar each."""
+    """A figure of points by title, coloured by position, with a colour bar."""
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
-    side = 4.4 if len(panels) <= 2 else 2.4
     figure = new_figure(side * columns + 0.8, side * lines)
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    last = max(rows.position.max() for _, rows, _ in panels)
-    places: dict[str, list[Any]] = {}
-    for axes, (title, rows, colour) in zip(grid, panels, strict=False):
+    last = max(rows.position.max() for rows in panels.values())
+    for axes, (title, rows) in zip(grid, panels.items(), strict=False):
         dots = axes.scatter(
-            rows.x, rows.y, c=rows[colour], cmap=_COLOURS, vmin=0, vmax=last, s=size, lw=0,
-            rasterized=raster,  # thousands of points as vectors weigh megabytes
+            rows.x, rows.y, c=rows.position, cmap=_COLOURS, vmin=0, vmax=last, s=dot, lw=0,
+            rasterized=len(panels) > 2,  # thousands of points as vectors weigh megabytes
         )  # fmt: skip
         axes.set(xticks=[], yticks=[])
         style_axes(axes, title)
         axes.spines["bottom"].set_visible(False)
-        places.setdefault(colour, []).append(axes)
-    for colour, panels_of_colour in places.items():
-        bar = figure.colorbar(dots, ax=panels_of_colour, shrink=0.8)
-        bar.set_label("position (light: near the input)" if colour == "position" else colour)
-        bar.ax.yaxis.label.set_color(INK)
-        bar.ax.tick_params(colors=INK, length=0)
-        bar.outline.set_visible(False)
+    bar = figure.colorbar(dots, ax=grid, shrink=0.8)
+    bar.set_label("position (light: near the input)", color=INK)
+    bar.ax.tick_params(colors=INK, length=0)
+    bar.outline.set_visible(False)
     return figure

@@ -1,5 +1,1 @@
-"""`layershuffle bench`: measure speed and memory of a machine; also clocks for `benchmarks/`.
-
-A claim about speed is a *paired ratio*: two sides are timed alternately many times, and the median
-of the ratios is reported with the range. A throughput is only given with hardware, dtype and batch.
-"""
+"""`layershuffle bench`: speed and memory of this machine. Claims are in `benchmarks/`, in pairs."""

@@ -1,251 +1,184 @@
-"""The kinds of `layershuffle bench`: train, eval, orders, input and merge."""
+"""`bench train` times the training loop of `fit`, `bench eval` forwards, on a batch in memory."""
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from itertools import cycle, islice
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import TensorDataset
 
-from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
-from layershuffle.bench.report import BenchReport, TimedSteps, mode_of, throughput
-from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
-from layershuffle.bench.timing import Effort, PhaseTimer
-from layershuffle.bench.training import bench_train
-from layershuffle.bench.workloads import (
-    JPEG_QUALITY,
-    PHOTO,
-    compare_forwards,
-    converted,
-    memory_of_merges,
-    merge_group,
-    random_spec,
-    sweeps,
-    write_photographs,
-)
+from layershuffle.bench.machine import DTYPES, PhaseTimer, flops_of, matmul_ceiling, peak_memory
+from layershuffle.bench.report import BenchReport
+from layershuffle.bench.settings import BenchConfig
+from layershuffle.bench.workload import Workload, make_workload
+from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled
+from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
-from layershuffle.core.tensors import logits_of
-from layershuffle.data import DataOptions, open_data
-from layershuffle.machine import versions
-from layershuffle.merging.plans import sample_plans
-from layershuffle.models import image_view, load
+from layershuffle.data import ImageData, Split
+from layershuffle.errors import TrainingError
+from layershuffle.machine import hardware, versions
+from layershuffle.settings import FitSettings
 from layershuffle.text import Progress, unheard
+from layershuffle.training.distributed import Ranks
+from layershuffle.training.job import Job
+from layershuffle.training.loop import TrainingBatch, train
+from layershuffle.training.state import TrainState, new_state
 
-FILES, LEAST_INPUT_STEPS = 256, 4
-# As in recipes/digits-paper.yaml: twelve donors and a hundred merges, as in the paper.
-DONORS, MERGES = 12, 100
-_QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
+WARM_UP, PHASED = 3, 5  # steps before the timed ones, and after them, to measure phases
+_ENDLESS = 1 << 30
+TakeSteps = Callable[[Iterable[object]], None]
+"""Takes a step per item, and tells a `PhaseTimer` its phases."""
 
 
-# --- eval -----------------------------------------------------------------------------------------
-
-
-def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Measure forwards, each batch in its own order; weights and states in `config.precision`."""
-    workload = config.workload()
-    flops = flops_of(workload.model, image_view(workload.model)).forward
+def bench(kind: str, config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
+    """Measure `kind`: train or eval. Raises `TrainingError` for a batch that is too large."""
+    workload = make_workload(config.model, batch_size=config.batch_size, device=config.device)
+    forward, training = flops_of(workload.model)
     ceiling = matmul_ceiling(config.device, config.precision)
-    workload, compiler = converted(workload, config.precision), config.compiler()
-    compiler.add(workload.model)
-    images, depth = workload.images, depth_of(workload.model)
-    timer, syncs, step = PhaseTimer(config.device), Syncs(), 0
+    timer = PhaseTimer(config.device)
+    compiler = BlockCompiler(
+        reason=None if config.compile else "compile is off",
+        dynamic=config.orders_per_batch > 1,
+        backend=config.backend,
+    )
+    if kind == "train":
+        settings = FitSettings(
+            method="layershuffle",
+            model=config.model,
+            data="generated",
+            batch_size=config.batch_size,
+            orders_per_batch=config.orders_per_batch,
+            device=config.device,
+            precision=config.precision,
+            log_every=_ENDLESS,  # logging the loss would synchronise with the GPU
+        )
+        state = training_state(settings, workload, compiler=compiler)
+        take = training_steps(state, workload, timer=timer)
+    else:
+        compiler.add(workload.model.to(DTYPES[config.precision]))
+        take = _forwards(workload, timer)
+    done, total = 0, WARM_UP + config.steps + PHASED
 
-    def forwards(count: int) -> None:
-        nonlocal step
-        for _ in range(count):
-            step += 1
-            progress("steps", step - 1, WARM_UP + config.steps + PHASED)
+    def steps(number: int) -> Iterator[None]:
+        nonlocal done
+        for _ in range(number):
+            progress("steps", done, total)
+            done += 1
+            yield
+
+    try:
+        with compiler.limits():
+            # Compile, or fall back to eager mode, before any step is timed.
+            compiler.or_eager(lambda: take(steps(WARM_UP)))
+            graphs = compiler.graphs
+            timer.steps()
+            if config.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            take(steps(config.steps))
+            timed, peak = timer.steps(), peak_memory(config.device)
+            # Hooks cost time, so phases are measured in further steps, after the timed ones.
+            with with_hooks(workload.model, timer):
+                take(steps(PHASED))
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"A step of {config.batch_size} images does not fit into memory",
+            hint=f"--batch-size {config.batch_size // 2}",
+        ) from error
+    phased = timer.steps()
+    return BenchReport(
+        kind=kind,
+        model=config.model,
+        batch_size=config.batch_size,
+        orders_per_batch=config.orders_per_batch,
+        hardware=hardware(config.precision),
+        versions=versions(),
+        rates=tuple(config.batch_size / sum(step.values()) for step in timed),
+        blocks={**compiler.report(), "recompiles": compiler.graphs - graphs},
+        # The higher of two, because other work on the machine may have slowed one of them.
+        ceiling=max(ceiling, matmul_ceiling(config.device, config.precision)),
+        flops_per_image=training if kind == "train" else forward,
+        phases={
+            name: 1e3 * statistics.median(step.get(name, 0.0) for step in phased)
+            for name in phased[0]
+        },
+        memory=peak,
+    )
+
+
+def _forwards(workload: Workload, timer: PhaseTimer) -> TakeSteps:
+    """Forwards, each batch in its own order."""
+    model, numbers = workload.model, count()
+    weight = next(model.parameters())
+
+    @torch.inference_mode()
+    def take(steps: Iterable[object]) -> None:
+        for _ in steps:
             timer.begin("data")
-            pixels = workload.pixels.to(images.device, non_blocking=True)
-            batch = workload.finish(pixels).to(images.dtype)
+            pixels = workload.pixels.to(weight.device, non_blocking=True)
+            images = workload.finish(pixels).to(weight.dtype)
             timer.begin("stem")
-            with running(workload.model, Shuffled().draw(depth, seed=0, step=step)):
-                logits_of(workload.model(batch))
+            with running(model, Shuffled().draw(depth_of(model), seed=0, step=next(numbers))):
+                model(images)
+        timer.begin("data")
 
-    with torch.inference_mode(), compiler.limits():
-        # Compile, or fall back to eager mode, before any step is timed.
-        compiler.or_eager(lambda: forwards(WARM_UP))
-        graphs_before, memory = compiler.graphs, Memory(config.device)
-        timer = PhaseTimer(config.device)
-        with syncs.counted(config.device):
-            forwards(config.steps)
-        peak = memory.peak()
-        # Hooks cost time, so phases are measured in further steps, after the timed ones.
-        with with_hooks(workload.model, timer):
-            forwards(PHASED)
-    timer.begin("data")
-    times = timer.steps("data")
-    measured = TimedSteps(
-        seconds=[sum(step.values()) for step in times[: config.steps]],
-        phases=times[config.steps :],
-        mode=mode_of(compiler, graphs_before=graphs_before),
-        memory=(peak, memory.of),
-        syncs=syncs.count,
+    return take
+
+
+def training_state(
+    settings: FitSettings, workload: Workload, *, compiler: BlockCompiler
+) -> TrainState:
+    """The state of a run on `workload` that writes nothing."""
+    method = settings.build_method()
+    model = method.prepare(backbone_of(workload.model))
+    if not isinstance(model, PositionedModel):
+        model = PositionedModel(model)
+    images = TensorDataset(workload.pixels, workload.labels)
+    job = Job(
+        settings=settings,
+        ranks=Ranks(),
+        out=Path("generated"),  # nothing is written
+        method=method,
+        data=ImageData(
+            spec="generated",
+            classes=(),
+            splits={"train": Split(dataset=images, size=len(images))},  # type: ignore[arg-type]
+            finish=workload.finish,
+        ),
+        model=model,
+        compiler=compiler,
+        images_per_forward=settings.batch_size,
+        steps=_ENDLESS,  # it ends with the batches, without scores and checkpoints
+        eval_every=_ENDLESS,
+        select_by="sequential",
+        precision=settings.precision,
     )
-    facts = {"orders": "one per batch"}
-    return measured.report(
-        "eval",
-        config.conditions(),
-        device=config.device,
-        flops=flops,
-        ceiling=ceiling,
-        facts=facts,
-    )
+    return new_state(job)
 
 
-# --- orders ---------------------------------------------------------------------------------------
+def training_steps(state: TrainState, workload: Workload, *, timer: PhaseTimer) -> TakeSteps:
+    """Steps of the training loop of `fit` on the batch of `workload`."""
+    device = state.accelerator.device
+
+    def batches(steps: Iterable[object]) -> Iterator[list[TrainingBatch]]:
+        for _ in steps:
+            pixels = workload.pixels.to(device, non_blocking=True)
+            # Copied in every step, like a loader's batches; the copy is in the phase `data`.
+            yield [(pixels, workload.labels.to(device, non_blocking=True))]
+
+    def on_phase(phase: str, step: int) -> None:
+        del step
+        if phase != "report":  # there are no logs and scores
+            timer.begin({"forward": "stem", "optimizer": "optimiser"}.get(phase, phase))
+
+    def take(steps: Iterable[object]) -> None:
+        train(state, batches=batches(steps), tell=_ignore, keep_best=_ignore, on_phase=on_phase)
+
+    return take
 
 
-@torch.inference_mode()
-def bench_orders(
-    config: BenchConfig, *, progress: Progress = unheard, effort: Effort = _QUICK
-) -> BenchReport:
-    """Measure sweeps of 64 random orders over one batch. A score is one image under one order."""
-    workload = converted(config.workload(), config.precision)
-    facts: dict[str, str] = {}
-    seconds: list[float] = []
-    planned = sweeps(depth_of(workload.model))
-    for name, orders in planned.items():
-        progress("sweeps", len(facts), len(planned))
-        pairs, counts = compare_forwards(workload, orders, effort=effort)
-        ratios, (naive, runs) = sorted(pairs.ratios), counts["block runs"]
-        facts[name] = (
-            f"{ratios[len(ratios) // 2]:.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f}), "
-            f"{runs:,} block runs for {naive:,}"
-        )
-        seconds = [in_trie for _, in_trie in pairs.seconds]  # the random orders are the last sweep
-    return BenchReport(
-        kind="orders",
-        conditions=config.conditions(),
-        rate=throughput(seconds, 64 * config.batch, unit="scores"),
-        facts=facts,
-        versions=versions(),
-    )
-
-
-# --- input ----------------------------------------------------------------------------------------
-
-
-class EndlessBatches(Sampler[list[int]]):
-    """Endless batches of the numbers below `count`, in ascending order, repeated.
-
-    So a few files give any number of batches of any size.
-    """
-
-    def __init__(self, count: int, *, batch: int) -> None:
-        self._count, self._batch = count, batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        numbers = cycle(range(self._count))
-        while True:
-            yield list(islice(numbers, self._batch))
-
-
-def bench_input(
-    config: BenchConfig, *, progress: Progress = unheard, files: int = FILES
-) -> BenchReport:
-    """Measure reading of images for `config.model`, without the batches of the cold start.
-
-    A step is one batch from every process.
-    """
-    view = image_view(load(random_spec(config.model)))
-    with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as place:
-        write_photographs(Path(place), files)
-        data = open_data(f"folder:{place}", view, options=DataOptions(holdout=None))
-        split = data.splits["train"]
-        # One long iterator, because a restart per pass reduced the rate by up to a half.
-        loader = DataLoader(
-            split.dataset,
-            # Few files, which are in the page cache, so decoding is measured, not the disk.
-            batch_sampler=EndlessBatches(split.size or 1, batch=config.batch),
-            num_workers=config.workers,
-            pin_memory=config.device == "cuda",
-        )
-        batches = iter(loader)
-        seconds = steady(batches, workers=config.workers, steps=config.steps, progress=progress)
-    return BenchReport(
-        kind="input",
-        conditions=config.conditions("uint8"),
-        rate=throughput(seconds, max(1, config.workers) * config.batch),
-        facts={
-            "processes": config.workers,
-            "files": f"{split.size} JPEG files of {PHOTO[0]} x {PHOTO[1]}, quality {JPEG_QUALITY}, "
-            f"to {view.width} x {view.height}, read again and again",
-        },
-        versions=versions(),
-    )
-
-
-def steady(
-    batches: Iterator[object],
-    *,
-    workers: int,
-    steps: int,
-    clock: Callable[[], float] = time.perf_counter,
-    progress: Progress = unheard,
-) -> list[float]:
-    """Seconds of `steps` steps, no fewer than four, of one batch from each of `workers` processes.
-
-    The two batches that every process prefetches at its start are not timed.
-    """
-    each = max(1, workers)
-    deque(islice(batches, 2 * each), maxlen=0)
-    seconds = []
-    for number in range(max(LEAST_INPUT_STEPS, steps)):
-        progress("steps", number, max(LEAST_INPUT_STEPS, steps))
-        begun = clock()
-        deque(islice(batches, each), maxlen=0)
-        seconds.append(clock() - begun)
-    return seconds
-
-
-# --- merge ----------------------------------------------------------------------------------------
-
-
-def bench_merge(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Measure merges per second, and the memory of a hundred merges beside twelve models."""
-    workload = converted(config.workload(), config.precision)
-    group = merge_group(workload.model, DONORS)
-    plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
-    # Not timed, because the first merge includes imports and caches.
-    group.merge(plans[0])
-    seconds: list[float] = []
-    for plan in plans[1:]:
-        progress("merges", len(seconds), config.steps)
-        begun = time.perf_counter()
-        group.merge(plan)
-        seconds.append(time.perf_counter() - begun)
-    added = memory_of_merges(group, merges=MERGES)
-    return BenchReport(
-        kind="merge",
-        conditions=config.conditions(),
-        rate=throughput(seconds, 1, unit="merges"),
-        facts={
-            "memory": f"{MERGES} merges add {added.share:.2f} % to the {added.donors / 2**20:,.0f} "
-            f"MiB of {DONORS} models: {added.tensors / 2**20:.2f} MiB of tensors, "
-            f"{added.objects / MERGES / 2**10:.1f} KiB of Python objects each"
-        },
-        versions=versions(),
-    )
-
-
-class Bench(Protocol):
-    """A kind of bench; `progress` is called for every repetition."""
-
-    def __call__(self, config: BenchConfig, *, progress: Progress = ...) -> BenchReport: ...
-
-
-BENCHES: Mapping[str, Bench] = {
-    "train": bench_train,
-    "eval": bench_eval,
-    "orders": bench_orders,
-    "input": bench_input,
-    "merge": bench_merge,
-}
+def _ignore(*args: object, **facts: object) -> None:
+    """Hear no event, keep no model."""

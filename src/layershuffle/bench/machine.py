@@ -1,4 +1,4 @@
-"""The peak performance of this machine, and the resources that a run uses."""
+"""The peak performance of this machine, the resources that a run uses, and the clock of phases."""
 
 from __future__ import annotations
 
@@ -6,122 +6,112 @@ import copy
 import resource
 import sys
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from layershuffle.core.hooks import Step
 from layershuffle.core.tensors import logits_of
-from layershuffle.image_view import ImageView
+from layershuffle.models import image_view
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5
-# Part of torch's warning at every sync, but not of its notice that this mode is a prototype.
-_SYNC = "called a synchronizing CUDA operation"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def matmul_ceiling(device: str, precision: str) -> float:
     """Measured FLOP per second of a large square matrix product, an upper bound for models."""
-    size = _SIZE[device]
-    a, b = factors(device, precision)
-    seconds = []
+    size, seconds = _SIZE[device], []
+    # Not ones: equal bits take less power, and some processors run faster on them.
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, size, size, generator=generator).to(device, DTYPES[precision])
+    wait = torch.cuda.synchronize if device == "cuda" else int
     for _ in range(_ROUNDS):
-        _wait(device)
+        wait()
         started = time.perf_counter()
         for _ in range(_CALLS):
             a @ b
-        _wait(device)
+        wait()
         seconds.append((time.perf_counter() - started) / _CALLS)
     # The fastest round, because other work on the machine can only slow it down.
     return 2 * size**3 / min(seconds)
 
 
-def factors(device: str, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two fixed square matrices of normal numbers.
+def flops_of(model: nn.Module) -> tuple[int, int]:
+    """FLOPs per image in matrix products and attention: of a forward, and with its backward.
 
-    Not ones, because equal bits take less power, and some processors run faster on them.
+    They are counted on a copy on the meta device.
     """
-    generator = torch.Generator().manual_seed(0)
-    shape = (_SIZE[device], _SIZE[device])
-    a, b = (torch.randn(shape, generator=generator) for _ in range(2))
-    return a.to(device, DTYPES[precision]), b.to(device, DTYPES[precision])
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Floating-point operations per image in matrix products and attention.
-
-    `forward`: of a forward alone; `training`: of forward and backward.
-    """
-
-    forward: int
-    training: int
-
-
-def flops_of(model: nn.Module, view: ImageView) -> Flops:
-    """The FLOPs of `model` for one image, counted on a copy on the meta device."""
-    sketch = copy.deepcopy(model).to("meta").float()
+    view, sketch = image_view(model), copy.deepcopy(model).to("meta").float()
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
         logits = logits_of(sketch(image))
         # The counter continues, so its value after the backward pass includes the forward pass.
         forward = counter.get_total_flops()
         F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device="meta")).backward()  # type: ignore[no-untyped-call]
-    return Flops(forward, counter.get_total_flops())
+    return forward, counter.get_total_flops()
 
 
-class Memory:
-    """Peak memory of the GPU since the creation of this object, else of this process."""
+def peak_memory(device: str) -> tuple[int, str]:
+    """Peak bytes on the GPU since torch's last reset, or of this process, and which of the two."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated(), "tensors on the GPU"
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak, "this process, libraries included"
 
-    def __init__(self, device: str) -> None:
+
+class PhaseTimer:
+    """Records the beginning of each phase of a step. As a block hook it separates blocks and head.
+
+    On a GPU a beginning is an event in the stream, so the host does not wait. torch.profiler would
+    slow down small steps, and its ranges miss the kernels of the backward thread.
+    `clock`: seconds on the host, for work that runs there.
+    """
+
+    def __init__(self, device: str, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu = device == "cuda"
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        self._clock = clock
+        self._beginnings: list[tuple[str, Any]] = []
 
-    def peak(self) -> int:
-        """The peak in bytes."""
-        if self._on_gpu:
-            return torch.cuda.max_memory_allocated()
-        # macOS reports bytes, Linux KiB.
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    @property
-    def of(self) -> str:
-        """A description of the memory."""
-        return "tensors on the GPU" if self._on_gpu else "this process, libraries included"
-
-
-class Syncs:
-    """The number of times that the host waited for the GPU."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextmanager
-    def counted(self, device: str) -> Iterator[None]:
-        """Count torch's warnings on synchronisation within."""
-        if device != "cuda":
-            yield
+    def begin(self, phase: str) -> None:
+        """End the previous phase and begin this one."""
+        if not self._on_gpu:
+            self._beginnings.append((phase, self._clock()))
             return
-        torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
-            # Otherwise Python shows a warning only once per line of code.
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                self.count += sum(_SYNC in str(warning.message) for warning in caught)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._beginnings.append((phase, event))
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """As a hook: a block begins, except if activation checkpointing recomputes it."""
+        if not step.replay:
+            self.begin("blocks")
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """As a hook: a block has ended; the head or another block follows."""
+        del state
+        if not step.replay:
+            self.begin("head")
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds by phase of the steps since the last call; a step begins with the phase data."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        steps: list[dict[str, float]] = []
+        for (phase, begun), (_, ended) in pairwise(self._beginnings):
+            seconds = begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun
+            if phase == "data":
+                steps.append({})
+            if steps:
+                steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
+        # A step is complete if another one began after it.
+        is_whole = bool(self._beginnings) and self._beginnings[-1][0] == "data"
+        self._beginnings.clear()
+        return steps if is_whole else steps[:-1]

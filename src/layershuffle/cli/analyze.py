@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from layershuffle.analysis import ANALYSES, AnalysisSettings, read_analysis, run_analysis
+from layershuffle.analysis import ANALYSES, AnalysisSettings, run_analysis
 from layershuffle.cli.command import ComputingCommand, Inline, required
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
-from layershuffle.text import listing
+from layershuffle.text import listing, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,13 @@ class AnalyzeCommand(ComputingCommand):
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the questions and stop; nothing else is needed."""
     json: bool = False
-    """Print JSON: the sentence, the numbers and the files of every question."""
+    """Print JSON: the numbers and the files of every question."""
     settings: Inline[AnalysisSettings]
 
     def run(self) -> int:
-        """Run the analyses; print their sentences and the paths of their files."""
+        """Run the analyses; print their numbers and the paths of their files."""
         if self.list:
-            print(listing([(name, analysis.question) for name, analysis in ANALYSES.items()]))
+            print(listing([*ANALYSES.items()]))
             return 0
         if self.name is None or self.model is None or self.data is None or self.out is None:
             raise UsageError(
@@ -75,7 +76,7 @@ class AnalyzeCommand(ComputingCommand):
     def _answer(self, name: str, *, model: str, data: str, out: Path) -> dict[str, Any]:
         """Answer one question, and print the answer unless all are printed as JSON."""
         with self.computing(name) as progress:
-            run_analysis(
+            summary = run_analysis(
                 name,
                 model,
                 data_spec=data,
@@ -84,16 +85,7 @@ class AnalyzeCommand(ComputingCommand):
                 device=self.device,
                 progress=progress,
             )
-        # Read back, so that the printed answer is the one in the files.
-        result = read_analysis(out)
         if not self.json:
-            print(f"{result.title}\n{result.paragraph}")
-            print(f"In {out}: {', '.join(result.files)}\n")
-        return {
-            "name": result.name,
-            "title": result.title,
-            "sentence": result.paragraph,
-            "facts": result.facts,
-            "directory": str(out),
-            "files": list(result.files),
-        }
+            head, *rows = csv.reader((out / "numbers.csv").open(encoding="utf-8"))
+            print(f"{summary['title']}\n{table(head, rows)}\nAll of it: {out / 'index.html'}\n")
+        return {**summary, "directory": str(out)}

@@ -58,7 +58,7 @@ class _Training(Command):
             fit(self.settings, self.out)
             return 0
         with progress_listener() as listener:
-            result = fit(self.settings, self.out, listeners=[listener])
+            result = fit(self.settings, self.out, on_event=listener)
         print(
             f"{result.method}, seed {result.seed}: best {result.selected['metric']} "
             f"{result.selected['value']:.4f} at step {result.selected['step']} of {result.steps}, "

@@ -191,12 +191,12 @@ def progress_listener() -> Iterator[Listener]:
                 progress.update(task, total=event["steps"], completed=event["at"])
             elif event["kind"] == "complete":
                 progress.print(_COMPLETE.format(**event), highlight=False, markup=False)
-            elif event["kind"] == "step":
+            elif event["kind"] in ("step", "log"):
                 progress.update(task, completed=event["step"])
-            elif event["kind"] == "log":
-                training = f"loss {event['loss']:.3f}, acc {event['accuracy']:.1f} %"
-                training += loader_bound(event)
-                progress.update(task, completed=event["step"], training=training)
+                if "loss" in event:
+                    progress.update(task, training=_of_training(event))
+            elif event["kind"] == "scoring":
+                progress.update(task, scores=_of_scoring(event))
             elif event["kind"] == "scores":
                 sequential, arbitrary = _top1_of(event)
                 scores = f"held out: seq {sequential:.1f}, arb {arbitrary:.1f} %"
@@ -214,7 +214,9 @@ def training_lines(*, clock: Clock = time.monotonic) -> Listener:
         nonlocal steps, pace, printed
         step = event.get("step", event.get("at"))
         match event["kind"]:
-            case "step" | "scoring" if clock() - printed < _LINE_SECONDS:
+            case "step" if "loss" not in event:
+                return
+            case "scoring" if clock() - printed < _LINE_SECONDS:
                 return
             case "complete":
                 print(_COMPLETE.format(**event), flush=True)
@@ -225,15 +227,10 @@ def training_lines(*, clock: Clock = time.monotonic) -> Listener:
             case "start":
                 steps, pace = event["steps"], Countdown(event["at"], clock=clock)
                 text = "continues from a checkpoint" if event["at"] else "starts"
-            case "log":
-                text = (
-                    f"loss {event['loss']:.4f}, accuracy {event['accuracy']:.1f} %, "
-                    f"{pace.left(event['step'], steps)} left{loader_bound(event)}"
-                )
-            case "step":
-                text = f"{pace.left(event['step'], steps)} left"
+            case "log" | "step":
+                text = f"{_of_training(event)}, {pace.left(event['step'], steps)} left"
             case "scoring":
-                text = f"{event['images']:,} held-out images scored"
+                text = _of_scoring(event)
             case "scores":
                 sequential, arbitrary = _top1_of(event)
                 text = f"held-out top-1 {sequential:.1f} % sequential, {arbitrary:.1f} % arbitrary"
@@ -256,11 +253,18 @@ def _top1_of(event: dict[str, Any]) -> tuple[float, float]:
     return event["eval_sequential_top1"], event["eval_arbitrary_top1"]
 
 
-def loader_bound(event: dict[str, Any]) -> str:
-    """What a "log" event adds where the loader slows the training down; else nothing."""
-    if event["waiting"] < LOADER_BOUND:
-        return ""
-    return f", loader-bound: {event['waiting']:.0f} % of the time waiting for data"
+def _of_training(event: dict[str, Any]) -> str:
+    """The numbers of a "log", or of a "step" with a loss."""
+    text = f"loss {event['loss']:.4f}"
+    if event["kind"] == "log":
+        text += f", accuracy {event['accuracy']:.1f} %"
+        if event["waiting"] >= LOADER_BOUND:
+            text += f", loader-bound: {event['waiting']:.0f} % of the time waiting for data"
+    return text
+
+
+def _of_scoring(event: dict[str, Any]) -> str:
+    return f"{event['images']:,} of {event['total']:,} held-out images scored"
 
 
 # --- the tasks of a study -------------------------------------------------------------------------

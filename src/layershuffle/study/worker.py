@@ -89,7 +89,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     from layershuffle.training import fit
 
     check_modes(run.settings, run.evaluate)  # before the training, not after it
-    fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
+    fitted = fit(run.settings, directory / "fit", on_event=_progress_writer(directory))
     started = time.monotonic()
     _write_progress(directory, {"phase": "scoring"})
     settings = run.evaluate.model_copy(

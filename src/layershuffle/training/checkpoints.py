@@ -23,15 +23,16 @@ from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
 from layershuffle.settings import FitSettings, read_recipe
+from layershuffle.training.history import HISTORY
 from layershuffle.training.job import Job
 from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
 from layershuffle.training.state import TrainState, new_state
 
-SETTINGS_FILE = "settings.yaml"
+SETTINGS_FILE, LOGS = "settings.yaml", "logs"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
-_MAY_CHANGE = frozenset({"log_every", "workers"})
-_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", "tensorboard"})
+_MAY_CHANGE = frozenset({"log_every", "log_with", "workers"})
+_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", HISTORY, LOGS})
 
 
 def prepare_directory(out: Path, settings: FitSettings) -> None:
@@ -81,17 +82,16 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
-def save_checkpoint(state: TrainState, *, loss: float) -> None:
+def save_checkpoint(state: TrainState) -> None:
     """Write the state as the newest checkpoint and delete those before it.
 
-    All processes must call this. Raises `TrainingError` if `loss` or a weight is not finite: the
-    last good checkpoint is worth more than a newer one with broken weights.
+    All processes must call this. Raises `TrainingError` if a weight is not finite: the last good
+    checkpoint is worth more than a newer one with broken weights.
     """
     job, ranks = state.job, state.job.ranks
     # A step that breaks the weights may still have a finite loss.
-    value = loss if all_finite(state.model) else math.inf
-    if ranks.any(not math.isfinite(value)):
-        state.refuse_non_finite(value if not math.isfinite(value) else math.inf)
+    if ranks.any(not all_finite(state.model)):
+        state.refuse_non_finite(math.inf)
     final = job.checkpoints / f"step-{state.step:08d}"
     with ranks.stage(final) as stage:
         torch.save(_random_states(), stage / _RNG.format(ranks.rank))

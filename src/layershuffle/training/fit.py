@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch import nn
 from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.errors import Interrupted, ModelFileError, UsageError
-from layershuffle.extras import missing
 from layershuffle.files import locked, names_in, refuse_foreign, write_text
 from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
@@ -31,8 +30,9 @@ from layershuffle.training.checkpoints import (
     prepare_directory,
 )
 from layershuffle.training.distributed import is_first_process, joined
+from layershuffle.training.history import HISTORY, History, write_page
 from layershuffle.training.job import Job, prepare
-from layershuffle.training.loop import Event, Listener, OnPhase, train
+from layershuffle.training.loop import Listener, OnPhase, train
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import too_large
 
@@ -68,7 +68,7 @@ def fit(
     settings: FitSettings | None = None,
     out: str | Path = "",
     *,
-    listeners: Sequence[Listener] = (),
+    on_event: Listener = unheard,
     on_phase: OnPhase = unheard,
     **fields: Any,
 ) -> FitResult:
@@ -81,10 +81,11 @@ def fit(
 
     A run that was killed at any moment resumes from its last checkpoint when it is started again
     with the same settings, and ends with the same weights, bit for bit on a CPU. A finished run
-    returns its result at once. `listeners` hear events and `on_phase` the phases of every step
-    (layershuffle.training.loop). Raises `UsageError` if `out` holds another run, `Interrupted`
-    after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
-    that does not fit the memory.
+    returns its result at once. `on_event` is called with every event, a dictionary with its "kind",
+    and `on_phase` with the phases of every step (layershuffle.training.loop).
+
+    Raises `UsageError` if `out` holds another run, `Interrupted` after SIGTERM with a checkpoint
+    saved, `TrainingError` for a loss that is not finite or a batch that does not fit the memory.
     """
     if not out or (settings is not None and fields):
         raise UsageError(
@@ -101,27 +102,30 @@ def fit(
         ranks.check_same(digest(settings), what="The settings")
         finished = ranks.from_first(lambda: read_result(out))
         if finished is not None:
-            for listener in listeners if ranks.first else ():
-                listener({"kind": "complete", "steps": finished.steps})
+            if ranks.first:
+                on_event({"kind": "complete", "steps": finished.steps})
             return finished
         # The number of threads decides how sums are rounded, so it is a setting of the run.
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         job = prepare(settings, out, ranks=ranks)
-        return _run(job, listeners, on_phase)
+        return _run(job, on_event, on_phase)
 
 
 @contextmanager
 def _own(out: Path) -> Iterator[None]:
-    """Lock `out`; a run that is refused removes it, if it did not exist before."""
+    """Lock `out`; a run that is refused leaves nothing there, if nothing was there before."""
     is_new = not out.exists()
     with locked(out):
-        is_new = is_new and not names_in(out)  # no other process has begun in it meanwhile
+        was_empty = not names_in(out)  # no other process has begun in it meanwhile
         try:
             yield
         finally:
-            if is_new and names_in(out) <= {SETTINGS_FILE}:
-                shutil.rmtree(out)
+            if was_empty and names_in(out) <= {SETTINGS_FILE}:
+                for path in out.iterdir():  # the lock, too
+                    path.unlink()
+                if is_new:
+                    out.rmdir()
 
 
 def read_result(out: Path) -> FitResult | None:
@@ -137,16 +141,14 @@ def read_result(out: Path) -> FitResult | None:
         ) from error
 
 
-def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResult:
-    # Only the first process reports: all of them have the same events.
-    heard_by = tuple(listeners) if job.ranks.first else ()
-    # An extra: a run is the same without its curves.
-    if job.ranks.first and not missing("tensorboard"):
-        heard_by = (*heard_by, _tensorboard(job.out / "tensorboard"))
-
+def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
     def tell(kind: str, **facts: Any) -> None:
-        for listener in heard_by:
-            listener({"kind": kind, **facts})
+        if not job.ranks.first:  # all processes have the same events
+            return
+        if kind == "history":
+            history.add(facts)
+            state.accelerator.log({k: v for k, v in facts.items() if k != "step"}, facts["step"])
+        on_event({"kind": kind, **facts})
 
     def keep_best(model: nn.Module, scores: dict[str, float]) -> None:
         save(model, job.out / "model", record=_record(job, state.step, scores))
@@ -154,6 +156,14 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
     if job.ranks.count > 1 and job.settings.rank_orders == "same":
         job.ranks.check_same(job.order_digest(), what="The execution orders")
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
+    history = History(job.out / HISTORY)
+    if job.ranks.first:
+        history.begin(at=state.step)
+    if job.settings.log_with is not None:
+        settings = job.settings.model_dump(mode="json")
+        # Trackers take numbers and words alone.
+        config = {name: str(value) for name, value in settings.items()}
+        state.accelerator.init_trackers("layershuffle", config=config)
     why = [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
     tell("data", text=_describe_data(job), notes=(*job.data.notes, *why))
     tell("start", steps=job.steps, at=state.step)
@@ -170,6 +180,8 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
             if out_of_memory:
                 raise too_large(state)
     tell("end", step=state.step)
+    for tracker in state.accelerator.trackers:
+        tracker.finish()
     if state.step < job.steps:
         raise Interrupted(
             f"Stopped at step {state.step} of {job.steps}; a checkpoint is saved",
@@ -177,22 +189,6 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
             hint="run the same command again to continue",
         )
     return job.ranks.from_first(lambda: _finish(state))
-
-
-def _tensorboard(directory: Path) -> Listener:
-    """A listener that writes every number of "log" and "scores" events, by step."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(directory))
-
-    def listen(event: Event) -> None:
-        if event["kind"] == "end":
-            writer.close()
-        elif event["kind"] in ("log", "scores"):
-            for name in event.keys() - {"kind", "step"}:
-                writer.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
-
-    return listen
 
 
 def _describe_data(job: Job) -> str:
@@ -262,6 +258,16 @@ def _finish(state: TrainState) -> FitResult:
         processes=job.ranks.count,
         compile=job.compiler.report(),
     )
+    selected = result.selected
+    facts = {
+        f"best {selected['metric']}": f"{selected['value']:.4f}, at step {selected['step']}",
+        "steps": f"{result.steps:,}",
+        "seconds in all": f"{result.train_seconds:,.0f}",
+        "images per second in training": f"{result.images_per_second:,.0f}",
+        "model": job.settings.model,
+        "data": job.settings.data,
+    }
+    write_page(job.out, method=result.method, facts=facts)
     write_text(job.out / RESULT_FILE, json.dumps(asdict(result), indent=2))
     shutil.rmtree(job.checkpoints)  # a finished run has nothing to resume
     return result

@@ -6,6 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch import nn
@@ -155,6 +156,11 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
             f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
+        )
+    if settings.log_with is not None and find_spec(settings.log_with) is None:
+        raise UsageError(
+            f"log_with needs the package {settings.log_with}, which is not installed",
+            hint=f"pip install {settings.log_with}",
         )
     precision, why = choose_precision(settings.precision, device=device, training=True)
     method = settings.build_method()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -31,12 +32,15 @@ from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import warm_up
 
 Event = dict[str, Any]
-Listener = Callable[[Event], None]
+Listener = Callable[[Event], object]
 """Receives the events of a run, of these kinds: "data" (text, notes), "start" (steps, at), "step"
-(step) or, in its place, "log" (step, loss, grad_norm, learning_rate, accuracy and waiting, the
-share of the steps' time spent waiting for data, both in percent), "scoring" (step, images that were
-scored so far), "scores" (step and metrics), "checkpoint" (step), "best" (step, cross_entropy),
-"end" (step); of a run that was complete before, "complete" (steps) alone."""
+(step, and the mean loss since the last log if nobody has read it for 20 seconds) or, in its place,
+"log" (step, loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time
+spent waiting for data, both in percent), "scoring" (step, images that were scored so far, total),
+"scores" (step and metrics), "history" (step and all that was logged there, a row of history.csv),
+"checkpoint" (step), "best" (step, cross_entropy), "end" (step); of a run that was complete before,
+"complete" (steps) alone."""
+_LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
 "optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
@@ -64,7 +68,6 @@ def train(
     """
     job, settings, accelerator = state.job, state.job.settings, state.accelerator
     checkpoint_every = settings.checkpoint_every or job.eval_every
-    log_every = min(settings.log_every, job.steps)
     meter, seconds_before = DataWaitMeter(), state.step_seconds
     sums = _Sums(accelerator.device, step=state.step)
     warm_up(state)
@@ -105,22 +108,41 @@ def train(
         on_phase("report", state.step)
         # Processes must stop together, or one would wait for the gradients of the others.
         stopping = job.ranks.any(stop_asked is not None and stop_asked.is_set())
-        if state.step % log_every == 0:
-            means = sums.reset(job.ranks, step=state.step)
-            state.refuse_non_finite(means["loss"])
-            rates = {"grad_norm": norm.item(), "learning_rate": learning_rate}
-            tell("log", step=state.step, **means, **rates, waiting=meter.reset())
-        else:
-            tell("step", step=state.step)
         last = state.step == job.steps
-        with meter.exclude():
-            if last or state.step % job.eval_every == 0:
-                _score_and_keep(state, tell=tell, keep_best=keep_best)
-            if last or stopping or state.step % checkpoint_every == 0:
-                save_checkpoint(state, loss=sums.loss.item())
-                tell("checkpoint", step=state.step)
+        scoring = last or state.step % job.eval_every == 0
+        saving = last or stopping or state.step % checkpoint_every == 0
+        # Before every checkpoint, too, so that a resumed run has no sums to continue.
+        if scoring or saving or state.step % settings.log_every == 0:
+            row = sums.reset(job.ranks, step=state.step)
+            state.refuse_non_finite(row["loss"])
+            row |= {"grad_norm": norm.item(), "learning_rate": learning_rate}
+            tell("log", step=state.step, **row, waiting=meter.reset())
+            with meter.exclude():
+                _finish_row(
+                    state, row, scores=scoring, saves=saving, tell=tell, keep_best=keep_best
+                )
+        else:
+            tell("step", step=state.step, **sums.now_and_then(step=state.step))
         if stopping:
             return
+
+
+def _finish_row(
+    state: TrainState,
+    row: dict[str, float],
+    *,
+    scores: bool,
+    saves: bool,
+    tell: Callable[..., None],
+    keep_best: Callable[[nn.Module, dict[str, float]], None],
+) -> None:
+    """Add the scores to a row of the history, tell it, then save a checkpoint that is behind it."""
+    if scores:
+        row |= _score_and_keep(state, tell=tell, keep_best=keep_best)
+    tell("history", step=state.step, **row)
+    if saves:
+        save_checkpoint(state)
+        tell("checkpoint", step=state.step)
 
 
 def _update(state: TrainState) -> tuple[Tensor, float]:
@@ -144,12 +166,19 @@ class _Sums:
     def __init__(self, device: torch.device, *, step: int) -> None:
         self.loss = torch.zeros((), device=device)
         self._hits = torch.zeros((), dtype=torch.long, device=device)
-        self._images, self._step = 0, step
+        self._images, self._step, self._read = 0, step, time.monotonic()
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         self.loss += loss
         self._hits += (logits.argmax(-1) == labels).sum()
         self._images += len(labels)
+
+    def now_and_then(self, *, step: int) -> dict[str, float]:
+        """The mean loss up to `step` in this process, if nobody has read it for a while."""
+        if time.monotonic() - self._read < _LOSS_SECONDS:
+            return {}
+        self._read = time.monotonic()
+        return {"loss": self.loss.item() / (step - self._step)}
 
     def reset(self, ranks: Ranks, *, step: int) -> dict[str, float]:
         """Means over the steps up to `step` in all processes; the sums start again at zero."""
@@ -161,7 +190,7 @@ class _Sums:
         }
         self.loss.zero_()
         self._hits.zero_()
-        self._images, self._step = 0, step
+        self._images, self._step, self._read = 0, step, time.monotonic()
         return means
 
 
@@ -170,16 +199,19 @@ def _score_and_keep(
     *,
     tell: Callable[..., None],
     keep_best: Callable[[nn.Module, dict[str, float]], None],
-) -> None:
+) -> dict[str, float]:
     """Score the model on held-out data, and keep it if it is the best so far."""
     model = state.scored_model()
+    total = state.job.selection_batches.split.size
     try:
         with state.accelerator.autocast(), torch.no_grad():
             metrics = state.job.compiler.or_eager(
                 lambda: score(
                     state.job,
                     model,
-                    on_images=lambda done: tell("scoring", step=state.step, images=done),
+                    on_images=lambda done: tell(
+                        "scoring", step=state.step, images=done, total=total
+                    ),
                 )
             )
     except torch.OutOfMemoryError as error:
@@ -197,6 +229,7 @@ def _score_and_keep(
             keep_best(model, metrics)
             tell("best", step=state.step, cross_entropy=value)
     tell("scores", step=state.step, **metrics)
+    return metrics
 
 
 def score(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -93,6 +93,8 @@ def new_state(job: Job) -> TrainState:
         mixed_precision="bf16" if job.precision == "bf16" else "no",
         # Otherwise the host waits until each batch has been copied to the GPU.
         dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu),
+        log_with=settings.log_with,
+        project_config=ProjectConfiguration(logging_dir=str(job.out / "logs")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
     )
     # Each process has its own dropout. Seeds of numpy are below 2 ** 32.

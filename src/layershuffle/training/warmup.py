@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -116,24 +116,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def largest_that_fits(trial: Callable[[int], None], *, below: int) -> int:
-    """The first of `below`/2, `below`/4, ... for which `trial` has enough memory; 0 if none."""
-    # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
-    # catches errors by words in their text; this finds a number for the message and nothing else.
-    size = below // 2
-    while size:
-        try:
-            trial(size)
-        except torch.OutOfMemoryError:
-            size //= 2
-        else:
-            return size
-        gc.collect()  # after `except`, where the error no longer holds the tensors of the trial
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return 0
-
-
 def largest_forward(state: TrainState, *, below: int) -> int:
     """Images of a forward and backward that fit, found by halving `below`; 0 if none fits.
 
@@ -143,9 +125,21 @@ def largest_forward(state: TrainState, *, below: int) -> int:
     state.model.zero_grad()
     missing = () if state.optimizer.state else (0, 1)
     moments = [torch.empty_like(w) for w in state.model.parameters() for _ in missing]
-    fitting = largest_that_fits(lambda size: try_forward(state, size), below=below)
+    # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
+    # catches errors by words in their text; this finds a number for the message and nothing else.
+    size = below // 2
+    while size:
+        try:
+            try_forward(state, size)
+        except torch.OutOfMemoryError:
+            size //= 2
+        else:
+            break
+        gc.collect()  # after `except`, where the error no longer holds the tensors of the trial
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     del moments
-    return fitting
+    return size
 
 
 def too_large(state: TrainState) -> TrainingError:

@@ -1,3 +1,4 @@
+# Ran at commit 8550626.
 """Claim: the simulation tells how a real swarm of processes answers under the same failures."""
 
 from __future__ import annotations

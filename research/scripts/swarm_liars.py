@@ -1,3 +1,4 @@
+# Ran at commit 8550626.
 """Claim: a host that lies is out before it spoils many answers, with replicas or without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Ran at commit 8550626.
 """Claim: blocks side by side make a request quicker, survivors that run again make it right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Ran at commit 8550626.
 """A swarm under load, while its hosts die: 12 blocks on six processes, over Ray.
 
 python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--busy N] [--out FILE]

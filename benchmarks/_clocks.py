@@ -1,4 +1,4 @@
-"""Clocks: time two sides alternately, and the phases of steps.
+"""Clocks that time two sides alternately, and the models that they time.
 
 Two sides run alternately, so a busy machine slows both equally. On a CPU the clock is the processor
 time of this process, which excludes waiting; on a GPU it is the GPU's clock, by events.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from layershuffle.core.hooks import Step
+from layershuffle.bench.machine import DTYPES
+from layershuffle.bench.workload import Workload
 from layershuffle.machine import collector_paused
 
 Side = Callable[[], float]
@@ -115,62 +112,32 @@ def _pair(a: Side, b: Side, *, turns: int, first: int) -> tuple[float, float]:
     return total_a / turns, total_b / turns
 
 
-class PhaseTimer:
-    """Records the beginning of each phase of a step. As a block hook it separates blocks and head.
-
-    On a GPU a beginning is an event in the stream, so the host does not wait. torch.profiler would
-    slow down small steps, and its ranges miss the kernels of the backward thread.
-    `clock`: seconds on the host, for work that runs there.
-    """
-
-    def __init__(
-        self, device: torch.device | str, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._on_gpu = torch.device(device).type == "cuda"
-        self._clock = clock
-        self._beginnings: list[tuple[str, Any]] = []
-
-    def begin(self, phase: str) -> None:
-        """End the previous phase and begin this one."""
-        if not self._on_gpu:
-            self._beginnings.append((phase, self._clock()))
-            return
-        event = _gpu_event()
-        event.record()
-        self._beginnings.append((phase, event))
-
-    def before(self, state: Tensor, step: Step) -> Tensor:
-        """As a hook: a block begins, except if activation checkpointing recomputes it."""
-        if not step.replay:
-            self.begin("blocks")
-        return state
-
-    def after(self, state: Tensor, step: Step) -> None:
-        """As a hook: a block has ended; the head or another block follows."""
-        del state
-        if not step.replay:
-            self.begin("head")
-
-    def steps(self, first: str) -> list[dict[str, float]]:
-        """Seconds by phase of every complete step; a step begins with the phase `first`."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        steps: list[dict[str, float]] = []
-        for (phase, begun), (_, ended) in pairwise(self._beginnings):
-            seconds = begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun
-            if phase == first:
-                steps.append({})
-            if steps:
-                steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
-        # A step is complete if another one began after it.
-        is_whole = bool(self._beginnings) and self._beginnings[-1][0] == first
-        return steps if is_whole else steps[:-1]
-
-
-def median_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median seconds of every phase, in the order of the first step."""
-    return {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
-
-
 def _gpu_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+PICO = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=10&img_size=32&patch_size=16"
+    "&embed_dim=16&num_heads=2&depth=12"
+)
+"""For smoke tests: 12 tiny blocks."""
+WIDTH_64 = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=64&num_heads=4&mlp_ratio=2&depth=12"
+)
+"""The model of the digits recipes: 12 blocks, 16 tokens, 0.41 M parameters."""
+WIDTH_192 = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&img_size=32&patch_size=4&depth=12"
+)
+"""A ViT-Ti for images of 32 pixels: 12 blocks, 65 tokens, 5.4 M parameters."""
+VIT_B = "timm:vit_base_patch16_224?pretrained=false"
+"""The paper's model: 12 blocks, 197 tokens, 86.6 M parameters."""
+
+
+def converted(workload: Workload, precision: str) -> Workload:
+    """The workload with weights and images in `precision`; converts its model in place."""
+    dtype = DTYPES[precision]
+    workload.model.to(dtype)
+    return replace(workload, images=workload.images.to(dtype))

@@ -1,0 +1,100 @@
+"""What a run has logged, by step: `history.csv`, and `index.html` with its curves."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layershuffle.extras import missing
+from layershuffle.files import write_text
+from layershuffle.plotting import (
+    INK,
+    METHOD_STYLES,
+    RULE,
+    figure_bytes,
+    html_page,
+    html_table,
+    legend_below,
+    new_figure,
+    style_axes,
+)
+
+HISTORY, PAGE = "history.csv", "index.html"
+SCORES = tuple(
+    f"eval_{mode}_{score}"
+    for mode in ("sequential", "arbitrary")
+    for score in ("cross_entropy", "top1")
+)
+COLUMNS = ("step", "loss", "accuracy", "learning_rate", "grad_norm", *SCORES)
+Row = Mapping[str, float]
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The rows of a history, without a last line that a killed process has not ended."""
+    if not path.is_file():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [
+        {name: float(value) for name, value in row.items() if value}
+        for row in csv.DictReader(io.StringIO(whole))
+    ]
+
+
+class History:
+    """Writes the rows of a run, one line each, as soon as they are there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, *, at: int) -> None:
+        """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
+        rows = [row for row in read_history(self._path) if row["step"] <= at]
+        write_text(self._path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
+
+    def add(self, row: Row) -> None:
+        """Append a row; columns that it does not have stay empty."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+
+def _line(row: Row) -> str:
+    cells = [str(int(row["step"])), *(str(row.get(name, "")) for name in COLUMNS[1:])]
+    return ",".join(cells) + "\n"
+
+
+def write_page(out: Path, *, method: str, facts: Mapping[str, object]) -> None:
+    """Write `out/index.html`: `facts`, and the curves of the history if matplotlib is there."""
+    parts = {"Result": html_table((), facts.items())}
+    if not missing("study", "matplotlib"):
+        svg = figure_bytes(_curves(read_history(out / HISTORY), method), "svg").decode("utf-8")
+        parts["Curves"] = svg[svg.index("<svg") :]
+    write_text(out / PAGE, html_page(f"Training: {method}", parts))
+
+
+def _curves(rows: Sequence[Row], method: str) -> Any:
+    """Losses and top-1 by step: of the training, and of held-out images in both order modes."""
+    figure = new_figure(10.0, 3.8)
+    colour, _, _ = METHOD_STYLES[method]
+    scored = [row for row in rows if SCORES[0] in row]
+    entries = []
+    panels = ("loss", "cross_entropy", "loss"), ("accuracy", "top1", "top-1 accuracy (%)")
+    for axes, (training, score, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        style_axes(axes)
+        axes.set(xlabel="optimiser steps", ylabel=label)
+        axes.grid(axis="y", color=RULE, linewidth=0.8)
+        axes.locator_params(axis="x", integer=True)
+        steps = [row["step"] for row in rows]
+        (line,) = axes.plot(steps, [row[training] for row in rows], color=INK, linewidth=0.9)
+        entries = [(line, "training batches")]
+        for mode, dash in (("sequential", "-"), ("arbitrary", "--")):
+            (line,) = axes.plot(
+                [row["step"] for row in scored],
+                [row[f"eval_{mode}_{score}"] for row in scored],
+                color=colour, linestyle=dash, marker="o", markersize=3,
+            )  # fmt: skip
+            entries.append((line, f"held out, {mode} order"))
+    legend_below(figure, entries)
+    return figure
