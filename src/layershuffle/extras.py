@@ -23,7 +23,7 @@ class Extra:
 EXTRAS = {
     "study": Extra(
         "digit pairs, reproduce, report, analyze",
-        ("sklearn", "pandas", "matplotlib", "jinja2", "umap"),
+        ("sklearn", "pandas", "matplotlib", "umap"),
     ),
     "datasets": Extra("data of the Hugging Face hub and of tar shards: hf:, wds:", ("datasets",)),
     "tensorboard": Extra("the curves of every fit, in OUT/tensorboard", ("tensorboard",)),

@@ -121,19 +121,17 @@ OPTIONAL = {n: f.default for n, f in ScoreRow.model_fields.items() if not f.is_r
 """Columns that are there where some row has another value than this one."""
 EFFECTIVE: dict[str, object] = {"top1_n": None, "top5_n": None}
 """Those of them that tables of merged models have, too."""
-_DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
 
 
-def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> None:
+def write_rows(path: Path, rows: Iterable[ScoreRow]) -> None:
     """Write the rows under `COLUMNS` and those that they need, whole or not at all.
 
-    `padded` gives every accuracy four decimals and every cross-entropy six; without it a number
-    has as few digits as it takes to read the same number back.
+    A number has as few digits as it takes to read the same number back.
     """
     rows = list(rows)
     names = [*with_optional(COLUMNS, OPTIONAL, rows=rows)]
     names += sorted({name for row in rows for name in row.model_extra or ()})
-    write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
+    write_text(path, format_rows(rows, names))
 
 
 def with_optional(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -157,17 +158,20 @@ class StudySettings(Settings):
 
     def arm(self, label: str) -> Arm:
         """The arm with this label, of the recipe or of a curve. Raises `UsageError` for others."""
-        curves = (self.curve_arms(curve, steps) for curve in self.budget for steps in curve.steps)
-        for arm in (*self.arms, *(arm for arms in curves for arm in arms)):
-            if arm.label == label:
-                return arm
-        labels = ", ".join(arm.label for arm in self.arms)
-        raise UsageError(f"The study has no arm {label!r}", hint=f"its arms are {labels}")
+        named = {arm.label: arm for arm in self.arms}
+        for curve in self.budget:
+            for arm, steps in product(curve.arms, curve.steps):
+                # An arm of the recipe comes before one of a curve.
+                if arm in named and f"{arm}-{steps}-steps" == label and label not in named:
+                    return self.curve_arm(arm, steps=steps, curve=curve)
+        if label not in named:
+            hint = f"its arms are {', '.join(named)}"
+            raise UsageError(f"The study has no arm {label!r}", hint=hint)
+        return named[label]
 
-    def curve_arms(self, curve: Budget, steps: int) -> tuple[Arm, ...]:
-        """The arms of a curve at one length, named after it: "layershuffle-500-steps"."""
-        arms = (arm for label in curve.arms for arm in self.arms if arm.label == label)
-        return tuple(_with_steps(arm, steps, seeds=curve.seeds or self.seeds) for arm in arms)
+    def curve_arm(self, label: str, *, steps: int, curve: Budget) -> Arm:
+        """The arm of a curve at one length, named after it: "layershuffle-500-steps"."""
+        return _with_steps(self.arm(label), steps, seeds=curve.seeds or self.seeds)
 
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""

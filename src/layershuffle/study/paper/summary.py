@@ -13,9 +13,9 @@ from typing import Any
 from layershuffle.merging.rows import MergingRow, by_model
 from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate, mean
-from layershuffle.study.paper import PaperNumber, paper_number
-from layershuffle.study.plan import RunSpec
-from layershuffle.study.tasks import Study
+from layershuffle.study.paper.markdown import printable
+from layershuffle.study.paper.numbers import PaperNumber, paper_number
+from layershuffle.study.store import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
@@ -39,25 +39,12 @@ class ScoreCell:
     parallel: int
     passes: int
     top1: Estimate
-    top5: Estimate
-    cross_entropy: Estimate
     rows: tuple[ScoreRow, ...]
 
     @property
     def is_plain(self) -> bool:
         """Whether every block ran once, one after the other, as in the paper."""
         return self.parallel == self.passes == 1
-
-    @property
-    def order(self) -> str:
-        """The kind of its orders in words: "arbitrary", "arbitrary, 3 side by side, 2 passes"."""
-        rounds = f", {self.parallel} side by side" if self.parallel > 1 else ""
-        return self.mode + rounds + (f", {self.passes} passes" if self.passes > 1 else "")
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds in which the blocks ran: the length of the longest chain of blocks."""
-        return self.passes * -(-self.kept // self.parallel)
 
     @property
     def model_means(self) -> dict[int, float]:
@@ -115,14 +102,15 @@ class Summary:
 
         Empty if several arms cannot be compared by it, because of other metrics or test images.
         """
-        runs = [r for r in self.study.results if r.method == method and r.arm in self.arms]
-        picked_on_test = any(run.paper_protocol for run in runs)
-        incomparable = picked_on_test or len({run.selected.metric for run in runs}) > 1
-        if incomparable and len({run.arm for run in runs}) > 1:
-            return {}
         values: dict[str, list[float]] = {}
-        for run in runs:
-            values.setdefault(run.arm, []).append(run.selected.value)
+        metrics, picked_on_test = set[str](), False
+        for task, result in self.study.results:
+            if task.settings.method == method and task.row in self.arms:
+                values.setdefault(task.arm, []).append(result.selected.value)
+                metrics.add(result.selected.metric)
+                picked_on_test = picked_on_test or result.paper_protocol
+        if (picked_on_test or len(metrics) > 1) and len(values) > 1:
+            return {}
         return {arm: mean(losses) for arm, losses in values.items()}
 
     def lengths(self, arm: str) -> dict[int, str]:
@@ -131,7 +119,7 @@ class Summary:
         return {
             run.result.steps: run.task.arm
             for run in reversed(self.study.runs)
-            if run.result and (run.task.arm == arm or base_arm(run.task) == arm)
+            if run.result and run.task.curve == arm
         }
 
     def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
@@ -201,13 +189,13 @@ def summarise(study: Study) -> Summary:
     Figure 1b.
     """
     runs = [run for run in study.runs if run.task.part == "main"]
-    arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
+    arms = tuple(dict.fromkeys(run.task.row for run in runs))
     groups: dict[tuple[int, ...], list[ScoreRow]] = {}
     rows: list[ScoreRow] = []
     for run in runs:
         for row in run.result.rows if run.result else ():
             # Most blocks first, as in the tables.
-            place = (arms.index(shown_arm(run.task)), MODES.index(row.mode), -row.kept)
+            place = (arms.index(run.task.row), MODES.index(row.mode), -row.kept)
             drawn = (CHOICES.index(row.choose), DRAWS.index(row.draw))
             key = (*place, *drawn, row.parallel, row.passes)
             groups.setdefault(key, []).append(row)
@@ -224,17 +212,6 @@ def summarise(study: Study) -> Summary:
     )
 
 
-def shown_arm(run: RunSpec) -> str:
-    """The arm in the tables of a run: "truncated-3" and "truncated-6" share "truncated"."""
-    return re.sub(r"-\d+$", "", run.arm) if run.settings.method == "truncated" else run.arm
-
-
-def base_arm(run: RunSpec) -> str:
-    """The arm of a budget run without its length: "layershuffle" for "layershuffle-500-steps"."""
-    # Only for budget runs, because the name of another arm may end like this, too.
-    return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
-
-
 def label(arm: str) -> str:
     """The display name of an arm, as "LayerShuffle-depth"; one line, only printable characters."""
     clean = printable(arm)
@@ -242,11 +219,6 @@ def label(arm: str) -> str:
         if clean == start or clean.startswith(f"{start}-"):
             return shown + clean.removeprefix(start)
     return clean
-
-
-def printable(text: str) -> str:
-    """`text` on one line without control characters (they could drive the reader's terminal)."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _depth_shown(row: ScoreRow) -> int:
@@ -259,15 +231,6 @@ def _depth_shown(row: ScoreRow) -> int:
 
 def _cell(rows: Sequence[ScoreRow], *, arm: str) -> ScoreCell:
     first = rows[0]
-    # The fewest images give the widest interval.
-    images = min(row.n for row in rows)
-    seeds = sorted({row.seed for row in rows})
-
-    def of(name: str, *, percent: bool = True) -> Estimate:
-        scores = {s: [float(getattr(r, name)) for r in rows if r.seed == s] for s in seeds}
-        effective = getattr(first, f"{name}_n", None)
-        return estimate(scores, images=images, effective=effective, percent=percent)
-
     return ScoreCell(
         arm=arm,
         mode=first.mode,
@@ -276,8 +239,15 @@ def _cell(rows: Sequence[ScoreRow], *, arm: str) -> ScoreCell:
         draw=first.draw,
         parallel=first.parallel,
         passes=first.passes,
-        top1=of("top1"),
-        top5=of("top5"),
-        cross_entropy=of("cross_entropy", percent=False),
+        top1=estimate_of(rows),
         rows=tuple(rows),
     )
+
+
+def estimate_of(rows: Sequence[ScoreRow]) -> Estimate:
+    """Top-1 of rows of one condition, over their seeds and orders."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.seed, []).append(row.top1)
+    # The fewest images give the widest interval.
+    return estimate(scores, images=min(row.n for row in rows), effective=rows[0].top1_n)

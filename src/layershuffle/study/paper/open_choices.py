@@ -9,23 +9,22 @@ from typing import Any
 
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.study.paper.markdown import grid, section
+from layershuffle.study.paper.tables import unique
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.tables import Section, Table, unique
 
 Answerer = Callable[[StudySettings], tuple[str, str]]
 """A function from a study to (default, the study's value)."""
 
 
-def open_choices(study: StudySettings) -> Section:
-    """The questions A1 to A19 with this study's answers."""
+def open_choices(study: StudySettings) -> str:
+    """The section on the questions A1 to A19 with this study's answers."""
     rows = ((number, text, option, *answer(study)) for number, text, option, answer in QUESTIONS)
-    return Section(
-        title="What the paper leaves open, and what was done here",
-        sentences=(
-            "What has an option can be changed in the recipe. A7 is fixed because a block's work "
-            "must not depend on blocks that come after it; A2 and A9 are how this report counts.",
-        ),
-        tables=(Table(head=("", "Question", "Option", "Default", "This study"), rows=tuple(rows)),),
+    return section(
+        "What the paper leaves open, and what was done here",
+        "What has an option can be changed in the recipe. A7 is fixed because a block's work must "
+        "not depend on blocks that come after it; A2 and A9 are how this report counts.",
+        grid(("", "Question", "Option", "Default", "This study"), rows),
     )
 
 
