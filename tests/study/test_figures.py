@@ -52,15 +52,6 @@ def lines_of(axes: Axes) -> dict[str, list[ErrorbarContainer]]:
     return bars
 
 
-def test_axes_count_blocks_kept(summary: Summary):
-    figure = draw_figure(summary)
-    assert [axes.get_xlabel() for axes in figure.axes] == ["blocks kept (of 12)"] * 2
-    assert figure.axes[0].get_ylabel() == "top-1 accuracy (%)"
-    assert [list(axes.get_xticks()) for axes in figure.axes] == [[3, 6, 9, 12]] * 2
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert [title.partition(" order")[0] for title in titles] == ["Sequential", "Arbitrary"]
-
-
 def test_lines_and_intervals_equal_the_summary(summary: Summary):
     for axes, mode in zip(draw_figure(summary).axes, MODES, strict=True):
         for arm in summary.arms:
@@ -106,17 +97,6 @@ def test_a_method_has_one_look_in_every_study(summary: Summary, crowd: Summary):
     styles = [arm_style(crowd, arm)[:2] for arm in crowd.arms]
     assert len(set(styles)) == len(crowd.arms) == 13
     assert len({colour for colour, _, _ in STYLES}) == len({m for _, m, _ in STYLES}) == len(STYLES)
-
-
-def contrast(colour: str) -> float:
-    """WCAG 2 contrast of #rrggbb to white."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 1.05 / (sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
-
-
-def test_lines_stand_out_from_white():
-    assert min(contrast(colour) for colour, _, _ in STYLES) >= 3.0
 
 
 def test_same_summary_same_bytes_and_nothing_global(summary: Summary):

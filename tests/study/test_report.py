@@ -13,11 +13,10 @@ import pytest
 from fixture import LEVELS, facts, run_of, run_rows, tell, write_study
 
 from layershuffle.stats import compare, estimate
-from layershuffle.study.dry_run import duration
-from layershuffle.study.paper.markdown import grid, literal, page, section
-from layershuffle.study.paper.report import Report, headline, key_facts, write_report
-from layershuffle.study.paper.summary import label
+from layershuffle.study.paper.report import gain, report_text, write_report
+from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import flatten
+from layershuffle.study.store import read_study
 
 VOID = {"meta", "br", "img", "hr"}
 CONDITIONS = [
@@ -60,22 +59,24 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module", params=[(0,), (0, 1, 2)], ids=["one seed", "three seeds"])
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return write_report(write_study(tmp_path_factory.mktemp("report"), seeds=request.param))
+def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = write_study(tmp_path_factory.mktemp("report"), seeds=request.param)
+    write_report(out)
+    return out
 
 
 @pytest.fixture(scope="module")
-def html(report: Report) -> Page:
-    return Page(report.html.read_text())
+def html(out: Path) -> Page:
+    return Page((out / "report.html").read_text())
 
 
-def markdown_of(report: Report) -> str:
-    return report.html.with_suffix(".md").read_text()
+def markdown_of(out: Path) -> str:
+    return (out / "report.md").read_text()
 
 
-def from_csv(report: Report) -> dict[tuple[str, str, int], dict[int, list[float]]]:
+def from_csv(out: Path) -> dict[tuple[str, str, int], dict[int, list[float]]]:
     scores: dict[tuple[str, str, int], dict[int, list[float]]] = {}
-    with (report.html.parent / "results.csv").open() as file:
+    with (out / "results.csv").open() as file:
         for row in csv.DictReader(file):
             key = (row["method"], row["mode"], int(row["kept"]))
             scores.setdefault(key, {}).setdefault(int(row["seed"]), []).append(float(row["top1"]))
@@ -86,120 +87,88 @@ def slow_mean(scores: dict[int, list[float]]) -> float:
     return statistics.fmean(statistics.fmean(values) for values in scores.values())
 
 
-def test_all_files_are_written_and_nothing_else(report: Report):
-    names = {path.name for path in report.html.parent.iterdir()}
+def summary_of(out: Path) -> Summary:
+    return summarise(read_study(out))
+
+
+def test_all_files_are_written_and_nothing_else(out: Path):
     files = {"plan.json", "tasks.jsonl", "results.csv", "report.md", "report.html", ".lock"}
-    assert names == {*files, "figures"}
-    figures = report.html.parent / "figures"
-    assert {path.name for path in figures.iterdir()} == {"bars.svg", "figure1.svg"}
-    assert report.complete
+    assert {path.name for path in out.iterdir()} == {*files, "figures"}
+    assert {path.name for path in (out / "figures").iterdir()} == {"bars.svg", "figure1.svg"}
 
 
-def test_numbers_of_the_main_table_equal_the_csv(report: Report):
-    lines, scores = markdown_of(report).splitlines(), from_csv(report)
+def test_numbers_of_the_tables_equal_the_csv(out: Path):
+    """Of the report and of the terminal."""
+    lines, scores = markdown_of(out).splitlines(), from_csv(out)
+    printed = report_text(summary_of(out)).splitlines()
+    assert max(map(len, printed)) <= 100
     for arm in LEVELS:
         line = next(line for line in lines if line.startswith(f"| {label(arm)} | **"))
+        shown = next(line.split() for line in printed if line.split(" ")[0] == label(arm))
         for cell, condition in zip(line.split("|")[2:-1], CONDITIONS, strict=True):
             values = scores[arm, *condition]
-            interval = estimate(values, images=5000)
+            score = estimate(values, images=5000)
             mean = re.search(r"\*\*([\d.]+)\*\*", cell)
             assert mean
             assert abs(float(mean[1]) - slow_mean(values)) <= 0.05 + 1e-9
-            assert f"({interval.low:.1f}-{interval.high:.1f})" in cell
+            interval = f"{score.low:.1f}-{score.high:.1f}"
+            assert f"({interval})" in cell
+            if condition[1] == 12:
+                assert shown[shown.index(mean[1]) + 1] == interval
 
 
-def test_numbers_of_the_terminal_equal_the_csv(report: Report):
-    lines, scores = report.text.splitlines(), from_csv(report)
-    assert max(map(len, lines)) <= 100
-    for arm in LEVELS:
-        (line,) = [line for line in lines if line.split(" ")[0] == label(arm)]
-        words = line.split()[1:]
-        assert abs(float(words[0]) - slow_mean(scores[arm, "sequential", 12])) <= 0.05 + 1e-9
-        arbitrary = words[3 if arm in ("baseline", "layershuffle") else 2]
-        assert abs(float(arbitrary) - slow_mean(scores[arm, "arbitrary", 12])) <= 0.05 + 1e-9
-
-
-def test_the_headline_says_what_the_study_shows(report: Report, html: Page):
-    scores = from_csv(report)
+def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
+    scores = from_csv(out)
     means = {arm: slow_mean(scores[arm, "arbitrary", 12]) for arm in LEVELS}
     sentence = (
         f"Shuffled, the ordinary model is right on {means['baseline']:.1f} of 100 images, "
         f"LayerShuffle on {means['layershuffle']:.0f}, "
         f"LayerShuffle-depth on {means['layershuffle-depth']:.0f}"
     )
-    assert headline(report.summary) == sentence
     assert sentence in html.text
-    assert markdown_of(report).startswith(f"# {sentence}\n\n![")
-    assert " ".join(report.text.split()).startswith(sentence)
+    assert markdown_of(out).startswith(f"# {sentence}\n\n![")
+    assert " ".join(report_text(summary_of(out)).split()).startswith(sentence)
 
 
-def test_an_arm_is_called_better_only_with_an_interval(tmp_path: Path):
-    first = write_report(write_study(tmp_path / "one")).summary
-    assert key_facts(first)[0] == (
-        "There is one model of each: only more seeds show what is chance."
-    )
-    assert "no arm can be called best" in key_facts(first)[1]
-    three = write_report(write_study(tmp_path / "three", seeds=(0, 1, 2))).summary
+def test_a_difference_is_given_with_its_interval(tmp_path: Path):
+    first = summary_of(write_study(tmp_path / "one", orders=2))
+    assert gain(first) == "There is one model of each: only more seeds show what is chance."
+    three = summary_of(write_study(tmp_path / "three", seeds=(0, 1, 2), orders=2))
     gap = compare(*(three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")))
-    assert gap.low > 0
     points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
-    fact, best = key_facts(three)
-    assert fact == f"LayerShuffle and the ordinary model, shuffled, differ by {points}."
-    assert "LayerShuffle-depth is best: " in best
+    assert gain(three) == f"LayerShuffle and the ordinary model, shuffled, differ by {points}."
     arms = {"baseline": "baseline", "layershuffle": "layerdrop"}
-    study = write_study(tmp_path / "alike", seeds=(0, 1, 2), orders=2, arms=arms)
-    assert key_facts(write_report(study).summary)[0].endswith(": that may be chance.")
+    alike = write_study(tmp_path / "alike", seeds=(0, 1, 2), orders=2, arms=arms)
+    assert gain(summary_of(alike)).endswith(": that may be chance.")
 
 
-def test_the_page_is_the_markdown(report: Report, html: Page):
-    """Every heading and every cell of a table."""
-    text = markdown_of(report)
+def test_the_page_is_the_markdown(out: Path, html: Page):
+    """Every heading, cell and figure."""
+    text = markdown_of(out)
     lines = re.findall(r"^\|.*[^-:|\n].*$", text, re.MULTILINE)
     cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
     assert len(html.all("td")) + len(html.all("th")) == len(cells)
-    headings = re.findall("^## (.*)", text, re.MULTILINE)
-    assert len(html.all("h2")) == len(headings)
+    assert len(html.all("h2")) == len(re.findall("^## ", text, re.MULTILINE))
     targets = [str(a["href"]).removeprefix("#") for a in html.all("a")]
     assert targets == [str(h["id"]) for h in html.all("h2")]
     assert len(html.all("img")) == text.count("\n![") == 2
+    for words in ("82.61", "~70-80", "ImageNet2012", "digit pairs with bundled:digits", "20000"):
+        assert words in html.text
+    assert len(text.splitlines()) < 250
 
 
-def test_the_papers_numbers_are_beside_ours(report: Report, html: Page):
-    for number in ("82.61", "0.13", "75.22", "62.77", "~18", "~70-80", "~0"):
-        assert number in html.text
-    assert "ImageNet2012 with ViT-B/16" in html.text
-    assert "digit pairs with bundled:digits" in html.text
-    for text in ("82.61", "62.77"):
-        assert text in report.text
-
-
-def test_the_page_is_self_contained_and_accessible(report: Report, html: Page):
-    text = report.html.read_text()
-    assert "http://" not in text
-    assert "https://" not in text
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & {
-        tag for tag, _ in html.elements
-    }
-    assert not re.search(r"url\((?!#)|@import|javascript:", text)
+def test_the_page_is_self_contained_and_accessible(out: Path, html: Page):
+    text = (out / "report.html").read_text()
+    assert not re.search(r"https?://|url\((?!#)|@import|javascript:", text)
+    tags = {tag for tag, _ in html.elements}
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & tags
     for image in html.all("img"):
         assert str(image["src"]).startswith("data:image/svg+xml;base64,")
         assert image["alt"]
     assert html.all("html") == [{"lang": "en"}]
     headings = [int(tag[1]) for tag, _ in html.elements if re.fullmatch("h[1-6]", tag)]
-    assert headings.count(1) == 1
-    assert headings[0] == 1
+    assert (headings[0], headings.count(1)) == (1, 1)
     assert all(deep <= before + 1 for before, deep in pairwise(headings))
-
-
-def test_settings_and_facts_are_in_the_report(report: Report):
-    text = markdown_of(report)
-    for words in (
-        "policy.policy", "sizes.holdout", "20000", "x86\\_64, 2.5 GHz", "2.9.1", "shuffled",
-        "digits split by instance before pairs are made", "results.csv a row per run",
-        "holdout cross-entropy, arbitrary orders", "on the reported split) was not used",
-    ):  # fmt: skip
-        assert words in text
-    assert len(text.splitlines()) < 250
 
 
 def test_same_results_give_the_same_bytes(tmp_path: Path):
@@ -213,30 +182,27 @@ def test_same_results_give_the_same_bytes(tmp_path: Path):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_half_done_study_says_what_is_missing(tmp_path: Path):
+def test_an_unfinished_study_says_what_is_missing(tmp_path: Path):
     failed = {"layerdrop-seed1": "The loss became NaN at step 812. Next: lower the rate."}
-    undone = ["layershuffle-seed2"]
+    undone = ["layershuffle-seed2", *(f"baseline-seed{seed}" for seed in (0, 1, 2))]
     out = write_study(tmp_path, orders=3, seeds=(0, 1, 2), failed=failed, undone=undone)
-    report = write_report(out)
-    assert not report.complete
-    text = markdown_of(report)
-    assert "10 of 12 tasks are finished; 1 failed, 1 not done yet." in text
+    write_report(out)
+    text = markdown_of(out)
+    assert "7 of 12 tasks are finished" in text
     assert "- layerdrop-seed1 failed: The loss became NaN at step 812." in text
     assert "- layershuffle-seed2 not done yet\n\n## Table 1" in text
-    assert "layershuffle-seed2 not done yet" in report.text
-
-
-def test_arms_and_studies_without_results(tmp_path: Path):
-    report = write_report(write_study(tmp_path / "one", orders=2, undone=["baseline-seed0"]))
-    (line,) = [line for line in markdown_of(report).splitlines() if line.startswith("| baseline |")]
+    assert "layershuffle-seed2 not done yet" in report_text(summary_of(out))
+    (line,) = [line for line in text.splitlines() if line.startswith("| baseline |")]
     assert line.count("| - ") == 8
-    assert headline(report.summary).startswith("Shuffled, LayerShuffle is right on 7")
-    report = write_report(write_study(tmp_path / "none", undone=[f"{arm}-seed0" for arm in LEVELS]))
-    text = markdown_of(report)
-    assert text.startswith("# No score in arbitrary order yet")
-    assert "0 of 4 tasks are finished; 0 failed, 4 not done yet." in text
-    assert "![" not in text
-    assert "baseline-seed0 not done yet" in report.text
+    assert text.startswith("# Shuffled, LayerShuffle is right on 7")
+
+
+def test_a_study_before_its_first_run(tmp_path: Path):
+    out = write_study(tmp_path, undone=[f"{arm}-seed0" for arm in LEVELS])
+    write_report(out)
+    assert markdown_of(out).startswith("# No score in arbitrary order yet\n\nStudy")
+    assert "![" not in markdown_of(out)
+    assert "baseline-seed0 not done yet" in report_text(summary_of(out))
 
 
 def test_the_papers_protocol_is_described_in_full(tmp_path: Path):
@@ -244,54 +210,35 @@ def test_the_papers_protocol_is_described_in_full(tmp_path: Path):
     task = run_of(out, "baseline-seed0")
     told = facts(task) | {"paper_protocol": True}
     tell(out, task.name, **told, rows=run_rows(task, 2, "pass"))
-    text = markdown_of(write_report(out))
-    assert "the checkpoint was picked on the same images that the scores are reported on" in text
-    assert "was not used" in text  # by the other arms
+    write_report(out)
+    assert "was picked on the same images that the scores are reported on" in markdown_of(out)
+    assert "was not used" in markdown_of(out)  # by the other arms
 
 
 def test_hostile_text_stays_text(tmp_path: Path):
-    bad = "<script>alert(1)</script>`|*x*\x1b[31m\n# no"
+    bad = "<script>alert(1)</script>`|*x*\x1b[31m\n# no [e](f) & $h$ \\ ~i~"
     arms = {"<img src=x onerror=alert(1)>": "baseline", "layershuffle": "layershuffle"}
     failed = {"layershuffle-seed0": bad}
-    report = write_report(write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad))
-    html = Page(report.html.read_text())
+    out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad)
+    write_report(out)
+    html = Page((out / "report.html").read_text())
     assert not html.all("script")
     assert {str(image["src"])[:5] for image in html.all("img")} == {"data:"}
-    assert "<script>alert(1)</script>`|*x*?[31m # no" in html.text
-    assert "\x1b" not in report.text + markdown_of(report) + report.html.read_text()
+    assert "<script>alert(1)</script>`|*x*?[31m # no [e](f) & $h$ \\ ~i~" in html.text
+    assert "\x1b" not in report_text(summary_of(out)) + markdown_of(out)
     assert [heading for heading in html.all("h2") if "id" not in heading] == []
 
 
 def test_a_study_of_sixteen_arms_has_no_figure(tmp_path: Path):
     arms = {"layershuffle": "layershuffle", **{f"arm{i}": "layerdrop" for i in range(15)}}
-    text = markdown_of(write_report(write_study(tmp_path, orders=1, arms=arms)))
-    assert "16 arms are too many lines for a figure: results.csv has every score." in text
-    assert "![" not in text
-
-
-def test_markdown_is_literal_and_empty_sections_go():
-    hostile = "a|b `c` *d* [e](f) <g> $h$ & \\ ~i~"
-    html = Page(page(f"# {literal(hostile)}\n\n{grid(('x',), [(hostile,)])}\n", place=Path()))
-    assert html.text.count(hostile) == 3  # title, heading, cell
-    assert section("Title", "", "") == ""
-    assert grid(("a",), []) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (3599.0, "59 min 59 s"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_durations(seconds: float, words: str):
-    assert duration(seconds) == words
+    out = write_study(tmp_path, orders=1, arms=arms)
+    write_report(out)
+    words = "16 arms are too many lines for a figure: results.csv has every score."
+    assert words in markdown_of(out)
+    assert "![" not in markdown_of(out)
 
 
 def test_flatten_names_every_value():
-    nested = {"a": {"b": 1, "c": {}}, "d": [1, 2], "e": [{"f": "x"}], "g": None, "h": True}
-    flat = {"a.b": "1", "a.c": "{}", "d": "[1, 2]", "e.0.f": "x", "g": "none", "h": "true"}
+    nested = {"a": {"b": 1, "c": {}}, "d": [1, 2], "g": None, "h": True}
+    flat = {"a.b": "1", "a.c": "{}", "d": "[1, 2]", "g": "none", "h": "true"}
     assert flatten(nested) == flat

@@ -9,7 +9,7 @@ from fixture import facts, merging_rows, run_of, tell, write_merging, write_stud
 from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
-from layershuffle.stats import mean, wilson_interval
+from layershuffle.stats import mean
 from layershuffle.study.paper.claims import CLAIMS, judge
 from layershuffle.study.paper.markdown import literal
 from layershuffle.study.paper.open_choices import QUESTIONS, open_choices
@@ -21,7 +21,6 @@ from layershuffle.study.paper.tables import (
     choices_section,
     merging_section,
     table_1,
-    table_notes,
 )
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_study
@@ -175,13 +174,6 @@ def test_claims_are_judged_by_numbers(out):
         "does not hold",
         "single models 2.83, merged 2.00, both over single orders (over merges of these models)",
     )
-
-
-def test_a_claim_is_not_held_by_a_difference_without_an_interval(out):
-    write_merging(out, "layershuffle", merging_rows([90.0] * 3, [20.0] * 3))
-    verdict, evidence = verdict_on("lose nothing", out)
-    assert verdict == "does not hold"
-    assert "-70.00 points (one model or equal differences, no interval)" in evidence
 
 
 def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp_path):
@@ -362,26 +354,6 @@ def test_every_detail_that_the_paper_omits_has_a_note():
     assert rows["A17"]["This study"].endswith(scores)
     assert rows["A12"]["This study"] == "ends average/base"
     assert all(cell for row in rows.values() for cell in row.values())
-
-
-def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
-    """One model in one order: Wilson over 343 images in place of 1,000."""
-    out = write_study(tmp_path, arms={"baseline": "baseline"}, more_arms=[{"method": "layerdrop"}])
-    row = ScoreRow(
-        method="layerdrop", seed=0, mode="sequential", kept=12, choose="", order_seed=0, order=FULL,
-        n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343, top5_n=400,
-    )  # fmt: skip
-    tell(out, "layerdrop-seed0", **facts(run_of(out, "layerdrop-seed0")), rows=[row])
-    summary = summarise(read_study(out))
-    cell = summary.cell("layerdrop", Column("sequential", 12))
-    assert (cell.top1.low, cell.top1.high) == wilson_interval(80.0, 343)
-    (note,) = [note for note in table_notes(summary) if "Wilson" in note]
-    # The baseline of this study has no groups: it is older, or its data name none.
-    single = "(one model in one order, or equal scores)"
-    assert f"{single}, which count as 343 independent ones, or were taken as" in note
-    plain = write_study(tmp_path / "plain", arms={"baseline": "baseline"})
-    (note,) = [note for note in table_notes(summarise(read_study(plain))) if "Wilson" in note]
-    assert f"Wilson over 5,000 images {single}, taken as independent" in note
 
 
 def test_analyses_have_their_figures_and_sentences(out):

@@ -44,16 +44,6 @@ def test_every_row_and_fact_is_read(out: Path):
     assert states(out) == ["done"] * 4
 
 
-def test_tasks_and_rows_are_in_the_order_of_the_plan(out: Path):
-    """Whoever finishes first: the same results give the same bytes."""
-    names = ("tasks.jsonl", "results.csv")
-    before = [(out / name).read_bytes() for name in names]
-    backwards = write_study(out.parent / "other", orders=3, undone=["baseline-seed0"])
-    task = run_of(backwards, "baseline-seed0")
-    tell(backwards, task.name, **facts(task), rows=run_rows(task, 3, "pass"))
-    assert [(backwards / name).read_bytes() for name in names] == before
-
-
 def test_a_kept_study_is_the_same_without_its_work(tmp_path: Path):
     """A repository keeps all but runs/, and the report is the same, byte for byte."""
     out = write_study(tmp_path / "study", orders=2, merging={"arms": ["layershuffle"]})
@@ -124,14 +114,6 @@ def test_wrong_facts_are_refused(out: Path, fields: dict[str, Any]):
     edit(out, **fields)
     with refuses(StudyError, out / "tasks.jsonl"):
         read_study(out)
-
-
-def test_fields_that_this_version_does_not_know_are_kept(out: Path):
-    edit(out, processes=2, compile={"mode": "eager"})
-    task = run_of(out, "baseline-seed0")
-    tell(out, task.name, **facts(task), rows=run_rows(task, 3, "pass"))
-    line = json.loads((out / "tasks.jsonl").read_text().splitlines()[1])
-    assert (line["processes"], line["compile"]) == (2, {"mode": "eager"})
 
 
 @pytest.mark.parametrize(

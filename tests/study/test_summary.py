@@ -12,7 +12,6 @@ from fixture import LEVELS, write_study
 from layershuffle.results import ScoreRow
 from layershuffle.study.paper.numbers import NUMBERS, paper_number
 from layershuffle.study.paper.summary import Column, Summary, label, summarise
-from layershuffle.study.paper.tables import rounds_section
 from layershuffle.study.store import read_study
 
 
@@ -80,11 +79,7 @@ def test_rounds_and_passes_are_no_cells_of_the_paper(out: Path):
     def and_rounds(row: ScoreRow) -> list[ScoreRow]:
         return [row, row.model_copy(update={"parallel": 2}), row.model_copy(update={"passes": 3})]
 
-    summary = with_rows(out, and_rounds)
-    assert (len(summary.cells), len(summary.others)) == (4 * 8, 2 * 4 * 8)
-    text = rounds_section(summary)
-    assert text.count("\n| layerdrop".replace("layerdrop", "LayerDrop")) == 16
-    assert rounds_section(summarise(read_study(out))) == ""
+    assert with_rows(out, and_rounds).cells == summarise(read_study(out)).cells
 
 
 def test_arms_of_another_depth_stand_under_their_number_of_blocks(out: Path):

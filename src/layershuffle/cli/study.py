@@ -16,7 +16,7 @@ from layershuffle.extras import require
 from layershuffle.settings import check_known, read_recipe
 from layershuffle.study.dry_run import forecast_text, plan_text
 from layershuffle.study.paper.selection import select
-from layershuffle.study.plan import check_plan, read_plan
+from layershuffle.study.plan import check_plan, plan_of, read_plan
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_facts
@@ -123,7 +123,9 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     try:
         # Check misspelt keys before missing ones, because they are often the cause.
         check_known(StudySettings, fields)
-        return StudySettings(**fields)
+        study = StudySettings(**fields)
+        plan_of(study)  # checks the settings of every run
+        return study
     except SettingsError as error:
         raise SettingsError(
             error.cause, place=recipe, hint=f"{asset('recipes', 'digits-quick.yaml')} is an example"
@@ -132,10 +134,9 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
 
 def _write_report(out: Path) -> None:
     """Write the report of the study in `out`, print its table and where the files are."""
-    from layershuffle.study.paper.report import write_report
+    from layershuffle.study.paper.report import report_text, write_report
 
     # Refuses a directory that holds no study, before anything is written into it.
     read_plan(out)
-    report = write_report(out)
-    print(report.text)
+    print(report_text(write_report(out)))
     print(f"Report: {out / 'report.html'} (also report.md, results.csv)")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from layershuffle._version import __version__
+from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.files import refuse_foreign, write_text
@@ -31,6 +32,8 @@ PLAN_FILE = "plan.json"
 _SCHEMA = 1
 ANALYSIS_PASSES = 40  # measured 26 to 48, and 128 for UMAP
 ReportPart = Literal["main", "budget"]
+Key = TypeVar("Key", str, int)
+Choice = TypeVar("Choice")
 Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
 
 
@@ -51,34 +54,61 @@ class Plan:
 def plan_of(study: StudySettings) -> Plan:
     """The tasks of a study.
 
-    Runs come seed by seed, so an unfinished study has every arm; then the budget curve.
+    Runs come seed by seed, so an unfinished study has every arm; then the budget curve. Raises
+    `UsageError` for an arm or an analysis that does not exist, and for two tasks of one name, which
+    would share their results; `SettingsError` for settings that a run cannot have.
     """
+    arms = {arm.label: arm for arm in study.arms}
     seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
     runs = [
         _run(study, arm, seed, part="main", curve=arm.label)
         for seed in seeds
         for arm in study.arms
-        if seed in study.seeds_of(arm)
+        for own in study.seeds_of(arm)
+        if own == seed
     ]
     runs += [
-        _run(study, study.curve_arm(arm, steps=steps, curve=curve), seed, part="budget", curve=arm)
+        _run(study, _with_steps(_the(arms, label), steps), seed, part="budget", curve=label)
         for curve in study.budget
         for steps in curve.steps
         for seed in curve.seeds or study.seeds
-        for arm in curve.arms
+        for label in curve.arms
     ]
-    named = {run.name: run for run in runs}
+    models: dict[str, dict[int, RunSpec]] = {}
+    for run in runs:
+        models.setdefault(run.arm, {})[run.settings.seed] = run
     mergings = [
-        _merging(label, [run for run in runs if run.arm == label], merging)
+        _merging(label, [*_the(models, label).values()], merging)
         for merging in study.merging
         for label in merging.arms
     ]
     analyses = [
-        _analysis(options, named[run_name(options.arm, seed)])
-        for options in study.analyses
-        for seed in options.seeds or study.seeds_of(study.arm(options.arm))[:1]
+        _analysis(task, _the(_the(models, task.arm), seed, what="seed"))
+        for task in study.analyses
+        for seed in task.seeds or [*_the(models, task.arm)][:1]
     ]
-    return Plan(runs=tuple(runs), mergings=tuple(mergings), analyses=tuple(analyses))
+    plan = Plan(runs=tuple(runs), mergings=tuple(mergings), analyses=tuple(analyses))
+    names = [task.name for task in plan.tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        hint = "name a seed, a length and an arm of merges once, and give equal arms a name"
+        raise UsageError(f"The study has the task {twice[0]} twice", hint=hint)
+    return plan
+
+
+def _the(choices: Mapping[Key, Choice], name: Key, *, what: str = "arm") -> Choice:
+    if name not in choices:
+        hint = f"it has {', '.join(map(str, choices))}"
+        raise UsageError(f"The study has no {what} {name!r}", hint=hint)
+    return choices[name]
+
+
+def _with_steps(arm: Arm, steps: int) -> Arm:
+    """The arm at another length, with four evaluations that may pick the checkpoint."""
+    # Without `epochs`, which would contradict the number of steps.
+    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
+    evaluate = {**arm.evaluate, "modes": "sequential,arbitrary"}
+    name = f"{arm.label}-{steps}-steps"
+    return Arm(**{**arm.model_dump(), "name": name, "fit": fit, "evaluate": evaluate})
 
 
 def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: str) -> RunSpec:
@@ -115,6 +145,7 @@ def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> Merging
 
 
 def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
+    find_analysis(analysis.name)  # raises for an unknown name, hours before the analysis would
     options = _as_trained(analysis.options, model.settings)
     return AnalysisSpec(
         name=f"{analysis.name}-{model.name}",

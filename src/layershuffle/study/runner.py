@@ -25,7 +25,7 @@ from layershuffle.study.plan import PLAN_FILE, check_plan, plan_of, read_plan, w
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import failure_of, read_facts, writing
 from layershuffle.study.tasks import AnyTask
-from layershuffle.study.worker import PROGRESS_FILE, others_at_work, try_again, unfinished
+from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
 from layershuffle.text import shortened
 
 STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
@@ -171,8 +171,15 @@ def run_study(
     tasks = [task for task in plan_of(study).tasks if names is None or task.name in names]
     with writing(out):
         check_plan(study, out, facts=read_facts(out))
-        _take_over(study, out)
-        try_again(tasks, out)
+        busy = try_again(tasks, out)
+        # A task of two plans would end with the settings of the other one.
+        if busy and read_plan(out) != study:
+            raise UsageError(
+                f"Another process works on {shortened(busy)} here, by a recipe that differs",
+                place=out / PLAN_FILE,
+                hint="give the same recipe to join it, or wait until it has ended",
+            )
+        write_plan(study, out)
     with stop_signals() as stop:
         team = make_team(out, tasks, workers or study.workers)
         started = time.monotonic()
@@ -191,22 +198,6 @@ def run_study(
             )
     facts = read_facts(out)
     return [task.name for task in tasks if not task.is_done(facts)]
-
-
-def _take_over(study: StudySettings, out: Path) -> None:
-    """Write the plan. Raises `UsageError` where others work by another one."""
-    if (out / PLAN_FILE).is_file():
-        old = read_plan(out)
-        if old == study:
-            return
-        # A task of both plans would end with the settings of the other.
-        if busy := others_at_work(plan_of(old).tasks, out):
-            raise UsageError(
-                f"Another process works on {shortened(busy)} here, by a recipe that differs",
-                place=out / PLAN_FILE,
-                hint="give the same recipe to join it, or wait until it has ended",
-            )
-    write_plan(study, out)
 
 
 def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:

@@ -144,22 +144,16 @@ def attempt(task: AnyTask, out: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def try_again(tasks: Collection[Task[Any]], out: Path) -> None:
-    """Forget that tasks failed, except those that somebody works on."""
-    for task in tasks:
-        if task.directory(out).exists():
-            with claimed(task, out) as is_mine:
-                for name in (FAILURE_FILE, _ATTEMPTS_FILE, PROGRESS_FILE) if is_mine else ():
-                    (task.directory(out) / name).unlink(missing_ok=True)
-
-
-def others_at_work(tasks: Collection[Task[Any]], out: Path) -> list[str]:
-    """Names of the tasks that other processes have."""
+def try_again(tasks: Collection[Task[Any]], out: Path) -> list[str]:
+    """Forget that tasks failed. Returns the names of those that another process has."""
     busy = []
     for task in tasks:
-        if task.directory(out).exists():
+        directory = task.directory(out)
+        if directory.exists():
             with claimed(task, out) as is_mine:
                 busy += [] if is_mine else [task.name]
+                for name in (FAILURE_FILE, _ATTEMPTS_FILE, PROGRESS_FILE) if is_mine else ():
+                    (directory / name).unlink(missing_ok=True)
     return busy
 
 

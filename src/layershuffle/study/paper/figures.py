@@ -6,7 +6,7 @@ ours always counts blocks kept. The same summary gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.plotting import GROUND, INK, RULE, legend_below, new_figure, style_axes
@@ -95,10 +95,11 @@ def draw_figure(summary: Summary) -> Figure:
         shown = arms[len(arms) * row // count : len(arms) * (row + 1) // count]
         # One scale for all panels, because their heights are compared.
         panels = part.subplots(1, len(PANELS), sharey=True, squeeze=False)[0]
+        entries: dict[str, Any] = {}
         for axes, mode in zip(panels, PANELS, strict=True):
-            _draw_panel(axes, summary, mode, shown)
+            entries |= _draw_panel(axes, summary, mode, shown)
         panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
-        legend_below(part, _legend_entries(panels, summary, shown))
+        legend_below(part, [(handle, name) for name, handle in entries.items()])
     return figure
 
 
@@ -111,28 +112,34 @@ def arms_drawn(summary: Summary) -> tuple[str, ...]:
     return tuple(pruned) or tuple(arm for arm, cells in curves.items() if cells)
 
 
-def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) -> None:
+def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) -> dict[str, Any]:
+    """Draw a line per arm. Returns what the legend shows, by its names."""
+    entries: dict[str, Any] = {}
     for place, arm in enumerate(arms):
         shift = _DODGE * (place / (len(arms) - 1) - 0.5) if len(arms) > 1 else 0.0
         cells, style = summary.curve(arm, mode), arm_style(summary, arm)
-        line = {cell.kept + shift: cell.top1 for cell in cells}
-        _draw_line(axes, line, style=style, name=arm)
+        if cells:
+            line = {cell.kept + shift: cell.top1 for cell in cells}
+            entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
         for cell in cells:
             number = summary.paper(arm, Column(mode, cell.kept))
             if number is not None:
-                _draw_paper(axes, number, cell.kept + shift + _PAPER_SHIFT, style=style)
+                x = cell.kept + shift + _PAPER_SHIFT
+                hollow = _draw_paper(axes, number, x, style=style)
+                entries.setdefault("hollow: the paper (~ from its words)", hollow)
     ticks = sorted({cell.kept for cell in summary.cells})
     # More than a dozen labels would overlap.
     axes.set_xticks(ticks[:: (len(ticks) + 11) // 12])
     axes.set(xlim=(min(ticks, default=1) - 0.6, summary.depth + 0.6), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
     _finish(axes, PANELS[mode])
+    return entries
 
 
 def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: str) -> Any:
-    """Means with their intervals over places; nothing without a point."""
+    """Means with their intervals over places."""
     scores = line.values()
-    return line and axes.errorbar(
+    return axes.errorbar(
         list(line),
         [score.mean for score in scores],
         yerr=[
@@ -149,10 +156,13 @@ def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: 
     )
 
 
-def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> None:
+def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> Any:
     """Draw a hollow point, or a bar with its middle for a range."""
     half = number.high - number.value
-    axes.errorbar(
+    if number.approximate:
+        place = (x, number.value)
+        axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
+    return axes.errorbar(
         [x],
         [number.value],
         yerr=[half] if half else None,
@@ -164,28 +174,6 @@ def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> N
         capsize=2.5,
         label=f"paper {number.method}",
     )
-    if number.approximate:
-        place = (x, number.value)
-        axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
-
-
-def _legend_entries(
-    panels: Iterable[Axes], summary: Summary, arms: Sequence[str]
-) -> list[tuple[Any, str]]:
-    from matplotlib.lines import Line2D
-
-    # An unfinished study has arms without a line in any panel.
-    drawn = {str(box.get_label()) for axes in panels for box in axes.containers}
-    entries: list[tuple[Any, str]] = []
-    for arm in arms:
-        if arm in drawn:
-            colour, marker, dash = arm_style(summary, arm)
-            line = Line2D([], [], color=colour, marker=marker, linestyle=dash)
-            entries.append((line, label(arm)))
-    if any(name.startswith("paper ") for name in drawn):
-        mark = Line2D([], [], color=INK, marker="o", markerfacecolor=GROUND, linestyle="none")
-        entries.append((mark, "hollow: the paper (~ from its words)"))
-    return entries
 
 
 def _finish(axes: Axes, title: str = "") -> None:

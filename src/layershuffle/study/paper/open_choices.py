@@ -4,22 +4,22 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.settings import EvalSettings, FitSettings, Settings
 from layershuffle.study.paper.markdown import grid, section
 from layershuffle.study.paper.tables import unique
 from layershuffle.study.settings import StudySettings
 
-Answerer = Callable[[StudySettings], tuple[str, str]]
-"""A function from a study to (default, the study's value)."""
-
 
 def open_choices(study: StudySettings) -> str:
     """The section on the questions A1 to A19 with this study's answers."""
-    rows = ((number, text, option, *answer(study)) for number, text, option, answer in QUESTIONS)
+    rows = (
+        (number, text, option, *_answers(study, paths, method))
+        for number, text, option, paths, method in QUESTIONS
+    )
     return section(
         "What the paper leaves open, and what was done here",
         "What has an option can be changed in the recipe. A7 is fixed because a block's work must "
@@ -28,107 +28,86 @@ def open_choices(study: StudySettings) -> str:
     )
 
 
-def _show(settings: Any, *paths: str) -> str:
+def _answers(study: StudySettings, paths: str, method: str) -> tuple[str, str]:
+    """(default, the study's values) of options, `KIND: NAME, NAME; ...`; other text is an answer.
+
+    `method`: the arms that have the option; several values if they differ.
+    """
+    if ":" not in paths:
+        return paths, paths
+    arms = [arm for arm in study.arms if method in ("", arm.method)]
+    # Model and data are required, but no question is about them.
+    kept = 1 if method == "truncated" else None  # required by this method
+    fit = FitSettings(method=method or "layershuffle", model="none", data="none", kept=kept)
+    defaults: list[str] = []
+    values: list[str] = []
+    for part in paths.split("; "):
+        kind, _, names = part.partition(": ")
+        settings: dict[str, tuple[Settings, list[Settings], str]] = {
+            # Settings do not depend on the seed, so the first one is enough.
+            "fit": (
+                fit,
+                [study.fit_settings(arm, study.seeds_of(arm)[0]) for arm in arms],
+                "not in this study",
+            ),
+            "scores": (EvalSettings(), [study.evaluate_settings(arm) for arm in study.arms], ""),
+            "merges": (MergingSettings(), [m.options for m in study.merging], "no merging"),
+        }
+        default, used, nothing = settings[kind]
+        title = f"{kind}: " if values else ""
+        defaults.append(title + _show(default, names))
+        values.append(title + ("; ".join(unique(_show(each, names) for each in used)) or nothing))
+    return "; ".join(defaults), "; ".join(values)
+
+
+def _show(settings: Settings, names: str) -> str:
     """The settings at these dotted paths, each with its name."""
     texts = []
-    for path in paths:
-        value = settings
-        for name in path.split("."):
-            value = getattr(value, name)
+    for path in names.split(", "):
+        value: Any = attrgetter(path)(settings)
         # With spaces, so a long list of modes can be wrapped.
-        text = (
-            "/".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(",", ", ")
-        )
-        texts.append(f"{path} {text}")
+        text = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        texts.append(f"{path} {text if isinstance(value, tuple) else text.replace(',', ', ')}")
     return ", ".join(texts)
 
 
-def _evaluate(*paths: str) -> Answerer:
-    def answer(study: StudySettings) -> tuple[str, str]:
-        used = (_show(study.evaluate_settings(arm), *paths) for arm in study.arms)
-        return _show(EvalSettings(), *paths), "; ".join(unique(used))
-
-    return answer
-
-
-def _fit(*paths: str, method: str = "") -> Answerer:
-    """The values in the runs of a method, or of all methods; several if the arms differ."""
-
-    def answer(study: StudySettings) -> tuple[str, str]:
-        # Model and data are required, but no question is about them.
-        default = FitSettings(
-            method=method or "layershuffle",
-            model="none",
-            data="none",
-            kept=1 if method == "truncated" else None,  # required by this method
-        )
-        # Settings do not depend on the seed, so the first one is enough.
-        arms = [arm for arm in study.arms if method in ("", arm.method)]
-        used = (_show(study.fit_settings(arm, study.seeds_of(arm)[0]), *paths) for arm in arms)
-        return _show(default, *paths), "; ".join(unique(used)) or "not in this study"
-
-    return answer
-
-
-def _merging(*paths: str) -> Answerer:
-    def answer(study: StudySettings) -> tuple[str, str]:
-        used = unique(_show(merging.options, *paths) for merging in study.merging)
-        return _show(MergingSettings(), *paths), "; ".join(used) or "no merging"
-
-    return answer
-
-
-def _numerics(study: StudySettings) -> tuple[str, str]:
-    answers = (
-        _fit("schedule", "warmup", "clip", "weight_decay", "precision")(study),
-        _evaluate("precision")(study),
-        _merging("precision")(study),
-    )
-    default, used = (
-        "{}; scores: {}; merges: {}".format(*texts) for texts in zip(*answers, strict=True)
-    )
-    return default, used
-
-
-def _always(text: str) -> Answerer:
-    return lambda _: (text, text)
-
-
 # The numbers never change, because pages, the log and decisions refer to them.
-QUESTIONS: tuple[tuple[str, str, str, Answerer], ...] = (
+QUESTIONS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A1", "When does the order change in evaluation?", "evaluate.draw, evaluate.num_orders",
-     _evaluate("draw", "num_orders")),
-    ("A2", "What does +- vary over?", "(fixed)", _always("models and orders, each printed")),
+     "scores: draw, num_orders", ""),
+    ("A2", "What does +- vary over?", "(fixed)", "models and orders, each printed", ""),
     ("A3", "Position table: per block or shared, which start?", "fit.encoding.table, .table_init",
-     _fit("encoding.table", "encoding.table_init", method="layershuffle-position")),
+     "fit: encoding.table, encoding.table_init", "layershuffle-position"),
     ("A4", "Projection of the position encoding at the start",
      "fit.encoding.projection_init, .dropout",
-     _fit("encoding.projection_init", "encoding.dropout", method="layershuffle-position")),
+     "fit: encoding.projection_init, encoding.dropout", "layershuffle-position"),
     ("A5", "What the position is predicted from", "fit.prediction.pooling",
-     _fit("prediction.pooling", method="layershuffle-predict")),
+     "fit: prediction.pooling", "layershuffle-predict"),
     ("A6", "Position loss: sum or mean over blocks, weight. The text has the sum, the authors' "
      "code the mean; the sum outweighs the class loss (docs/decisions/003-position-parts.md)",
      "fit.prediction.loss, .weight",
-     _fit("prediction.loss", "prediction.weight", method="layershuffle-predict")),
-    ("A7", "Positions of a pruned model", "(fixed)", _always("0 to kept-1, as the blocks run")),
-    ("A8", "Which blocks are kept", "evaluate.modes (kept:K:ORDER:CHOICE)", _evaluate("modes")),
-    ("A9", "Axis of Figure 1: blocks removed or kept", "(fixed)", _always("blocks kept")),
+     "fit: prediction.loss, prediction.weight", "layershuffle-predict"),
+    ("A7", "Positions of a pruned model", "(fixed)", "0 to kept-1, as the blocks run", ""),
+    ("A8", "Which blocks are kept", "evaluate.modes (kept:K:ORDER:CHOICE)", "scores: modes", ""),
+    ("A9", "Axis of Figure 1: blocks removed or kept", "(fixed)", "blocks kept", ""),
     ("A10", "Which pretrained blocks seed a reduced-depth model, how it is trained",
-     "fit.choose, fit.steps, fit.lr", _fit("choose", "steps", "epochs", "lr", method="truncated")),
+     "fit.choose, fit.steps, fit.lr", "fit: choose, steps, epochs, lr", "truncated"),
     ("A11", "May two blocks of a merge come from one model?",
-     "merging.options.replacement, .merges", _merging("replacement", "merges")),
-    ("A12", "Stem and head of a merge", "merging.options.ends", _merging("ends")),
+     "merging.options.replacement, .merges", "merges: replacement, merges", ""),
+    ("A12", "Stem and head of a merge", "merging.options.ends", "merges: ends", ""),
     ("A13", "Execution order of a merge; orders and average of an ensemble",
      "merging.options.draw, .ensemble_orders, .ensemble_combine",
-     _merging("draw", "ensemble_orders", "ensemble_combine")),
+     "merges: draw, ensemble_orders, ensemble_combine", ""),
     ("A14", "What the checkpoint is picked on", "fit.paper_protocol, fit.holdout, fit.select_by",
-     _fit("paper_protocol", "holdout", "select_by")),
+     "fit: paper_protocol, holdout, select_by", ""),
     ("A15", "Preprocessing and augmentation", "fit.resize, fit.augment",
-     _fit("resize", "augment")),
-    ("A16", "Which checkpoint is refined", "model", _fit("model")),
+     "fit: resize, augment", ""),
+    ("A16", "Which checkpoint is refined", "model", "fit: model", ""),
     ("A17", "Schedule, clipping, weight decay, precision",
      "fit.schedule, .warmup, .clip, .weight_decay, .precision; evaluate.precision, "
-     "merging.options.precision", _numerics),
-    ("A18", "Scope of an order under accumulation", "fit.accumulate", _fit("accumulate")),
-    ("A19", "Batch size of each arm", "fit.batch_size", _fit("batch_size")),
+     "merging.options.precision",
+     "fit: schedule, warmup, clip, weight_decay, precision; scores: precision; merges: precision",
+     ""),
+    ("A18", "Scope of an order under accumulation", "fit.accumulate", "fit: accumulate", ""),
+    ("A19", "Batch size of each arm", "fit.batch_size", "fit: batch_size", ""),
 )  # fmt: skip

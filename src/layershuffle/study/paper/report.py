@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
-from layershuffle.stats import Difference, compare
+from layershuffle.stats import compare
 from layershuffle.study.dry_run import duration
 from layershuffle.study.paper.claims import Verdict, judge
 from layershuffle.study.paper.figures import (
@@ -30,7 +29,7 @@ from layershuffle.study.paper.figures import (
 )
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
 from layershuffle.study.paper.open_choices import open_choices
-from layershuffle.study.paper.summary import Column, Summary, label, summarise
+from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
     WIDTH,
     DrawFigure,
@@ -39,7 +38,6 @@ from layershuffle.study.paper.tables import (
     describe_data,
     main_table,
     merging_section,
-    rounds_section,
     settings_tables,
     table_1,
     table_notes,
@@ -52,30 +50,16 @@ from layershuffle.study.tasks import FIGURES, RunResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NOT_DONE = "not done yet"
+_PROTOCOLS = {
+    True: "Paper protocol: the checkpoint was picked on the same images that the scores are "
+    "reported on, as the paper did. Such scores are too good by an unknown amount.",
+    False: "The paper's protocol (picking on the reported split) was not used: a held-out part of "
+    "the training data picked, and the reported images were seen by nothing else.",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The written report; `complete`: every planned task is done."""
-
-    summary: Summary
-    html: Path
-    complete: bool
-
-    @property
-    def text(self) -> str:
-        """The headline, the main table and the unfinished tasks, for the terminal."""
-        lines = textwrap.wrap(headline(self.summary), WIDTH)
-        if self.summary.cells:
-            lines += ["", table_text(self.summary), ""]
-        return "\n".join(
-            [*lines, *(f"{printable(f'{task} {why}')}" for task, why in gaps(self.summary.study))]
-        )
-
-
-def write_report(out: Path) -> Report:
-    """Read the study in `out` and write its report there.
+def write_report(out: Path) -> Summary:
+    """Read the study in `out` and write its report there. Returns what it shows.
 
     Raises `UsageError`, `StudyError` or `DataError` for a study that cannot be read,
     `LayerShuffleError` if `out` cannot be written.
@@ -89,8 +73,14 @@ def write_report(out: Path) -> Report:
     text = render(summary, draw, out=out)
     write_text(out / "report.md", text)
     write_text(out / "report.html", page(text, place=out))
-    states = {outcome.state for outcome in summary.study.outcomes}
-    return Report(summary=summary, html=out / "report.html", complete=states <= {"done"})
+    return summary
+
+
+def report_text(summary: Summary) -> str:
+    """The headline, the main table and the unfinished tasks, for the terminal."""
+    lines = [*textwrap.wrap(headline(summary), WIDTH), ""]
+    lines += [table_text(summary), ""] if summary.cells else []
+    return "\n".join([*lines, *map(printable, gaps(summary.study))])
 
 
 def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
@@ -101,22 +91,23 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         bars = draw(
             "bars", "Images of 100 right, blocks in order (pale) and shuffled.", draw_bars(summary)
         )
-    missing = "\n".join(f"- {literal(f'{task} {why}')}" for task, why in gaps(study))
     blocks = [
         f"# {literal(headline(summary))}",
         bars,
-        *map(literal, key_facts(summary)),
-        literal(f"Study {study.settings.name}: {status(study)} On {describe_data(study)}."),
-        missing,
+        literal(gain(summary)),
+        literal(
+            f"Study {study.settings.name}: {sum(o.result is not None for o in study.outcomes)} of "
+            f"{len(study.outcomes)} tasks are finished, on {describe_data(study)}."
+        ),
+        "\n".join(f"- {literal(line)}" for line in gaps(study)),
         section(
             "Table 1 and Figures 1b, 1c: top-1 accuracy beside the paper",
-            *([main_table(summary)] if summary.cells else ["No run has finished yet."]),
-            *(map(literal, table_notes(summary)) if summary.cells else ()),
+            main_table(summary) if summary.cells else "No run has finished yet.",
+            literal(table_notes(summary)),
         ),
         _curves_section(summary, draw),
         table_1(summary),
         choices_section(summary, draw),
-        rounds_section(summary),
         budget_section(summary, draw),
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
@@ -148,15 +139,7 @@ def headline(summary: Summary) -> str:
     return f"Shuffled, {', '.join(words)}"
 
 
-def key_facts(summary: Summary) -> list[str]:
-    """What can be said of the differences, with all blocks and with half of them."""
-    pruned = [c for c in summary.columns if c.mode == "arbitrary" and c.kept < summary.depth]
-    half = min(pruned, key=lambda c: abs(c.kept - summary.depth / 2), default=None)
-    facts = (_gain(summary), "" if half is None else _leader(summary, half))
-    return [fact for fact in facts if fact]
-
-
-def _gain(summary: Summary) -> str:
+def gain(summary: Summary) -> str:
     """The difference between LayerShuffle and the ordinary model in arbitrary order."""
     base, ours = (summary.means(arm, "arbitrary") for arm in ("baseline", "layershuffle"))
     if not (base and ours):
@@ -164,54 +147,15 @@ def _gain(summary: Summary) -> str:
     gap = compare(ours, base)
     if math.isinf(gap.low):
         return "There is one model of each: only more seeds show what is chance."
+    points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
     chance = ": that may be chance" if gap.low <= 0 <= gap.high else ""
-    return f"LayerShuffle and the ordinary model, shuffled, differ by {_points(gap)}{chance}."
+    return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
 
 
-def _leader(summary: Summary, column: Column) -> str:
-    """Which arm is best there. One is called better only if an interval shows it."""
-    cells = [cell for arm in summary.arms if (cell := summary.cell(arm, column))]
-    if len(cells) < 2:
-        return ""
-    best, *others = sorted(cells, key=lambda cell: -cell.top1.mean)
-    gaps = {other.arm: compare(best.model_means, other.model_means) for other in others}
-    rivals = [arm for arm, gap in gaps.items() if not gap.low > 0]
-    where = f"With {column.kept} of {summary.depth} blocks in arbitrary order"
-    if not rivals:
-        # Over all arms, because a wide interval of a lower arm may reach further up.
-        nearest = min(gaps, key=lambda arm: gaps[arm].low)
-        gap = _points(gaps[nearest])
-        return f"{where}, {label(best.arm)} is best: {gap} above {label(nearest)}."
-    gap = "there is no interval"
-    if math.isfinite(gaps[rivals[0]].low):
-        gap = f"they differ by {_points(gaps[rivals[0]])}"
-    return (
-        f"{where}, no arm can be called best: {label(best.arm)} has the highest mean, but cannot "
-        f"be told from {', '.join(map(label, rivals))}: {gap}."
-    )
-
-
-def _points(gap: Difference) -> str:
-    return f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
-
-
-def status(study: Study) -> str:
-    """The progress of the study in one line."""
-    states = [outcome.state for outcome in study.outcomes]
-    if set(states) <= {"done"}:
-        return f"all {len(states)} tasks are finished."
-    return (
-        f"{states.count('done')} of {len(states)} tasks are finished; {states.count('failed')} "
-        f"failed, {states.count('missing')} {NOT_DONE}."
-    )
-
-
-def gaps(study: Study) -> list[tuple[str, str]]:
-    """(task, reason) of every unfinished task, those that failed first."""
-    # Failures first, because the reader has to act on them.
-    failed = [o for o in study.outcomes if o.state == "failed"]
-    missing = [(o.task.name, NOT_DONE) for o in study.outcomes if o.state == "missing"]
-    return [(o.task.name, f"failed: {o.failure}") for o in failed] + missing
+def gaps(study: Study) -> list[str]:
+    """A line for every unfinished task, those that failed first, because a reader has to act."""
+    failed = [f"{o.task.name} failed: {o.failure}" for o in study.outcomes if o.state == "failed"]
+    return failed + [f"{o.task.name} not done yet" for o in study.outcomes if o.state == "missing"]
 
 
 # --- sections ------------------------------------------------------------------------------------
@@ -282,29 +226,19 @@ def _claims_section(summary: Summary) -> str:
     )
 
 
-def _selection(study: Study) -> tuple[str, ...]:
+def _selection(study: Study) -> list[str]:
     """How the checkpoints were picked, and whether on the reported images."""
-    if not study.results:
-        return ("No run has picked one yet.",)
     arms: dict[str, list[str]] = {}
+    protocols: dict[bool, list[str]] = {}
     for task, result in study.results:
         arms.setdefault(result.selected.metric, []).append(label(task.arm))
-    sentences = [
+        protocols.setdefault(result.paper_protocol, []).append(label(task.arm))
+    picked = [
         f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
         for metric, names in arms.items()
     ]
     # With runs of both protocols, both sentences are needed.
-    if any(result.paper_protocol for _, result in study.results):
-        sentences.append(
-            "Paper protocol: the checkpoint was picked on the same images that the scores are "
-            "reported on, as the paper did. Such scores are too good by an unknown amount."
-        )
-    if not all(result.paper_protocol for _, result in study.results):
-        sentences.append(
-            "The paper's protocol (picking on the reported split) was not used: a held-out part "
-            "of the training data picked, and the reported images were seen by nothing else."
-        )
-    return tuple(sentences)
+    return picked + [_PROTOCOLS[protocol] for protocol in sorted(protocols, reverse=True)]
 
 
 def _facts_section(study: Study) -> str:

@@ -5,7 +5,6 @@ Pure: from `Study` to `Summary`, no files. Tables, figures and report take their
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +35,8 @@ class ScoreCell:
     kept: int
     choose: str
     draw: str
-    parallel: int
-    passes: int
     top1: Estimate
     rows: tuple[ScoreRow, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every block ran once, one after the other, as in the paper."""
-        return self.parallel == self.passes == 1
 
     @property
     def model_means(self) -> dict[int, float]:
@@ -66,14 +58,12 @@ class Summary:
     """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
 
     `choose`: how the pruned columns of the main table choose their blocks ("" if none is pruned).
-    `cells`: one block after the other, each once; `others`: rounds of several blocks or several
-    passes, which the paper does not have.
+    `cells`: one block after the other, each once. The paper has no others.
     """
 
     study: Study
     arms: tuple[str, ...]
     cells: tuple[ScoreCell, ...]
-    others: tuple[ScoreCell, ...]
     depth: int
     choose: str
 
@@ -190,25 +180,37 @@ def summarise(study: Study) -> Summary:
     """
     runs = [run for run in study.runs if run.task.part == "main"]
     arms = tuple(dict.fromkeys(run.task.row for run in runs))
-    groups: dict[tuple[int, ...], list[ScoreRow]] = {}
-    rows: list[ScoreRow] = []
+    groups: dict[tuple[str, str, int, str, str], list[ScoreRow]] = {}
     for run in runs:
         for row in run.result.rows if run.result else ():
-            # Most blocks first, as in the tables.
-            place = (arms.index(run.task.row), MODES.index(row.mode), -row.kept)
-            drawn = (CHOICES.index(row.choose), DRAWS.index(row.draw))
-            key = (*place, *drawn, row.parallel, row.passes)
-            groups.setdefault(key, []).append(row)
-            rows.append(row)
-    choices = {row.choose for row in rows} - {""}
-    cells = [_cell(groups[key], arm=arms[key[0]]) for key in sorted(groups)]
+            if row.parallel == row.passes == 1:
+                key = (run.task.row, row.mode, row.kept, row.choose, row.draw)
+                groups.setdefault(key, []).append(row)
+
+    def place(cell: ScoreCell) -> tuple[int, ...]:
+        # Most blocks first, as in the tables.
+        which = (CHOICES.index(cell.choose), DRAWS.index(cell.draw))
+        return (arms.index(cell.arm), MODES.index(cell.mode), -cell.kept, *which)
+
+    cells = [
+        ScoreCell(
+            arm=arm,
+            mode=mode,
+            kept=kept,
+            choose=choose,
+            draw=draw,
+            top1=estimate_of(rows),
+            rows=tuple(rows),
+        )
+        for (arm, mode, kept, choose, draw), rows in groups.items()
+    ]
+    rows = [row for group in groups.values() for row in group]
     return Summary(
         study=study,
         arms=arms,
-        cells=tuple(cell for cell in cells if cell.is_plain),
-        others=tuple(cell for cell in cells if not cell.is_plain),
+        cells=tuple(sorted(cells, key=place)),
         depth=max(map(_depth_shown, rows), default=0),
-        choose=min(choices, key=CHOICES.index, default=""),
+        choose=min({row.choose for row in rows} - {""}, key=CHOICES.index, default=""),
     )
 
 
@@ -224,24 +226,7 @@ def label(arm: str) -> str:
 def _depth_shown(row: ScoreRow) -> int:
     """The least number of blocks of the model, according to this row."""
     # A score with fewer blocks shows the depth only by its highest block id.
-    # A block id follows the start, a comma or a plus; "@" precedes a version.
-    blocks = re.findall(r"(?:^|[,+])(\d+)", row.order)
-    return max([row.kept, *(int(block) + 1 for block in blocks)])
-
-
-def _cell(rows: Sequence[ScoreRow], *, arm: str) -> ScoreCell:
-    first = rows[0]
-    return ScoreCell(
-        arm=arm,
-        mode=first.mode,
-        kept=first.kept,
-        choose=first.choose,
-        draw=first.draw,
-        parallel=first.parallel,
-        passes=first.passes,
-        top1=estimate_of(rows),
-        rows=tuple(rows),
-    )
+    return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
 
 
 def estimate_of(rows: Sequence[ScoreRow]) -> Estimate:

@@ -87,56 +87,36 @@ def main_table(summary: Summary) -> str:
     return markdown_table(["", *names], rows, align="l" + "r" * len(names))
 
 
-def table_notes(summary: Summary) -> list[str]:
-    """Sentences below the main table that explain its spreads, intervals and paper numbers."""
-    shown = [summary.cell(arm, column) for arm in summary.arms for column in summary.columns]
-    cells = [cell for cell in shown if cell is not None]
-    intervals = []
-    # The interval covers the widest measured source of spread, so cells may differ.
-    for kind, text in (
-        ("models", "t over the means of {} models"),
-        ("orders", "t over {} draws of one model"),
-        ("images", "Wilson over {} images (one model in one order, or equal scores)"),
-    ):
-        counts = sorted({getattr(cell.top1, kind) for cell in cells if cell.top1.kind == kind})
-        if counts:
-            spans = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-            intervals.append(text.format(spans))
-            if kind == "images":
-                # Includes the scores of the tables further down.
-                scores = (cell.top1 for cell in summary.cells)
-                independent = counted_as(s.effective for s in scores if s.kind == kind)
-                intervals[-1] += f", {independent}"
-    per_batch = any(cell.draw == "batch" for cell in cells)
+def table_notes(summary: Summary) -> str:
+    """How to read the main table: its orders, intervals and the paper's numbers."""
+    per_batch = any(cell.draw == "batch" for cell in summary.cells)
     drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
-    notes = [f"Orders: {drawn}. 95 % intervals: {'; '.join(intervals)}."]
-    if summary.choose:
-        notes.append(f"Which blocks are kept: {_CHOICES[summary.choose]}.")
-    notes.append(
-        f"The paper's numbers ({REFERENCE}) are {SETTING}; ours are "
-        f"{describe_data(summary.study)}: compare the pattern, and not the level. "
+    kept = f" Blocks that are kept: {_CHOICES[summary.choose]}." if summary.choose else ""
+    images = counted_as(c.top1.effective for c in summary.cells if c.top1.kind == "images")
+    return (
+        f"Orders: {drawn}; +- is the standard deviation over the orders of a model. Intervals are "
+        "95 %: t over the means of the models; with one model, t over its orders; with one order, "
+        f"Wilson over the images, {images}.{kept} The paper's numbers ({REFERENCE}) are {SETTING}; "
+        f"ours are {describe_data(summary.study)}: compare the pattern, and not the level. "
         '"~" marks what its text only describes.'
     )
-    return notes
 
 
 def table_text(summary: Summary) -> str:
-    """Means and intervals of all blocks for a terminal, beside the paper's numbers."""
-    columns = [column for column in summary.columns if column.kept == summary.depth]
-    head = [text for column in columns for text in (column.mode, "95 %", "the paper")]
-    rows = []
-    for arm in summary.arms:
-        texts = [label(arm)]
-        for column in columns:
-            cell, number = summary.cell(arm, column), summary.paper(arm, column)
-            texts += (
-                [NONE, NONE]
-                if cell is None
-                else [f"{cell.top1.mean:.1f}", interval_text(cell.top1)]
-            )
-            texts.append("" if number is None else str(number).split(" +-")[0])
-        rows.append(texts)
-    return table(["top-1 in percent", *head], rows, width=WIDTH)
+    """Means and intervals with all blocks, for a terminal, beside the paper's numbers."""
+    head, rows = ["top-1 in percent"], [[label(arm)] for arm in summary.arms]
+    for column in summary.columns:
+        if column.kept == summary.depth:
+            head += [column.mode, "95 %", "the paper"]
+            for row, arm in zip(rows, summary.arms, strict=True):
+                cell, number = summary.cell(arm, column), summary.paper(arm, column)
+                top1 = (
+                    ("", "")
+                    if cell is None
+                    else (f"{cell.top1.mean:.1f}", interval_text(cell.top1))
+                )
+                row += [*top1, "" if number is None else str(number).split(" +-")[0]]
+    return table(head, rows, width=WIDTH)
 
 
 def _column_name(column: Column, depth: int) -> str:
@@ -144,7 +124,7 @@ def _column_name(column: Column, depth: int) -> str:
     return column.mode if column.kept == depth else f"{column.mode}, {column.kept} kept"
 
 
-# --- Table 1, Figures 1b and 1c, rounds ----------------------------------------------------------
+# --- Table 1, Figures 1b and 1c ------------------------------------------------------------------
 
 
 def table_1(summary: Summary) -> str:
@@ -230,26 +210,6 @@ def choices_section(summary: Summary, draw: DrawFigure) -> str:
         "pruned models keep.",
         *pictures,
         grid(("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels)), rows),
-    )
-
-
-def rounds_section(summary: Summary) -> str:
-    """The section on blocks side by side and on several passes, which the paper does not have."""
-    rows = [
-        (
-            label(cell.arm), cell.mode, str(cell.kept), cell.choose or "all", str(cell.parallel),
-            str(cell.passes), _text(cell),
-        )
-        for cell in summary.others
-    ]  # fmt: skip
-    if not rows:
-        return ""
-    return section(
-        "Blocks side by side, and blocks that run again",
-        "Top-1 in percent with its 95 % interval. Blocks of a round read the same state, and "
-        "what they add to it is added up; a pass runs the blocks that are kept once. The paper "
-        "runs one block after the other, each once.",
-        grid(("Arm", "Order", "Blocks", "Which", "Side by side", "Passes", "Top-1"), rows),
     )
 
 
@@ -399,15 +359,12 @@ def settings_tables(study: Study, of: Callable[[RunResult], Mapping[str, Any]]) 
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as `{"fit.steps": "1500"}`; lists of plain values as JSON."""
+    """Nested settings as `{"fit.steps": "1500"}`; lists as JSON."""
     flat: dict[str, str] = {}
     for key, value in values.items():
-        name, inner = f"{prefix}{key}", value
-        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-            # Entry by entry, because JSON in a cell is hard to read.
-            inner = {str(index): item for index, item in enumerate(value)}
-        if isinstance(inner, Mapping) and inner:
-            flat |= flatten(inner, f"{name}.")
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
         elif value is None:
             flat[name] = "none"
         else:
