@@ -1,4 +1,4 @@
-"""Forked processes that have all imports, and a pool of them for the tasks of a study.
+"""Forked processes that have all imports, and a team of them for the tasks of a study.
 
 New Python processes would spend seven seconds each on importing torch and other libraries.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from layershuffle.study import worker
-from layershuffle.study.plan import Task
-from layershuffle.study.pool import LOG_FILE, fresh_directory
+from layershuffle.errors import Interrupted
 from layershuffle.study.runner import run_study
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.tasks import AnyTask
+from layershuffle.study.worker import attempt, next_task, unfinished
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -32,37 +31,38 @@ SERVER.set_forkserver_preload(
     ]
 )
 TASKS = 2  # side by side
+STARTS = "starts.txt"
 
 
-class ForkedPool:
-    """`layershuffle.study.pool.LocalPool`, of forked processes."""
+class ForkedTeam:
+    """`layershuffle.study.runner.LocalTeam`, of forked processes.
 
-    def __init__(self, out: Path, context: BaseContext) -> None:
-        self._out, self._context = out, context
-        self._processes: dict[str, BaseProcess] = {}
+    `STARTS` in the study's directory has a line for every start of a task.
+    """
 
-    @property
-    def running(self) -> Collection[str]:
-        return self._processes.keys()
+    def __init__(self, out: Path, tasks: Sequence[AnyTask], count: int | None) -> None:
+        self._out, self._tasks = out, tasks
+        self._processes: list[BaseProcess | None] = [None] * (count or TASKS)
 
-    def start(self, task: Task) -> None:
-        log = fresh_directory(task, self._out) / LOG_FILE
-        process = self._context.Process(target=_work, args=(self._out, task.name, log))
+    def is_working(self) -> bool:
+        for place, process in enumerate(self._processes):
+            if process is None or process.exitcode is not None:
+                is_needed = bool(unfinished(self._tasks, self._out))
+                self._processes[place] = self._start() if is_needed else None
+        return any(self._processes)
+
+    def _start(self) -> BaseProcess:
+        process = multiprocessing.get_context("fork").Process(
+            target=_work, args=(self._out, self._tasks)
+        )
         process.start()
-        self._processes[task.name] = process
-
-    def reap(self) -> dict[str, int]:
-        ended = {n: p.exitcode for n, p in self._processes.items() if p.exitcode is not None}
-        for name in ended:
-            del self._processes[name]
-        return ended
+        return process
 
     def stop(self) -> None:
-        for process in self._processes.values():
+        for process in filter(None, self._processes):
             process.terminate()
-        for process in self._processes.values():
+        for process in filter(None, self._processes):
             process.join()
-        self._processes.clear()
 
 
 def studying(study: StudySettings, out: Path) -> BaseProcess:
@@ -71,14 +71,18 @@ def studying(study: StudySettings, out: Path) -> BaseProcess:
 
 
 def _study(study: StudySettings, out: Path) -> None:
-    def pool(study: StudySettings, out: Path) -> tuple[ForkedPool, int]:
-        return ForkedPool(out, multiprocessing.get_context("fork")), TASKS
-
-    failed = run_study(study, out, watch=lambda states, seconds: None, make_pool=pool)
-    raise SystemExit(bool(failed))
+    watch = lambda states, seconds: None  # noqa: E731
+    raise SystemExit(bool(run_study(study, out, watch=watch, make_team=ForkedTeam)))
 
 
-def _work(out: Path, name: str, log: Path) -> None:
-    with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
-        code = worker.main([os.fspath(out), name])
-    raise SystemExit(code)
+def _work(out: Path, tasks: Sequence[AnyTask]) -> None:
+    with next_task(tasks, out) as task:
+        if task is not None:
+            with (out / STARTS).open("a") as starts:
+                starts.write(f"{task.name} {os.getpid()}\n")
+            log = (task.directory(out) / "log.txt").open("a")
+            with log, redirect_stdout(log), redirect_stderr(log):
+                try:
+                    attempt(task, out)
+                except Interrupted as stopped:
+                    raise SystemExit(stopped.exit_code) from None

@@ -119,9 +119,9 @@ def test_the_price_of_any_order_is_the_measured_one(repository):
 
 
 def test_the_readme_counts_the_claims_that_hold(repository):
-    text = (repository / "docs" / "results" / "digits-paper" / "claims.md").read_text()
-    verdicts = ("Holds.", "Holds partly.", "Does not hold.", "Undecided.")
-    counts = [text.count(f"**{verdict}**") for verdict in verdicts]
+    judged = judgements(repository / "docs" / "results" / "digits-paper" / "report.md")
+    verdicts = ("holds", "holds partly", "does not hold", "undecided")
+    counts = [judged.count(verdict) for verdict in verdicts]
     numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
     holds, partly, fails, undecided = (numbers[count] for count in counts)
     assert (
@@ -150,15 +150,14 @@ def table_cells(page):
 
 
 def judgements(page):
-    """Verdict and numbers of every claim."""
-    return re.findall(
-        r"\*\*(Holds(?: partly)?|Does not hold|Undecided)\.\*\* (.*)", page.read_text()
-    )
+    """The verdict of every claim."""
+    verdicts = r"\| (holds(?: partly)?|does not hold|undecided) \|"
+    return re.findall(verdicts, page.read_text())
 
 
 def test_the_committed_report_says_what_the_committed_results_say(repository, tmp_path):
     """Every number of a report comes from the files beside it."""
-    from layershuffle.study.report import write_report
+    from layershuffle.study.paper.report import write_report
 
     stored, study = repository / "docs" / "results" / "digits-paper", tmp_path / "study"
     shutil.copytree(stored, study)
@@ -167,9 +166,7 @@ def test_the_committed_report_says_what_the_committed_results_say(repository, tm
     # A page that is sent by mail, with all of its figures inside.
     assert (study / "report.html").stat().st_size <= 2e6
     assert table_cells(study / "report.md") == table_cells(stored / "report.md")
-    judged = judgements(study / "claims.md")
-    assert len(judged) == 19
-    assert judged == judgements(stored / "claims.md")
+    assert len(judgements(study / "report.md")) == 19
     headings = re.findall("^## (.+)", (stored / "report.md").read_text(), re.MULTILINE)
     named = {heading: re.findall(r"(?:Figure|Table) \d", heading) for heading in headings}
     assert [heading for heading, ids in named.items() if len(ids) > len(set(ids))] == []

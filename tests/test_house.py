@@ -347,6 +347,7 @@ CATCH_ALL = {
     "swarm.service": "a watch that breaks is logged and begins anew",
     "swarm.host": "a block may raise anything, which its visits hear of, and the host goes on",
     "swarm.ray_local": "Ray raises a plain `Exception` where its processes do not start",
+    "study.worker": "one task of a study has failed, and others go on",
     "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
 }
 PRINTS = {"study.worker": "a process of its own: what it prints is its log file"}

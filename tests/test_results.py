@@ -8,7 +8,7 @@ import pytest
 from layershuffle.core.methods import Method
 from layershuffle.errors import DataError
 from layershuffle.results import ScoreRow, current_method, read_rows, write_rows
-from layershuffle.study.plan import read_study_plan
+from layershuffle.study.plan import read_plan
 from refusals import refuses
 
 COLUMNS = ScoreRow.columns()
@@ -48,7 +48,7 @@ def test_rows_are_written_and_read_back(tmp_path):
         'layershuffle,0,arbitrary,3,,0,"2,0,1",200,45.5000,70.3333,0.666667,pass\n'
         "layershuffle,0,arbitrary,3,,1,,200,45.5000,70.3333,0.666667,batch\n"
     )
-    write_rows(path, rows, padded=False)
+    write_rows(path, rows)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "draw", "seconds"])
     first, second, third = read_rows(path, ScoreRow)
     assert (first.model_extra, third.model_extra) == ({"seconds": ""}, {"seconds": "0.5"})
@@ -59,7 +59,7 @@ def test_rows_are_written_and_read_back(tmp_path):
 def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_path):
     path = tmp_path / "results.csv"
     rows = (row(top1_n=123, top5_n=200, seconds="2"), row(order_seed=1, seconds="3"))
-    write_rows(path, rows, padded=False)
+    write_rows(path, rows)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "top1_n", "top5_n", "seconds"])
     assert read_rows(path, ScoreRow) == rows
     assert path.read_text().endswith(",,,3\n")
@@ -76,13 +76,13 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
 def test_columns_that_hold_their_default_in_every_row_are_left_out(tmp_path):
     path = tmp_path / "results.csv"
     rows = (row(), row(parallel=2, order="2+0,1"), row(passes=2, order="2,0,1,2@1,0,1"))
-    write_rows(path, rows, padded=False)
+    write_rows(path, rows)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "parallel", "passes"])
     assert read_rows(path, ScoreRow) == rows
-    write_rows(path, rows[::2], padded=False)
+    write_rows(path, rows[::2])
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "passes"])
     assert read_rows(path, ScoreRow) == rows[::2]
-    write_rows(path, rows[:1], padded=False)
+    write_rows(path, rows[:1])
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
     assert [(r.draw, r.parallel, r.passes) for r in read_rows(path, ScoreRow)] == [("pass", 1, 1)]
     path.write_text(path.read_text().replace("2,0,1", "2,0,1,2"))
@@ -178,4 +178,4 @@ def test_every_kept_study_is_read(repository):
     for plan in sorted((repository / "docs" / "results").glob("*/plan.json")):
         arms = json.loads(plan.read_text())["recipe"]["arms"]
         labels = {arm["name"] or arm["method"] for arm in arms}
-        assert {arm.label for arm in read_study_plan(plan.parent).arms} == labels
+        assert {arm.label for arm in read_plan(plan.parent).arms} == labels

@@ -7,6 +7,7 @@ from layershuffle.bundled import asset
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
+from layershuffle.study.plan import plan_of
 from layershuffle.study.settings import StudySettings
 from refusals import refuses
 
@@ -129,27 +130,27 @@ _ONE = {"arms": [{"method": "baseline"}]}
 @pytest.mark.parametrize(
     ("fields", "phrase"),
     [
-        ({"arms": [{"method": "baseline"}, {"method": "baseline"}]}, "two arms have one label"),
+        ({"arms": [{"method": "baseline"}, {"method": "baseline"}]}, "baseline-seed0 twice"),
         ({"arms": [{"method": "baseline", "fit": {"lrr": 1}}]}, "did you mean 'lr'"),
         ({"arms": [{"metod": "baseline"}]}, "metod"),
         ({"arms": [], "evaluate": {"mode": "sequential"}}, "did you mean 'modes'"),
         ({"arms": []}, "arms: Tuple should have at least 1 item"),
-        ({"arms": [{"method": "baseline"}], "seeds": [1, 1]}, "a seed is named twice"),
+        ({"arms": [{"method": "baseline"}], "seeds": [1, 1]}, "baseline-seed1 twice"),
         ({"arms": [{"method": "baseline", "name": "../up"}]}, "name: String should match"),
         ({"arms": [{"method": "baseline"}], "evaluate": {"modes": "kept"}}, "not an evaluation"),
         ({"arms": [{"method": "baseline", "evaluate": {"modes": "kept"}}]}, "not an evaluation"),
-        ({"arms": [{"method": "baseline", "seeds": [2, 2]}]}, "a seed is named twice"),
+        ({"arms": [{"method": "baseline", "seeds": [2, 2]}]}, "baseline-seed2 twice"),
         ({"arms": [{"method": "truncated"}]}, "--kept 6"),
         ({**_ONE, "merging": {"arms": ["layershuffle"]}}, "The study has no arm 'layershuffle'"),
         ({**_ONE, "budget": {"arms": ["x"], "steps": [2]}}, "The study has no arm 'x'"),
         ({**_ONE, "merging": {"arms": ["baseline"], "options": {"merge": 3}}}, "'merges'"),
-        ({**_ONE, "analyses": [{"name": "umap", "arm": "baseline", "seeds": [7]}]}, "seed 7"),
+        ({**_ONE, "analyses": [{"name": "umap", "arm": "baseline", "seeds": [7]}]}, "no seed 7"),
         ({**_ONE, "analyses": [{"name": "umapp", "arm": "baseline"}]}, "did you mean 'umap'"),
     ],
 )
 def test_wrong_studies(fields, phrase):
-    with pytest.raises(SettingsError) as caught:
-        StudySettings(**{**STUDY, **fields})
+    with pytest.raises((SettingsError, UsageError)) as caught:
+        plan_of(StudySettings(**{**STUDY, **fields}))
     assert phrase in str(caught.value)
 
 

@@ -23,7 +23,7 @@ class Extra:
 EXTRAS = {
     "study": Extra(
         "digit pairs, reproduce, report, analyze",
-        ("sklearn", "pandas", "matplotlib", "jinja2", "umap"),
+        ("sklearn", "pandas", "matplotlib", "umap"),
     ),
     "datasets": Extra("data of the Hugging Face hub, parquet files and tars: hf:", ("datasets",)),
     "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),

@@ -190,12 +190,11 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     )
 
 
-def write_rows(path: Path, rows: Iterable[Row], *, padded: bool = True) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write rows of one kind as CSV, whole or not at all.
 
-    A column that holds its default in every row is left out: a reader fills it in. `padded` gives
-    every accuracy four decimals and every cross-entropy six; without it a number has as few digits
-    as it takes to read the same number back.
+    A column that holds its default in every row is left out: a reader fills it in. A number has as
+    few digits as it takes to read the same number back.
     """
     rows = list(rows)
     names = list((type(rows[0]) if rows else ScoreRow).columns())
@@ -203,16 +202,13 @@ def write_rows(path: Path, rows: Iterable[Row], *, padded: bool = True) -> None:
         if not field.is_required() and any(getattr(row, name) != field.default for row in rows):
             names.append(name)
     names += sorted({name for row in rows for name in row.model_extra or ()})
-    decimals = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"} if padded else {}
     text = io.StringIO(newline="")
     # csv's own line end is that of Windows; results are compared byte for byte.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
         values = ((name, getattr(row, name, None)) for name in names)
-        writer.writerow(
-            "" if value is None else format(value, decimals.get(name, "")) for name, value in values
-        )
+        writer.writerow("" if value is None else value for _, value in values)
     write_text(path, text.getvalue())
 
 

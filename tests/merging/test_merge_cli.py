@@ -174,7 +174,7 @@ def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
     every = 3 + 8 + 7 + 1
     assert passes[-1] == ("models", every, every)
     assert [done for _, done, _ in passes] == sorted(done for _, done, _ in passes)
-    write_rows(work / "rows.csv", rows, padded=False)
+    write_rows(work / "rows.csv", rows)
     assert read_rows(work / "rows.csv", MergingRow) == tuple(rows)
     assert any("split by instance" in note for note in notes)
     kinds = [row.kind for row in rows]

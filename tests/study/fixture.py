@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.transforms import BboxBase
-
-from layershuffle.results import MergingRow, ScoreRow, write_rows
-from layershuffle.study.plan import RunSpec, runs_of, tasks_of, write_plan
+from layershuffle.results import MergingRow, ScoreRow
+from layershuffle.study.plan import plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.worker import execute
+from layershuffle.study.store import read_stored, record
+from layershuffle.study.tasks import RunSpec
 
 DEPTH, IMAGES = 12, 5000
 # sequential at 12, arbitrary at 12, arbitrary at 9 / 6 / 3, sequential at 9 / 6 / 3
@@ -46,14 +45,34 @@ TINY: dict[str, Any] = {
 def done_here(study: StudySettings, out: Path) -> None:
     """Do every task of a study in this process, because new processes import for seconds."""
     write_plan(study, out)
-    for task in tasks_of(study):
-        task.directory(out).mkdir(parents=True)
-        execute(task, out)
+    for task in plan_of(study).tasks:
+        record(task, out, say=lambda text, share: None)
 
 
-def results(out: Path) -> dict[str, str]:
-    """The scores of every finished run, as they are on disk."""
-    return {path.parent.name: path.read_text() for path in sorted(out.glob("runs/*/results.csv"))}
+def results(out: Path) -> dict[str, Any]:
+    """The rows of scores of every finished task."""
+    return read_stored(out).rows
+
+
+class Told:
+    """A task whose result is told, and not worked out."""
+
+    def __init__(self, name: str, **result: Any) -> None:
+        self.name, self._rows = name, result.pop("rows", ())
+        self._facts = result
+
+    def run(self, out: Path, say: Any) -> Any:
+        return SimpleNamespace(rows=tuple(self._rows), model_dump=lambda mode: self._facts)
+
+
+def tell(out: Path, name: str, **result: Any) -> None:
+    """Finish a task of the study in `out` with these facts and `rows`."""
+    record(Told(name, **result), out, say=lambda text, share: None)  # type: ignore[arg-type]
+
+
+def run_of(out: Path, name: str) -> RunSpec:
+    """The run of this name in the plan of `out`."""
+    return next(run for run in plan_of(read_plan(out)).runs if run.name == name)
 
 
 def write_study(
@@ -86,29 +105,21 @@ def write_study(
         **fields,
     )
     write_plan(study, out)
-    for task in runs_of(study):
-        if task.name in undone or task.arm not in arms:
-            continue
-        task.directory(out).mkdir(parents=True)
+    for task in plan_of(study).runs:
         if task.name in (failed or {}):
+            task.directory(out).mkdir(parents=True)
             (task.directory(out) / "failure.txt").write_text((failed or {})[task.name])
-        else:
-            write_run(out, task, run_rows(task, orders, draw), hostile=hostile)
+        elif task.name not in undone and task.arm in arms:
+            tell(out, task.name, **facts(task, hostile=hostile), rows=run_rows(task, orders, draw))
     return out
-
-
-def write_run(out: Path, task: RunSpec, rows: list[ScoreRow], **fields: Any) -> None:
-    """Write the files of a finished run."""
-    write_rows(task.directory(out) / "results.csv", rows, padded=False)
-    (task.directory(out) / "result.json").write_text(json.dumps(facts(task, **fields), indent=1))
 
 
 def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
     """Finish a merging task of the study in `out`."""
-    directory = out / "merging" / arm
-    directory.mkdir(parents=True)
-    write_rows(directory / "results.csv", rows, padded=False)
-    (directory / "result.json").write_text(json.dumps({"schema": 1, "name": f"merging-{arm}"}))
+    plan = plan_of(read_plan(out))
+    (task,) = (task for task in plan.mergings if task.arm == arm)
+    rows = [replace(row, arm=arm) for row in rows]
+    tell(out, task.name, donors=list(task.needs), rows=rows)
 
 
 def merging_rows(donors: Sequence[float], merges: Sequence[float]) -> list[MergingRow]:
@@ -184,9 +195,6 @@ def facts(
     noise = random.Random(f"facts-{task.name}")
     arbitrary = method.startswith("layershuffle")
     return {
-        "schema": 1,
-        "run": task.name,
-        "arm": task.arm,
         "method": method,
         "seed": task.settings.seed,
         "settings_hash": f"{noise.getrandbits(64):016x}",
@@ -231,12 +239,3 @@ def facts(
             "python": "3.11.2",
         },
     }
-
-
-def outside(figure: Figure) -> list[BboxBase]:
-    """Artists beyond the edge of the canvas, measured by matplotlib's renderer."""
-    figure.canvas.draw()
-    legends = [legend for part in figure.subfigs for legend in part.legends]
-    boxes = [*(a.get_tightbbox() for a in figure.axes), *(x.get_window_extent() for x in legends)]
-    right, top = figure.bbox.width + 0.5, figure.bbox.height + 0.5
-    return [box for box in boxes if min(box.p0) < -0.5 or box.x1 > right or box.y1 > top]

@@ -15,9 +15,10 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from layershuffle.bundled import asset
 from layershuffle.settings import read_recipe
-from layershuffle.study.plan import RunSpec, is_finished, tasks_of
-from layershuffle.study.report import write_report
+from layershuffle.study.paper.report import write_report
+from layershuffle.study.plan import plan_of
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.store import read_facts
 
 CLASSES = ("ape", "bee", "cat")
 TIMM = (
@@ -113,24 +114,23 @@ def shrunk(recipe, *, model, data, seeds):
 def test_end_to_end(images, model, tmp_path, name, seeds, runs, others):
     recipe = read_recipe(asset("recipes", f"{name}.yaml"))
     study = shrunk(recipe, model=model, data=f"folder:{images}", seeds=seeds)
-    tasks = tasks_of(study)
-    assert (sum(isinstance(task, RunSpec) for task in tasks), len(tasks)) == (runs, runs + others)
+    plan = plan_of(study)
+    assert (len(plan.runs), len(plan.tasks)) == (runs, runs + others)
     done_here(study, tmp_path)
-    assert all(is_finished(task, tmp_path) for task in tasks)
-    report = write_report(tmp_path)
-    assert report.complete
+    facts = read_facts(tmp_path)
+    assert all(task.is_done(facts) for task in plan.tasks)
+    write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     for arm in recipe["arms"]:
         if arm["method"] != "truncated":
             assert _rows(tmp_path, arm.get("name", arm["method"])), arm
     assert "Figure 4" in text
-    run = json.loads((tmp_path / "runs/baseline-seed0/result.json").read_text())
+    run = facts["baseline-seed0"]
     assert (run["eval_precision"], run["eval_blocks"]["mode"]) == ("bf16", "eager")
     assert f"precision {run['settings']['precision']}; scores: precision bf16" in text
     if name == "imagenet-paper":
         for arm in recipe["merging"]["arms"]:
-            merged = json.loads((tmp_path / "merging" / arm / "result.json").read_text())
-            assert merged["hardware"]["precision"] == "bf16"
+            assert facts[f"merging-{arm}"]["hardware"]["precision"] == "bf16"
         assert "Table 2 and Figure 5" in text
         assert "Paper protocol: the checkpoint was picked on the same images" in text
         short = json.loads(

@@ -1,46 +1,57 @@
-"""Tables, claims and figures beyond the main table, against numbers worked out by hand."""
+"""Tables and claims beyond the main table, against numbers worked out by hand."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 
 import pytest
-from fixture import merging_rows, outside, write_merging, write_run, write_study
+from fixture import facts, merging_rows, run_of, tell, write_merging, write_study
 from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
-from layershuffle.stats import mean, wilson_interval
-from layershuffle.study.budget import budget_points, budget_section
-from layershuffle.study.claims import judge
-from layershuffle.study.merging_report import merging_section
-from layershuffle.study.open_choices import QUESTIONS, open_choices
-from layershuffle.study.plan import read_study_plan, runs_of
-from layershuffle.study.report import escape_markdown, write_report
-from layershuffle.study.score_tables import choices_table
+from layershuffle.stats import mean
+from layershuffle.study.paper.claims import CLAIMS, judge
+from layershuffle.study.paper.markdown import literal
+from layershuffle.study.paper.open_choices import QUESTIONS, open_choices
+from layershuffle.study.paper.report import write_report
+from layershuffle.study.paper.summary import Column, summarise
+from layershuffle.study.paper.tables import (
+    budget_curves,
+    budget_section,
+    choices_section,
+    merging_section,
+    table_1,
+)
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_study
-from layershuffle.study.summary import Column, summarise
-from layershuffle.study.tables import table_1, table_notes
-from layershuffle.study.verdicts import CLAIMS
+
+FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
+REVERSED = ",".join(FULL.split(",")[::-1])
 
 
-def finish(out, name, scores, **facts):
+def finish(out, name, scores, **changed):
     """Finish a run that is planned: {(mode, kept, choose, order): top1}."""
-    task = next(task for task in runs_of(read_study_plan(out)) if task.name == name)
+    task = run_of(out, name)
     rows = [
         ScoreRow(
             method=task.arm, seed=task.settings.seed, mode=mode, kept=kept, choose=choose,
             order_seed=index, order=order, n=1000, top1=top1, top5=top1, cross_entropy=1.0,
-            draw="pass",
         )
         for index, ((mode, kept, choose, order), top1) in enumerate(scores.items())
     ]  # fmt: skip
-    task.directory(out).mkdir(parents=True)
-    write_run(out, task, rows, **facts)
+    tell(out, task.name, **facts(task, **changed), rows=rows)
 
 
-FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
-REVERSED = ",".join(FULL.split(",")[::-1])
+def table_of(text, number=0):
+    """The rows of a table in Markdown, by the names of its columns."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("|")]
+    lines = [line.replace("\\", "")[2:-2].split(" | ") for line in blocks[number].splitlines()]
+    head, _, *rows = lines
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def no_figure(name, caption, figure):
+    return ""
 
 
 @pytest.fixture
@@ -62,50 +73,47 @@ def out(tmp_path):
 
 def test_table_1_gives_differences_to_the_sequential_baseline(out):
     summary = summarise(read_study(out))
-    (table,) = table_1(summary).tables
-    head = {name: place for place, name in enumerate(table.head)}
-    rows = {(row[0], row[1]): row for row in table.rows}
+    rows = {(row["Method"], row["Order"]): row for row in table_of(table_1(summary))}
     ours = rows["LayerShuffle", "arbitrary"]
     means = [
         summary.cell(arm, Column(mode, 12)).top1.mean
         for arm, mode in (("layershuffle", "arbitrary"), ("baseline", "sequential"))
     ]
-    assert ours[head["To sequential baseline"]].split()[0] == f"{means[0] - means[1]:+.2f}"
-    assert ours[head["The paper's"]] == "-19.84"
-    assert rows["LayerDrop", "sequential"][head["The paper's"]] == "-"
-    # The means and the paper's own numbers stand in the main table.
-    assert not {"Top-1", "Paper", "Top-5"} & set(head)
+    assert ours["To sequential baseline"].split()[0] == f"{means[0] - means[1]:+.2f}"
+    assert ours["The paper's"] == "-19.84"
+    assert rows["LayerDrop", "sequential"]["The paper's"] == "-"
 
 
 def test_reduced_depth_models_share_a_row_and_a_line(out):
     for kept, top1 in ((3, 60.0), (6, 80.0)):
-        finish(
-            out,
-            f"truncated-{kept}-seed0",
-            {
-                ("sequential", kept, "", FULL[: 2 * kept - 1]): top1,
-                ("arbitrary", kept, "", ",".join(map(str, reversed(range(kept))))): 1.0,
-            },
-        )
+        backwards = ",".join(map(str, reversed(range(kept))))
+        scores = {
+            ("sequential", kept, "", FULL[: 2 * kept - 1]): top1,
+            ("arbitrary", kept, "", backwards): 1.0,
+        }
+        finish(out, f"truncated-{kept}-seed0", scores)
     summary = summarise(read_study(out))
-    assert "truncated" in summary.arms
     curve = summary.curve("truncated", "sequential")
     assert [(cell.kept, cell.top1.mean) for cell in curve] == [(3, 60.0), (6, 80.0)]
     assert summary.depth == 12
 
 
 def test_the_choice_of_blocks_is_a_table(out):
+    assert choices_section(summarise(read_study(out)), no_figure) == ""
     scores = {
         ("arbitrary", 3, choose, f"{i},1,2"): 10.0 * i
         for i, choose in ((3, "random"), (4, "spaced"), (5, "first"), (6, "last"))
     }
     finish(out, "other-seed0", scores)
-    (table,) = choices_table(summarise(read_study(out))).tables
-    assert table.head == ("Arm", "Order", "Blocks kept", "3 kept")
-    shown = {row[2]: row[3].split()[0] for row in table.rows if row[0] == "other"}
+    drawn = []
+    rows = table_of(
+        choices_section(summarise(read_study(out)), lambda name, *_: drawn.append(name) or "")
+    )
     # The numbers of random choices stand in the main table, and nobody else has other ones.
+    assert {row["Arm"] for row in rows} == {"other"}
+    shown = {row["Blocks kept"]: row["3 kept"].split()[0] for row in rows}
     assert shown == {"spaced": "40.0", "first": "50.0", "last": "60.0"}
-    assert {row[0] for row in table.rows} == {"other"}
+    assert drawn == ["figure1-spaced", "figure1-first", "figure1-last"]
 
 
 def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out):
@@ -113,71 +121,59 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
         scores = {("sequential", 12, "", FULL): 60.0, ("arbitrary", 12, "", REVERSED): top1}
         finish(out, f"layershuffle-500-steps-seed{seed}", scores, steps=500)
     study = read_study(out)
-    summary = summarise(study)
+    summary, curves = summarise(study), budget_curves(study)
     assert "layershuffle-500-steps" not in summary.arms
-    points = {(p.steps, p.mode): p.top1 for p in budget_points(study)}
-    assert points[500, "arbitrary"].mean == 45.0
-    assert points[500, "arbitrary"].models == 2
+    curve = curves["layershuffle", "arbitrary"]
+    assert (curve[500].mean, curve[500].models) == (45.0, 2)
     own = summary.cell("layershuffle", Column("arbitrary", 12)).top1.mean
-    assert points[1500, "arbitrary"].mean == pytest.approx(own)
-    section = budget_section(summary)
-    assert section.tables[0].rows[1][2].startswith("45.0 (")
-    (axes,) = section.pictures[0].figure.axes
-    assert len(axes.containers) == 2  # a line per mode
-    assert [row[:2] for row in section.tables[0].rows] == [
-        ("LayerShuffle", "sequential"),
-        ("LayerShuffle", "arbitrary"),
-    ]
+    assert curve[1500].mean == pytest.approx(own)
+    figures = []
+    rows = table_of(budget_section(summary, lambda *of: figures.append(of[2]) or ""))
+    assert [row["Order"] for row in rows] == ["sequential", "arbitrary"]
+    assert rows[1]["500 steps"].startswith("45.0 (")
+    (axes,) = figures[0].axes
+    assert [list(line.lines[0].get_xdata()) for line in axes.containers] == [[500, 1500]] * 2
 
 
-def test_the_legend_of_the_budget_lies_below_its_panel(out):
-    for seed in (0, 1):
-        scores = {("sequential", 12, "", FULL): 60.0, ("arbitrary", 12, "", REVERSED): 40.0}
-        finish(out, f"layershuffle-500-steps-seed{seed}", scores, steps=500)
-    (picture,) = budget_section(summarise(read_study(out))).pictures
-    assert outside(picture.figure) == []
-    (part,) = picture.figure.subfigs
-    (legend,) = part.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["LayerShuffle, sequential", "LayerShuffle, arbitrary"]
-    assert legend.get_window_extent().y1 <= part.axes[0].get_window_extent().y0
+def test_table_2(tmp_path):
+    arms = {"layershuffle": "layershuffle"}
+    out = write_study(tmp_path, orders=2, arms=arms, merging={"arms": ["layershuffle"]})
+    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
+    table = table_of(merging_section(summarise(read_study(out)), no_figure))
+    rows = {row["Models"]: row for row in table}
+    merges = rows["LayerShuffle: merges"]
+    assert (merges["Number"], merges["Top-1"], merges["sd"]) == ("3", "68.00", "2.00")
+    assert (merges["Paper: top-1"], merges["Ours - paper"]) == ("59.68 +-1.15", "+8.32")
+    assert (merges["Lowest"], merges["Highest"]) == ("66.00", "70.00")
+    assert rows["LayerShuffle: ensemble, logits-independent"]["Paper: top-1"] == "69.20"
+    assert rows["LayerShuffle: ensemble, logits-same"]["Paper: top-1"] == "-"
 
 
-def verdicts(out):
+# --- claims --------------------------------------------------------------------------------------
+
+
+def verdict_on(words, out):
     judgements = judge(summarise(read_study(out)))
-    return {claim.says: (verdict, evidence) for claim, verdict, evidence in judgements}
-
-
-def verdict_on(words, judgements):
-    (judgement,) = [pair for says, pair in judgements.items() if words in says]
-    return judgement
+    assert len(judgements) == len(CLAIMS)
+    (judgement,) = [pair for claim, *pair in judgements if words in claim.says]
+    return tuple(judgement)
 
 
 def test_claims_are_judged_by_numbers(out):
-    before = verdicts(out)
-    assert len(before) == len(CLAIMS)
-    verdict, evidence = verdict_on("LayerShuffle works", before)
+    verdict, evidence = verdict_on("LayerShuffle works", out)
     assert verdict == "holds"
-    assert re.match(r"baseline 90\.3 -> 3\.\d, LayerShuffle 74\.\d in arbitrary", evidence)
-    assert verdict_on("lose nothing", before) == ("not measured", "-")
+    assert evidence.startswith("baseline 90.3 -> 3.")
+    assert verdict_on("lose nothing", out) == ("not measured", "-")
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    after = verdicts(out)
     # Two single models: the interval is so wide that nothing speaks against "no loss".
-    verdict, evidence = verdict_on("lose nothing", after)
+    verdict, evidence = verdict_on("lose nothing", out)
     assert verdict == "holds"
     assert evidence.startswith("layershuffle single 72.00, merged 68.00: -4.00 points (")
-    assert verdict_on("An ensemble", after) == ("holds", "ensemble 80.00, +8.00 points")
-    assert verdict_on("vary more", after) == (
+    assert verdict_on("An ensemble", out) == ("holds", "ensemble 80.00, +8.00 points")
+    assert verdict_on("vary more", out) == (
         "does not hold",
         "single models 2.83, merged 2.00, both over single orders (over merges of these models)",
     )
-
-
-def test_a_claim_is_not_held_by_a_difference_without_an_interval(out):
-    write_merging(out, "layershuffle", merging_rows([90.0] * 3, [20.0] * 3))
-    verdict, evidence = verdict_on("lose nothing", verdicts(out))
-    assert verdict == "does not hold"
-    assert "-70.00 points (one model or equal differences, no interval)" in evidence
 
 
 def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp_path):
@@ -190,23 +186,22 @@ def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp
     )
     own = [60.0, 60.5, 61.0]
     random = [
-        row.model_copy(update={"name": "random slots", "main": 0, "top1": top1})
+        replace(row, name="random slots", main=0, top1=top1)
         for row, top1 in zip(merging_rows([], own)[:3], (2.0, 3.0, 10.0), strict=True)
     ]
     write_merging(out, "baseline", [*merging_rows([90.0, 90.2], own), *random])
     write_merging(out, "layershuffle", merging_rows([70.0, 70.2], own))
     write_merging(out, "slow", merging_rows([66.0, 66.2], [63.0, 63.1, 63.2]))
-    after = verdicts(out)
-    verdict, evidence = verdict_on("lose nothing", after)
+    verdict, evidence = verdict_on("lose nothing", out)
     assert verdict == "holds partly"  # 3 points; the other arm loses 9.6
     assert "layershuffle single 70.10, merged 60.50: -9.60 points" in evidence
     assert "slow single 66.10, merged 63.10: -3.00 points" in evidence
-    assert verdict_on("Merges of ordinary", after) == (
+    assert verdict_on("Merges of ordinary", out) == (
         "holds partly",
         "single 90.10, merged 60.50; with random slots 5.00 +-4.36 (over merges of these models)",
     )
-    names = [row[0] for row in merging_section(read_study(out)).tables[0].rows]
-    assert {"baseline: merges", "baseline: merges, random slots"} <= set(names)
+    rows = table_of(merging_section(summarise(read_study(out)), no_figure))
+    assert {"baseline: merges", "baseline: merges, random slots"} <= {r["Models"] for r in rows}
 
 
 def test_the_start_of_the_position_encoding_is_picked_on_held_out_images(tmp_path):
@@ -219,46 +214,41 @@ def test_the_start_of_the_position_encoding_is_picked_on_held_out_images(tmp_pat
         orders=2,
         more_arms=[{"method": "layershuffle-position"}, zero],
     )
-    summary = summarise(read_study(out))
-    ours = summary.means("layershuffle", "arbitrary")
+    ours = summarise(read_study(out)).means("layershuffle", "arbitrary")
     for arm, gap, loss in (("layershuffle-position", 3.0, 0.5), ("zero", 1.0, 0.4)):
         for seed in (0, 1):
             top1 = ours[seed] + gap + (0.01, -0.01)[seed]
             scores = {("arbitrary", 12, "", REVERSED): top1}
             finish(out, f"{arm}-seed{seed}", scores, held_out=loss)
-    verdict, evidence = verdict_on("its position helps", verdicts(out))
+    verdict, evidence = verdict_on("its position helps", out)
     assert verdict == "holds"  # the start with the better test score is not taken
     assert evidence.startswith("zero +1.00 points (")
     assert "; layershuffle-position +3.00 points (" in evidence
 
 
 def test_claims_that_were_not_measured_are_named_in_one_line(out):
-    judgements = verdicts(out)
-    measured = [says for says, (verdict, _) in judgements.items() if verdict != "not measured"]
-    assert 0 < len(measured) < len(CLAIMS)
+    judgements = judge(summarise(read_study(out)))
     write_report(out)
-    page = (out / "claims.md").read_text()
-    for number, says in enumerate(measured, start=1):
-        assert f"## {number}. {escape_markdown(says)}\n" in page
-    assert page.count("\n## ") == len(measured)
-    assert f"{len(CLAIMS) - len(measured)} not measured" in page
-    (line,) = [line for line in page.splitlines() if line.startswith("Not measured in this study")]
-    for says in judgements.keys() - set(measured):
-        assert escape_markdown(says) in line
-    assert line in (out / "report.md").read_text()
+    lines = (out / "report.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("Not measured in this study")]
+    for claim, verdict, _ in judgements:
+        is_row = any(row.startswith(f"| {literal(claim.says)} |") for row in lines)
+        assert is_row == (verdict != "not measured") == (literal(claim.says) not in line)
+    count = sum(verdict == "not measured" for _, verdict, _ in judgements)
+    assert 0 < count < len(CLAIMS)
+    assert any(f"{count} not measured. Top-1 in percent" in row for row in lines)
 
 
 def test_the_identity_draw_is_looked_for(out):
     scores = {("arbitrary", 3, "", "0,1,2"): 60.0}
     scores |= {("arbitrary", 3, "", order): 6.0 for order in ("1,0,2", "2,1,0")}
     finish(out, "truncated-3-seed0", scores)
-    verdict, evidence = verdict_on("identity", verdicts(out))
+    verdict, evidence = verdict_on("identity", out)
     assert verdict == "holds"
     assert evidence.startswith("identity 60.0 (1 draws), others 6.0 (2 draws)")
 
 
 def test_a_difference_has_its_interval(out):
-    _, evidence = verdict_on("price", verdicts(out))
     summary = summarise(read_study(out))
 
     def means(arm, mode):
@@ -268,13 +258,12 @@ def test_a_difference_has_its_interval(out):
     base, ours = means("baseline", "sequential"), means("layershuffle", "arbitrary")
     slow = ttest_rel(base, ours).confidence_interval(0.95)
     points = mean(base) - mean(ours)
-    assert evidence.startswith(
+    assert verdict_on("price", out)[1].startswith(
         f"{points:+.2f} points ({slow.low:+.2f} to {slow.high:+.2f}, 3 common seeds)"
     )
-    (table,) = table_1(summary).tables
-    place = table.head.index("To sequential baseline")
-    (row,) = [row for row in table.rows if row[:2] == ("LayerShuffle", "arbitrary")]
-    assert row[place] == f"{-points:+.2f} ({-slow.high:+.1f} to {-slow.low:+.1f})"
+    rows = {(row["Method"], row["Order"]): row for row in table_of(table_1(summary))}
+    gap = rows["LayerShuffle", "arbitrary"]["To sequential baseline"]
+    assert gap == f"{-points:+.2f} ({-slow.high:+.1f} to {-slow.low:+.1f})"
 
 
 @pytest.mark.parametrize(
@@ -283,22 +272,18 @@ def test_a_difference_has_its_interval(out):
 )
 def test_a_claim_between_bounds(tmp_path, gap, verdict):
     """Refined at 9 blocks against LayerDrop pruned to 9: within 2 points, partly within 5."""
+    refined = {"method": "truncated", "name": "truncated-9", "fit": {"kept": 9}}
     out = write_study(
         tmp_path,
         arms={"baseline": "baseline"},
         orders=2,
-        more_arms=[
-            {"method": "layerdrop"},
-            {"method": "truncated", "name": "truncated-9", "fit": {"kept": 9}},
-        ],
+        more_arms=[{"method": "layerdrop"}, refined],
     )
     nine = FULL[: 2 * 9 - 1]
     finish(out, "layerdrop-seed0", {("sequential", 9, "random", nine): 70.0})
     finish(out, "truncated-9-seed0", {("sequential", 9, "", nine): 70.0 + gap})
-    assert verdict_on("refined at 9 blocks", verdicts(out)) == (
-        verdict,
-        f"{gap:+.2f} points (one model or equal differences, no interval)",
-    )
+    evidence = f"{gap:+.2f} points (one model or equal differences, no interval)"
+    assert verdict_on("refined at 9 blocks", out) == (verdict, evidence)
 
 
 def test_models_that_are_never_right_are_judged(tmp_path):
@@ -316,83 +301,15 @@ def test_models_that_are_never_right_are_judged(tmp_path):
             scores = {("sequential", 12, "", FULL): 0.0, ("arbitrary", 12, "", REVERSED): 0.0}
             finish(out, f"{arm}-seed{seed}", scores)
     write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
-    judged = verdicts(out)
-    slightly = ("does not hold", "+0.00 points (one model or equal differences, no interval)")
-    verdict, evidence = verdict_on("helps only slightly", judged)
-    assert (verdict, evidence) == (slightly[0], f"layershuffle-position {slightly[1]}")
-    assert verdict_on("unusable", judged) == (
+    assert verdict_on("helps only slightly", out) == (
+        "does not hold",
+        "layershuffle-position +0.00 points (one model or equal differences, no interval)",
+    )
+    assert verdict_on("unusable", out) == (
         "holds",
         "single 0.00, merged 0.00 (over merges of these models)",
     )
-    assert verdict_on("price of arbitrary", judged) == ("not measured", "-")
-
-
-def test_every_detail_that_the_paper_omits_has_a_note():
-    study = StudySettings(
-        name="s",
-        model="bundled:digits",
-        data="digit-pairs",
-        arms=[
-            {"method": "layershuffle-position", "fit": {"encoding": {"table": "shared"}}},
-            {"method": "truncated", "fit": {"kept": 3, "choose": "last"}},
-        ],
-        evaluate={"draw": "batch", "num_orders": 7},
-        merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
-    )
-    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
-    rows = {row[0]: row for row in open_choices(study).tables[0].rows}
-    assert rows["A1"][3:] == ("draw pass, num_orders 20", "draw batch, num_orders 7")
-    assert rows["A3"][4] == "encoding.table shared, encoding.table_init normal"
-    assert rows["A10"][4].startswith("choose last")
-    assert rows["A17"][4].endswith("precision auto; scores: precision fp32; merges: precision fp32")
-    assert rows["A12"][3:] == ("ends average", "ends average/base")
-    assert all(cell for row in rows.values() for cell in row)
-
-
-def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
-    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    report = write_report(out)
-    assert not report.complete
-    page, text = report.html.read_text(), (out / "report.md").read_text()
-    assert "13 of 19 tasks are finished; 0 failed, 6 not done yet." in text
-    for words in (
-        "Table 1",
-        "Table 2 and Figure 5",
-        "Claim by claim",
-        "What the paper leaves open",
-    ):
-        assert words in page
-        assert f"## {words}" in text
-    assert "data:image/svg+xml;base64," in page
-    assert "](figure5.svg)" in text
-    assert (out / "figure5.svg").is_file()
-    claims = (out / "claims.md").read_text()
-    assert "**Holds.** ensemble 80.00, +8.00 points." in claims
-    assert "umap-layershuffle-seed0" in page
-
-
-def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
-    """One model in one order: Wilson over 343 images in place of 1,000."""
-    out = write_study(tmp_path, arms={"baseline": "baseline"}, more_arms=[{"method": "layerdrop"}])
-    (task,) = [task for task in runs_of(read_study_plan(out)) if task.name == "layerdrop-seed0"]
-    row = ScoreRow(
-        method="layerdrop", seed=0, mode="sequential", kept=12, choose="", order_seed=0, order=FULL,
-        n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343, top5_n=400,
-    )  # fmt: skip
-    task.directory(out).mkdir(parents=True)
-    write_run(out, task, [row])
-    summary = summarise(read_study(out))
-    cell = summary.cell("layerdrop", Column("sequential", 12))
-    assert (cell.top1.low, cell.top1.high) == wilson_interval(80.0, 343)
-    assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400)
-    (note,) = [note for note in table_notes(summary) if "Wilson" in note]
-    # The baseline of this study has no groups: it is older, or its data name none.
-    single = "(one model in one order, or equal scores)"
-    words = f"{single}, which count as 343 independent ones, or were taken as"
-    assert words in note
-    plain = write_study(tmp_path / "plain", arms={"baseline": "baseline"})
-    (note,) = [note for note in table_notes(summarise(read_study(plain))) if "Wilson" in note]
-    assert f"Wilson over 5,000 images {single}, taken as independent" in note
+    assert verdict_on("price of arbitrary", out) == ("not measured", "-")
 
 
 @pytest.mark.parametrize(
@@ -409,4 +326,43 @@ def test_spreads_of_few_models_are_told_apart_or_not(tmp_path, predict, verdict)
     for arm, scores in zip(arms, (*others, predict), strict=True):
         for seed, top1 in enumerate(scores):
             finish(out, f"{arm}-seed{seed}", {("arbitrary", 12, "", REVERSED): top1})
-    assert verdict_on("varies most", verdicts(out))[0] == verdict
+    assert verdict_on("varies most", out)[0] == verdict
+
+
+# --- notes ---------------------------------------------------------------------------------------
+
+
+def test_every_detail_that_the_paper_omits_has_a_note():
+    study = StudySettings(
+        name="s",
+        model="bundled:digits",
+        data="digit-pairs",
+        arms=[
+            {"method": "layershuffle-position", "fit": {"encoding": {"table": "shared"}}},
+            {"method": "truncated", "fit": {"kept": 3, "choose": "last"}},
+        ],
+        evaluate={"draw": "batch", "num_orders": 7},
+        merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
+    )
+    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
+    rows = {row[""]: row for row in table_of(open_choices(study))}
+    assert rows["A1"]["Default"] == "draw pass, num_orders 20"
+    assert rows["A1"]["This study"] == "draw batch, num_orders 7"
+    assert rows["A3"]["This study"] == "encoding.table shared, encoding.table_init normal"
+    assert rows["A10"]["This study"].startswith("choose last")
+    scores = "precision auto; scores: precision fp32; merges: precision fp32"
+    assert rows["A17"]["This study"].endswith(scores)
+    assert rows["A12"]["This study"] == "ends average/base"
+    assert all(cell for row in rows.values() for cell in row.values())
+
+
+def test_analyses_have_their_figures_and_sentences(out):
+    blocks = {"blocks": 12.0, "tokens": {"mean": {"purity": 0.6, "chance": 0.2}}}
+    name = "umap-layershuffle-seed0"
+    tell(out, name, title="UMAP (Figure 4)", paragraph="It says so.", facts=blocks)
+    (out / "figures").mkdir()
+    (out / "figures" / f"{name}-joint.svg").write_text("<svg/>")
+    write_report(out)
+    text = (out / "report.md").read_text()
+    assert f"## UMAP (Figure 4)\n\nLayerShuffle ({name}): It says so.\n\n![{name}: joint]" in text
+    assert verdict_on("output depends on its position", out)[0] == "holds"

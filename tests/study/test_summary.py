@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixture import LEVELS, write_study
 
-from layershuffle.study.paper import NUMBERS, paper_number
+from layershuffle.results import ScoreRow
+from layershuffle.study.paper.numbers import NUMBERS, paper_number
+from layershuffle.study.paper.summary import Column, Summary, label, summarise
 from layershuffle.study.store import read_study
-from layershuffle.study.summary import Column, label, summarise
 
 
 @pytest.fixture
@@ -38,49 +40,57 @@ def test_main_columns_are_those_of_the_paper(out: Path):
     assert columns == full + [(mode, k) for mode in ("arbitrary", "sequential") for k in (9, 6, 3)]
 
 
-def _rewrite(out: Path, change: Any) -> None:
-    for path in (out / "runs").glob("*/results.csv"):
-        head, *lines = path.read_text().splitlines()
-        path.write_text("\n".join([head, *change(lines)]) + "\n")
+def with_rows(out: Path, change: Callable[[ScoreRow], list[ScoreRow]]) -> Summary:
+    """The summary after every row was replaced."""
+    study = read_study(out)
+    runs = []
+    for run in study.runs:
+        assert run.result is not None
+        rows = tuple(new for row in run.result.rows for new in change(row))
+        runs.append(replace(run, result=run.result.model_copy(update={"rows": rows})))
+    return summarise(replace(study, runs=tuple(runs)))
 
 
 def test_many_levels_are_thinned_to_quarters(out: Path):
-    def all_depths(lines: list[str]) -> list[str]:
-        arm = lines[0].split(",")[0]
-        orders = {kept: ",".join(map(str, range(kept))) for kept in range(1, 12)}
-        return lines[:1] + [
-            f'{arm},0,arbitrary,{kept},random,0,"{order}",5000,1.0,2.0,4.0'
-            for kept, order in orders.items()
-        ]
+    def all_depths(row: ScoreRow) -> list[ScoreRow]:
+        if (row.mode, row.kept, row.order_seed) != ("arbitrary", 12, 0):
+            return [row] if row.kept == 12 else []
+        fewer = (row.model_copy(update={"kept": k, "choose": "random"}) for k in range(1, 12))
+        return [row, *fewer]
 
-    _rewrite(out, all_depths)
-    summary = summarise(read_study(out))
-    assert [c.kept for c in summary.columns if c.mode == "arbitrary"] == [9, 6, 3]
-    assert [cell.kept for cell in summary.curve("layershuffle", "arbitrary")] == list(range(1, 12))
+    summary = with_rows(out, all_depths)
+    assert [c.kept for c in summary.columns if c.mode == "arbitrary"] == [12, 9, 6, 3]
+    assert [cell.kept for cell in summary.curve("layershuffle", "arbitrary")] == list(range(1, 13))
 
 
 def test_random_choice_leads_and_others_stay_apart(out: Path):
-    def and_spaced(lines: list[str]) -> list[str]:
-        return lines + [
-            line.replace(",random,", ",spaced,") for line in lines if ",random," in line
-        ]
+    def and_spaced(row: ScoreRow) -> list[ScoreRow]:
+        return [row, row.model_copy(update={"choose": "spaced"})] if row.choose else [row]
 
-    _rewrite(out, and_spaced)
-    summary = summarise(read_study(out))
+    summary = with_rows(out, and_spaced)
     assert summary.choose == "random"
     cell = summary.cell("baseline", Column("arbitrary", 9))
     assert cell is not None
-    assert cell.choose == "random"
-    assert cell.top1.orders == 3
+    assert (cell.choose, cell.top1.orders) == ("random", 3)
     assert sum(cell.choose == "spaced" for cell in summary.cells) == 4 * 6
 
 
+def test_rounds_and_passes_are_no_cells_of_the_paper(out: Path):
+    def and_rounds(row: ScoreRow) -> list[ScoreRow]:
+        return [row, row.model_copy(update={"parallel": 2}), row.model_copy(update={"passes": 3})]
+
+    assert with_rows(out, and_rounds).cells == summarise(read_study(out)).cells
+
+
 def test_arms_of_another_depth_stand_under_their_number_of_blocks(out: Path):
-    path = out / "runs" / "layerdrop-seed0" / "results.csv"
-    head, *_ = path.read_text().splitlines()
-    row = 'layerdrop,0,sequential,3,,0,"0,1,2",5000,44.0,66.0,2.0'
-    path.write_text(f"{head}\n{row}\n")
-    summary = summarise(read_study(out))
+    def shallow(row: ScoreRow) -> list[ScoreRow]:
+        fields = {"kept": 3, "order": "0,1,2", "top1": 44.0, "choose": ""}
+        if row.method != "layerdrop":
+            return [row]
+        is_first = (row.mode, row.kept) == ("sequential", 12)
+        return [row.model_copy(update=fields)] if is_first else []
+
+    summary = with_rows(out, shallow)
     cell = summary.cell("layerdrop", Column("sequential", 3))
     assert cell is not None
     assert cell.top1.mean == 44.0

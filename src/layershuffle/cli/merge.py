@@ -95,7 +95,7 @@ class MergeCommand(ComputingCommand):
             )
         if self.out is not None:
             # Before anything is printed: a closed pipe must not cost the scores.
-            write_rows(self.out, rows, padded=False)
+            write_rows(self.out, rows)
         report = {
             "donors": list(self.models),
             "data": self.data,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
@@ -14,20 +14,21 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
 from layershuffle.settings import check_known, read_recipe
-from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
-from layershuffle.study.plan import check_plan, read_study_plan
-from layershuffle.study.selection import tasks_for
+from layershuffle.study.dry_run import forecast_text, plan_text
+from layershuffle.study.paper.selection import select
+from layershuffle.study.plan import check_plan, plan_of, read_plan
+from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
-
-if TYPE_CHECKING:
-    from layershuffle.study.runner import MakePool
+from layershuffle.study.store import read_facts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceCommand(Command):
-    """Run a study of the paper and write its report as Markdown, CSV and one HTML page.
+    """Run a study of the paper and write its report as Markdown and one HTML page.
 
-    You can stop this command at any time; run it again to continue. Finished runs are not repeated.
+    You can stop this command at any time; run it again to continue. Finished tasks are not
+    repeated. Started on several machines with one --out on a disk that they share, it shares the
+    work.
     """
 
     recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
@@ -43,11 +44,11 @@ class ReproduceCommand(Command):
     """Tables and figures to make, with all that they need: table1, fig1b, fig1c, fig4, table2,
     fig5, budget, or an analysis; comma-separated (default: all)."""
     ray: str | None = None
-    """Run on a Ray cluster: its address, or auto for the one of this machine. --out must be on a
-    disk that all its machines share."""
+    """Start the workers on a Ray cluster: its address, or auto for the one of this machine. --out
+    must be on a disk that all its machines share."""
     dry_run: bool = False
-    """Print the tasks, the work and the disk space that they need, and the time once a run is
-    finished. Needs no weights and no network; sizes of missing data are estimated."""
+    """Print the tasks and their work, and the time once a task is finished. Needs no weights, no
+    images and no network."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
@@ -58,34 +59,30 @@ class ReproduceCommand(Command):
             )
         study = _read_study(recipe_file(self.recipe), data=self.data)
         out = self.out or Path("runs") / study.name
-        # Before the dry run and the run alike, so that both refuse a misspelt --only.
-        tasks = tasks_for(study, self.only)
+        plan = select(study, self.only)
         if self.dry_run:
-            check_plan(study, out)
-            subjects = open_subjects(tasks)
-            print(plan_text(study, tasks, subjects=subjects))
-            expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)
-            print(forecast_text(expected, out))
+            check_plan(study, out, facts=read_facts(out))
+            print(plan_text(study, plan))
+            print(forecast_text(plan, out, workers=self.workers or study.workers))
             return 0
         require("study")
 
         from layershuffle.cli.progress import study_watcher
-        from layershuffle.study.runner import local_pool, run_study
 
-        # Ray is an extra: without --ray it need not be installed.
-        make_pool: MakePool = local_pool
+        make_team: MakeTeam = LocalTeam
         if self.ray is not None:
-            from layershuffle.study.ray_pool import ray_pool
+            # Ray is an extra: without --ray it need not be installed.
+            from layershuffle.study.ray_workers import ray_team
 
-            make_pool = ray_pool(self.ray)
+            make_team = ray_team(self.ray)
         with study_watcher() as watch:
             failed = run_study(
                 study,
                 out,
-                only=self.only,
+                names={task.name for task in plan.tasks},
                 workers=self.workers,
                 watch=watch,
-                make_pool=make_pool,
+                make_team=make_team,
             )
         _write_report(out)
         # The report comes first: it shows what finished, and names what did not.
@@ -126,7 +123,9 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     try:
         # Check misspelt keys before missing ones, because they are often the cause.
         check_known(StudySettings, fields)
-        return StudySettings(**fields)
+        study = StudySettings(**fields)
+        plan_of(study)  # checks the settings of every run
+        return study
     except SettingsError as error:
         raise SettingsError(
             error.cause, place=recipe, hint=f"{asset('recipes', 'digits-quick.yaml')} is an example"
@@ -135,10 +134,9 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
 
 def _write_report(out: Path) -> None:
     """Write the report of the study in `out`, print its table and where the files are."""
-    from layershuffle.study.report import write_report
+    from layershuffle.study.paper.report import report_text, write_report
 
     # Refuses a directory that holds no study, before anything is written into it.
-    read_study_plan(out)
-    report = write_report(out)
-    print(report.text)
-    print(f"Report: {out / 'report.html'} (also report.md, table.md, results.csv)")
+    read_plan(out)
+    print(report_text(write_report(out)))
+    print(f"Report: {out / 'report.html'} (also report.md, results.csv)")

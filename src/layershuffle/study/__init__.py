@@ -1,1 +1,1 @@
-"""Studies: plan, runs, results, tables, figures, report. Import the modules, not this package."""
+"""Studies: plan, run, resume, store. `study.paper` says what they show."""

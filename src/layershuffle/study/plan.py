@@ -1,120 +1,160 @@
-"""The plan of a study as plain data: tasks, their settings and their dependencies.
+"""The plan of a study: its tasks, which follow from its recipe alone, and plan.json.
 
-A plan is a pure function of the study's settings. `--dry-run` prints it, the runner executes it,
-and `plan.json` stores the recipe. A task is a run (one training and its scores), a merging (all
-merges of an arm's models) or an analysis (of one model); it is done if and only if its directory
-holds `result.json`.
+A study may grow by arms, seeds, lengths and analyses, but finished tasks must not change.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from layershuffle._version import __version__
+from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.core.policies import parse_modes
-from layershuffle.errors import UsageError
-from layershuffle.files import refuse_foreign, remove_stale_stages, write_text
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.files import refuse_foreign, write_text
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.results import current_method
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
+from layershuffle.study.tasks import (
+    AnalysisSpec,
+    AnyTask,
+    MergingSpec,
+    RunSpec,
+    orders_of,
+)
 from layershuffle.text import one_line
 
 PLAN_FILE = "plan.json"
-RESULT_FILE = "result.json"
-FAILURE_FILE = "failure.txt"
-KEPT_FILE = "runs.json"
-"""Replaces the directories of the runs if only the results of a study are kept."""
 _SCHEMA = 1
-
+ANALYSIS_PASSES = 40  # measured 26 to 48, and 128 for UMAP
 ReportPart = Literal["main", "budget"]
+Key = TypeVar("Key", str, int)
+Choice = TypeVar("Choice")
 Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """One training and its evaluation; `part` is the part of the report that it belongs to."""
+class Plan:
+    """All tasks of a study."""
 
-    name: str
-    arm: str
-    part: ReportPart
-    settings: FitSettings
-    evaluate: EvalSettings
+    runs: tuple[RunSpec, ...]
+    mergings: tuple[MergingSpec, ...]
+    analyses: tuple[AnalysisSpec, ...]
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the tasks that must be done first."""
-        return ()
-
-    def directory(self, out: Path) -> Path:
-        """The directory of the run."""
-        return out / "runs" / self.name
+    def tasks(self) -> tuple[AnyTask, ...]:
+        """All of them, each after those that it needs."""
+        return (*self.runs, *self.mergings, *self.analyses)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergingSpec:
-    """Merges, soups and ensembles of an arm's models."""
+def plan_of(study: StudySettings) -> Plan:
+    """The tasks of a study.
 
-    name: str
-    arm: str
-    needs: tuple[str, ...]
-    """The donors: the runs of all seeds of the arm."""
-    options: Merging
-
-    def directory(self, out: Path) -> Path:
-        """The directory of its results."""
-        return out / "merging" / self.arm
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnalysisSpec:
-    """One analysis of one model."""
-
-    name: str
-    arm: str
-    seed: int
-    needs: tuple[str, ...]
-    options: AnalysisTask
-
-    def directory(self, out: Path) -> Path:
-        """The directory of its files."""
-        return out / "analysis" / self.name
-
-
-Task = RunSpec | MergingSpec | AnalysisSpec
-
-
-def tasks_of(study: StudySettings) -> tuple[Task, ...]:
-    """All tasks, each after the tasks that it needs."""
-    runs = runs_of(study)
-    return (*runs, *_mergings(study, runs), *_analyses(study))
-
-
-def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
-    """All runs, seed by seed, so an unfinished study has every arm; then the budget curve."""
+    Runs come seed by seed, so an unfinished study has every arm; then the budget curve. Raises
+    `UsageError` for an arm or an analysis that does not exist, and for two tasks of one name, which
+    would share their results; `SettingsError` for settings that a run cannot have.
+    """
+    arms = {arm.label: arm for arm in study.arms}
     seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
-    main = tuple(
-        _run(study, arm, seed, part="main")
+    runs = [
+        _run(study, arm, seed, part="main", curve=arm.label)
         for seed in seeds
         for arm in study.arms
-        if seed in study.seeds_of(arm)
-    )
-    return (*main, *_budget_runs(study))
+        for own in study.seeds_of(arm)
+        if own == seed
+    ]
+    runs += [
+        _run(study, _with_steps(_the(arms, label), steps), seed, part="budget", curve=label)
+        for curve in study.budget
+        for steps in curve.steps
+        for seed in curve.seeds or study.seeds
+        for label in curve.arms
+    ]
+    models: dict[str, dict[int, RunSpec]] = {}
+    for run in runs:
+        models.setdefault(run.arm, {})[run.settings.seed] = run
+    mergings = [
+        _merging(label, [*_the(models, label).values()], merging)
+        for merging in study.merging
+        for label in merging.arms
+    ]
+    analyses = [
+        _analysis(task, _the(_the(models, task.arm), seed, what="seed"))
+        for task in study.analyses
+        for seed in task.seeds or [*_the(models, task.arm)][:1]
+    ]
+    plan = Plan(runs=tuple(runs), mergings=tuple(mergings), analyses=tuple(analyses))
+    names = [task.name for task in plan.tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        hint = "name a seed, a length and an arm of merges once, and give equal arms a name"
+        raise UsageError(f"The study has the task {twice[0]} twice", hint=hint)
+    return plan
 
 
-def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart) -> RunSpec:
+def _the(choices: Mapping[Key, Choice], name: Key, *, what: str = "arm") -> Choice:
+    if name not in choices:
+        hint = f"it has {', '.join(map(str, choices))}"
+        raise UsageError(f"The study has no {what} {name!r}", hint=hint)
+    return choices[name]
+
+
+def _with_steps(arm: Arm, steps: int) -> Arm:
+    """The arm at another length, with four evaluations that may pick the checkpoint."""
+    # Without `epochs`, which would contradict the number of steps.
+    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
+    evaluate = {**arm.evaluate, "modes": "sequential,arbitrary"}
+    name = f"{arm.label}-{steps}-steps"
+    return Arm(**{**arm.model_dump(), "name": name, "fit": fit, "evaluate": evaluate})
+
+
+def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: str) -> RunSpec:
     settings = study.fit_settings(arm, seed)
+    evaluate = _as_trained(study.evaluate_settings(arm), settings)
+    # Models refined at several depths share a row: truncated-3, truncated-6.
+    is_short = settings.method == "truncated"
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
+        kind=f"runs of {curve}",
+        images=evaluate.max_images,
+        passes=orders_of(evaluate, settings.kept),
         part=part,
+        row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
+        curve=curve,
         settings=settings,
-        evaluate=_as_trained(study.evaluate_settings(arm), settings),
+        evaluate=evaluate,
+    )
+
+
+def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> MergingSpec:
+    options = _as_trained(merging.options, donors[0].settings)
+    return MergingSpec(
+        name=f"merging-{label}",
+        arm=label,
+        kind="mergings",
+        images=options.max_images,
+        # One for each merge; and the donors alone, as two soups and in ensembles.
+        passes=options.merges * len(options.variants) + len(donors) * 4 * options.num_orders,
+        donors=tuple(donors),
+        options=merging.model_copy(update={"options": options}),
+    )
+
+
+def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
+    find_analysis(analysis.name)  # raises for an unknown name, hours before the analysis would
+    options = _as_trained(analysis.options, model.settings)
+    return AnalysisSpec(
+        name=f"{analysis.name}-{model.name}",
+        arm=analysis.arm,
+        kind=analysis.name,
+        images=options.images,
+        passes=ANALYSIS_PASSES,
+        model=model,
+        options=analysis.model_copy(update={"options": options}),
     )
 
 
@@ -129,106 +169,33 @@ def run_name(label: str, seed: int) -> str:
     return f"{label}-seed{seed}"
 
 
-def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
-    return tuple(
-        _run(study, arm, seed, part="budget")
-        for curve in study.budget
-        for steps in curve.steps
-        for seed in curve.seeds or study.seeds
-        for arm in study.curve_arms(curve, steps)
-    )
-
-
-def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec]:
-    return [
-        MergingSpec(
-            name=f"merging-{label}",
-            arm=label,
-            needs=tuple(run.name for run in runs if run.arm == label),
-            options=merging.model_copy(
-                update={"options": _as_trained(merging.options, _settings(study, label))}
-            ),
-        )
-        for merging in study.merging
-        for label in merging.arms
-    ]
-
-
-def _settings(study: StudySettings, label: str) -> FitSettings:
-    """The settings of an arm; its runs differ only in the seed."""
-    arm = study.arm(label)
-    return study.fit_settings(arm, study.seeds_of(arm)[0])
-
-
-def _analyses(study: StudySettings) -> list[AnalysisSpec]:
-    return [
-        AnalysisSpec(
-            name=f"{options.name}-{run_name(options.arm, seed)}",
-            arm=options.arm,
-            seed=seed,
-            needs=(run_name(options.arm, seed),),
-            options=options.model_copy(
-                update={"options": _as_trained(options.options, _settings(study, options.arm))}
-            ),
-        )
-        for options in study.analyses
-        for seed in options.seeds or study.seeds_of(study.arm(options.arm))[:1]
-    ]
-
-
-def is_finished(task: Task, out: Path) -> bool:
-    """Whether the task's result exists, which is written last.
-
-    A merging counts as unfinished if its arm has got more donors since.
-    """
-    path = task.directory(out) / RESULT_FILE
-    if not path.is_file():
-        return False
-    # A merging is repeated if its arm has more seeds, hence more donors.
-    if isinstance(task, MergingSpec):
-        donors: list[str] = json.loads(path.read_text(encoding="utf-8")).get("donors", [])
-        return donors == list(task.needs)
-    return True
-
-
 def write_plan(study: StudySettings, out: Path) -> None:
-    """Write the plan into `out`. Raises the errors of `check_plan`."""
-    check_plan(study, out)
-    plan = {
-        "schema": _SCHEMA,
-        "code_version": __version__,
-        "recipe": study.model_dump(mode="json"),
-    }
-    write_text(out / PLAN_FILE, json.dumps(plan, indent=2))
-    remove_stale_stages(out)
+    """Write plan.json into `out`; the tasks follow from it."""
+    recipe = study.model_dump(mode="json")
+    plan = {"schema": _SCHEMA, "code_version": __version__, "recipe": recipe}
+    write_text(out / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
-def check_plan(study: StudySettings, out: Path) -> None:
+def check_plan(study: StudySettings, out: Path, *, facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises `UsageError` if the study contradicts finished tasks in `out`, or `out` is foreign.
 
-    A study may grow by arms, seeds, lengths and analyses, but finished tasks must not change.
+    `facts`: those of the finished tasks, by name.
     """
-    # Otherwise all of its runs would count as unfinished and be trained again.
-    if (out / KEPT_FILE).exists():
-        raise UsageError(
-            "This directory holds the kept results of a study, without its models",
-            place=out,
-            hint="give another --out",
-        )
     refuse_foreign(out, mark=PLAN_FILE, kind="study")
-    if (out / PLAN_FILE).is_file():
-        _check_unchanged(read_study_plan(out), study, out)
-
-
-def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
-    planned = {task.name: task for task in tasks_of(new)}
-    # Unfinished tasks may change, because they have no results.
-    done = [task for task in tasks_of(old) if is_finished(task, out)]
-    changed = [task.name for task in done if not same_task(task, planned.get(task.name))]
-    if old.name != new.name or changed:
+    if not (out / PLAN_FILE).is_file():
+        return
+    old = read_plan(out)
+    planned = {task.name: task for task in plan_of(study).tasks}
+    changed = [
+        task.name
+        for task in plan_of(old).tasks
+        # Unfinished tasks may change, because they have no results.
+        if task.is_done(facts) and not _is_continued(task, planned.get(task.name))
+    ]
+    if old.name != study.name or changed:
         details = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
         # For the message, because names of settings are clearer than names of tasks.
-        differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
+        differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(study, n)]
         raise UsageError(
             f"This directory holds a study with other settings ({', '.join(differing)}), {details}",
             place=out / PLAN_FILE,
@@ -236,47 +203,23 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
         )
 
 
-def same_task(done: Task, planned: Task | None) -> bool:
-    """Whether a finished task is unchanged in the new plan; a merging may get more donors."""
-    if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
-        # Not all of `options`, whose list of arms may grow without a change to this arm.
-        return set(done.needs) <= set(planned.needs) and done.options.options == (
-            planned.options.options
-        )
-    if isinstance(done, RunSpec) and isinstance(planned, RunSpec):
-        modes = done.evaluate.modes, planned.evaluate.modes
-        if parse_modes(modes[0]) == parse_modes(modes[1]):  # "kept:1-2" and "kept:2,kept:1"
-            evaluate = done.evaluate.model_copy(update={"modes": modes[1]})
-            return replace(done, evaluate=evaluate) == planned
-    return done == planned
+def _is_continued(done: AnyTask, planned: AnyTask | None) -> bool:
+    return type(planned) is type(done) and planned is not None and planned.continues(done)
 
 
-def _current(arm: dict[str, Any]) -> dict[str, Any]:
-    """An arm of an older plan in today's words; it keeps its label."""
-    method, fit = current_method(arm["method"], arm.get("fit", {}))
-    label = arm.get("name") or (arm["method"] if method != arm["method"] else None)
-    return {**arm, "method": method, "name": label, "fit": fit}
-
-
-def read_study_plan(out: Path) -> StudySettings:
-    """The study in `out`. Raises `UsageError` if there is none or it cannot be read.
-
-    Older versions also stored the tasks, which follow from the recipe; they are not read.
-    """
+def read_plan(out: Path) -> StudySettings:
+    """The study in `out`. Raises `UsageError` if there is none or it cannot be read."""
     path = out / PLAN_FILE
     hint = "layershuffle reproduce RECIPE --out DIR makes one"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         schema = stored["schema"]
         if schema == _SCHEMA:
-            recipe = dict(stored["recipe"])
-            recipe["arms"] = [_current(arm) for arm in recipe["arms"]]
-            _, recipe["fit"] = current_method("", recipe.get("fit", {}))
-            return StudySettings(**recipe)
+            return StudySettings(**stored["recipe"])
     except FileNotFoundError as error:
         cause = f"There is no readable study here: no {PLAN_FILE}"
         raise UsageError(cause, place=out, hint=hint) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:
         cause = f"There is no readable study here ({type(error).__name__}: {one_line(error)})"
         raise UsageError(cause, place=path, hint=hint) from error
     raise UsageError(

@@ -1,51 +1,43 @@
-"""Execute a study's plan: independent tasks in parallel, each in its own process.
+"""Run a study: keep workers on its open tasks, and show how far all of them are.
 
-A study may be killed at any moment: after a restart, finished tasks are not repeated and the others
-resume from their checkpoints. A failed task is reported, the tasks that need it are held back, and
-the others continue.
+The same command may run on many machines that share the directory: their workers take tasks from
+one list (`study.worker`). It may be killed at any moment: started again, it does not repeat
+finished tasks, and continues the others from their checkpoints. A failed task is reported, the
+tasks that need it are held back, the others run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.errors import Interrupted
-from layershuffle.files import locked, write_text
+from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
 from layershuffle.machine import stop_signals
-from layershuffle.settings import DEFAULT_EPOCHS
-from layershuffle.study.dry_run import passes_of
-from layershuffle.study.plan import (
-    FAILURE_FILE,
-    RunSpec,
-    Task,
-    check_plan,
-    is_finished,
-    write_plan,
-)
-from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
-from layershuffle.study.selection import tasks_for
+from layershuffle.study.plan import PLAN_FILE, check_plan, plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.tasks import RunResult, read_outcome
-from layershuffle.study.worker import PROGRESS_FILE
+from layershuffle.study.store import failure_of, read_facts, writing
+from layershuffle.study.tasks import AnyTask
+from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
+from layershuffle.text import shortened
 
+STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
 _POLL_SECONDS = 0.5
-_TRAINING_COST = 3.0  # per image of a training step: a forward, and a backward of twice the work
-_TEST_IMAGES = 5000  # if a merging scores all and no run has finished that knows their number
-_EPOCHS_WEIGHT = 1000.0  # per epoch, if the number of steps is unknown before the data
+_ASSUMED = {"train": 50_000, "test": 5_000}  # while no run has finished that knows the numbers
 
 
 @dataclass(frozen=True)
 class TaskState:
-    """The state of a task: waiting, running, done, failed or stopped; `detail` is a text.
+    """The state of a task: waiting, running, done or failed; `detail` is a text.
 
-    `weight`: its share of the study's work, in training steps.
+    `weight`: its share of the study's work.
     """
 
     name: str
@@ -57,166 +49,191 @@ class TaskState:
 
 StudyWatcher = Callable[[list[TaskState], float], None]
 """Called with the state of all tasks and the seconds since the study started."""
-MakePool = Callable[[StudySettings, Path], tuple[Pool, int]]
-"""Makes the pool that runs the tasks, and says how many run at a time."""
 
 
-def local_pool(study: StudySettings, out: Path) -> tuple[Pool, int]:
-    """Processes on this machine: one per GPU, else one per CPU core with a thread each."""
-    gpus = gpu_count()
-    limit = study.workers or gpus or len(os.sched_getaffinity(0))
-    return LocalPool(out, threads=None if gpus else 1, gpus=gpus), limit
+class Team(Protocol):
+    """Workers of one study."""
+
+    def is_working(self) -> bool:
+        """Whether any of them works or waits. While tasks are open, who ended is replaced."""
+
+    def stop(self) -> None:
+        """Let them save checkpoints and end."""
+
+
+MakeTeam = Callable[[Path, Sequence[AnyTask], int | None], Team]
+"""Starts workers in a directory on tasks, so many or as many as there is room for."""
+
+
+@dataclass
+class LocalTeam:
+    """Processes of this machine: one per GPU, else one per CPU core with a thread each."""
+
+    out: Path
+    tasks: Sequence[AnyTask]
+    count: int | None = None
+    processes: list[subprocess.Popen[bytes] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gpus = visible_gpus()
+        self.processes = [None] * min(self.count or room(self.gpus), len(self.tasks))
+        # It closes when this process ends in whatever way, and then the workers end.
+        self.alive = os.pipe()
+
+    def is_working(self) -> bool:
+        """Whether any of them works or waits. While tasks are open, who ended is replaced."""
+        for place, process in enumerate(self.processes):
+            code = None if process is None else process.poll()
+            if code is not None and code > 0 and code != Interrupted.exit_code:
+                raise LayerShuffleError(
+                    f"A worker ended with exit code {code} before it had a task",
+                    place=self.out,
+                    hint="its error stands above",
+                )
+            if process is None or code is not None:
+                is_needed = bool(unfinished(self.tasks, self.out))
+                self.processes[place] = self._start(place) if is_needed else None
+        return any(self.processes)
+
+    def _start(self, place: int) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ)
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[place % len(self.gpus)]
+        else:
+            # By the environment, which OpenMP reads before any of our code runs.
+            environment["OMP_NUM_THREADS"] = "1"
+        return subprocess.Popen(
+            # This interpreter, not the `python` of the shell.
+            [
+                *(sys.executable, "-m", "layershuffle.study.worker", str(self.out)),
+                *(task.name for task in self.tasks),
+            ],
+            stdin=self.alive[0],
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            # Ctrl-C reaches only this process, which passes it on as SIGTERM.
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """Send SIGTERM to all, wait for their checkpoints, and kill those that do not end."""
+        left = [process for process in self.processes if process is not None]
+        for process in left:
+            process.send_signal(signal.SIGTERM)
+        # One deadline for all: they save their checkpoints at the same time.
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in left:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for end in self.alive:
+            os.close(end)
+
+
+def room(gpus: Sequence[str]) -> int:
+    """How many tasks this machine runs at a time: one per GPU, else one per CPU core."""
+    return len(gpus) or len(os.sched_getaffinity(0))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return [name for name in names if name.strip()]
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return []
+    gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(gpus))]
 
 
 def run_study(
     study: StudySettings,
     out: Path,
     *,
-    only: str | None = None,
+    names: Collection[str] | None = None,
     workers: int | None = None,
     watch: StudyWatcher,
-    make_pool: MakePool = local_pool,
+    make_team: MakeTeam = LocalTeam,
 ) -> list[str]:
     """Run the unfinished tasks. Returns the names of those that failed or were held back.
 
-    `only` names tables and figures, as in "table1,fig5" (`selection`). Raises `UsageError` if `out`
-    holds another study, `StudyError` or `DataError` for a broken result there, `Interrupted` after
-    SIGTERM or Ctrl-C with every running run's checkpoint saved.
+    `names`: of the tasks to run, with all that they need (default: all). Raises `UsageError` if
+    `out` holds another study, `StudyError` or `DataError` for a broken file there, `Interrupted`
+    after SIGTERM or Ctrl-C with the checkpoint of every run saved.
     """
-    tasks = tasks_for(study, only)
-    # Before the lock, which creates a file in the directory.
-    check_plan(study, out)
-    weights = weights_of(tasks, out)
-    # Locked before the plan is written, or two processes could start the same tasks.
-    with locked(out), stop_signals() as stop:
+    check_plan(study, out, facts=read_facts(out))  # before the lock, which makes a file
+    tasks = [task for task in plan_of(study).tasks if names is None or task.name in names]
+    with writing(out):
+        check_plan(study, out, facts=read_facts(out))
+        busy = try_again(tasks, out)
+        # A task of two plans would end with the settings of the other one.
+        if busy and read_plan(out) != study:
+            raise UsageError(
+                f"Another process works on {shortened(busy)} here, by a recipe that differs",
+                place=out / PLAN_FILE,
+                hint="give the same recipe to join it, or wait until it has ended",
+            )
         write_plan(study, out)
-        pool, limit = make_pool(study, out)
-        codes = dict[str, int]()
+    with stop_signals() as stop:
+        team = make_team(out, tasks, workers or study.workers)
         started = time.monotonic()
         try:
-            while not stop.is_set():
-                # Tasks that ended are not restarted, or a failing task would loop.
-                ready = startable(tasks, out, running=pool.running, ended=codes)
-                for task in ready[: max(0, (workers or limit) - len(pool.running))]:
-                    pool.start(task)
-                if not pool.running:
-                    break
-                # Files are polled, which works for processes here and on a cluster.
+            while not stop.is_set() and team.is_working():
                 time.sleep(_POLL_SECONDS)
-                ended = pool.reap()
-                codes.update(ended)
-                if ended:
-                    weights = weights_of(tasks, out)
-                _say_why(tasks, ended, out)
-                states = [
-                    _state(task, out, pool.running, codes, weight=weights[task.name])
-                    for task in tasks
-                ]
-                watch(states, time.monotonic() - started)
+                watch(states_of(tasks, out), time.monotonic() - started)
         finally:
             # Also after an error, so no worker is left behind.
-            pool.stop()
+            team.stop()
         if stop.is_set():
             raise Interrupted(
                 "The study was stopped; unfinished runs resume from their last checkpoint",
                 place=out,
                 hint="run the same command again to continue",
             )
-    # By the files, not by exit codes: a task is done if and only if its result exists.
-    return [task.name for task in tasks if not is_finished(task, out)]
+    facts = read_facts(out)
+    return [task.name for task in tasks if not task.is_done(facts)]
 
 
-def startable(
-    tasks: Sequence[Task], out: Path, *, running: Collection[str], ended: Collection[str]
-) -> list[Task]:
-    """Tasks that are neither done, running nor ended, and whose needs are done; in plan order."""
-    done = {task.name for task in tasks if is_finished(task, out)}
-    return [
-        task
-        for task in tasks
-        if task.name not in done
-        and task.name not in running
-        and task.name not in ended
-        and done.issuperset(task.needs)
-    ]
+def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
+    """The state of every task, whichever machine works on it."""
+    facts = read_facts(out)
+    sizes = _ASSUMED | known_sizes(facts)
+    failures = {task.name: failure_of(task, out) for task in tasks if not task.is_done(facts)}
+
+    def state(task: AnyTask) -> TaskState:
+        weight = task.cost(sizes) or 1.0
+        if task.is_done(facts):
+            return TaskState(task.name, "done", fraction=1.0, weight=weight)
+        if failure := failures[task.name]:
+            return TaskState(task.name, "failed", failure, weight=weight)
+        if failed := [need for need in task.needs if failures.get(need)]:
+            return TaskState(task.name, "waiting", f"held back, {failed[0]} failed", weight=weight)
+        progress = _progress(task.directory(out) / PROGRESS_FILE)
+        if progress is None:
+            return TaskState(task.name, "waiting", weight=weight)
+        return TaskState(task.name, "running", progress["text"], progress["share"], weight)
+
+    return [state(task) for task in tasks]
 
 
-def failure(task: Task, out: Path) -> str:
-    """The reason why a task failed: its error message, or the last line of its log."""
-    directory = task.directory(out)
-    if (directory / FAILURE_FILE).is_file():
-        return (directory / FAILURE_FILE).read_text(encoding="utf-8").strip()
-    # A worker that the system killed leaves only its log.
-    log, lines = directory / LOG_FILE, list[str]()
-    if log.is_file():
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
-    return f"{last.strip()} (whole log: {log})"
+def known_sizes(facts: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The numbers of images by split that a finished run has found; empty before the first."""
+    for fact in facts.values():
+        data = fact.get("data")
+        if isinstance(data, dict) and data.get("sizes"):
+            return {name: count for name, count in data["sizes"].items() if count is not None}
+    return {}
 
 
-def _say_why(tasks: Sequence[Task], ended: Mapping[str, int], out: Path) -> None:
-    """Write a failure.txt for tasks that ended without one (killed, out of memory)."""
-    for task in tasks:
-        code = ended.get(task.name, 0)
-        path = task.directory(out) / FAILURE_FILE
-        if code not in (0, Interrupted.exit_code) and not path.exists():
-            write_text(path, f"It ended with exit code {code}: {failure(task, out)}\n")
-
-
-def _state(
-    task: Task, out: Path, running: Collection[str], codes: Collection[str], *, weight: float
-) -> TaskState:
-    if is_finished(task, out):
-        return TaskState(task.name, "done", fraction=1.0, weight=weight)
-    if task.name in running:
-        detail, fraction = _progress(task.directory(out) / PROGRESS_FILE)
-        return TaskState(task.name, "running", detail, fraction, weight)
-    if task.name in codes:
-        return TaskState(task.name, "failed", failure(task, out), weight=weight)
-    failed = [need for need in task.needs if need in codes]
-    detail = f"held back, {failed[0]} failed" if failed else ""
-    return TaskState(task.name, "waiting", detail, weight=weight)
-
-
-def weights_of(tasks: Sequence[Task], out: Path) -> dict[str, float]:
-    """The work of each task by its name, in training steps of its arm.
-
-    A task may ask for more test images than there are: a finished run in `out` knows their number.
-    Raises `StudyError` or `DataError` for a broken file.
-    """
-    runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
-    facts = {
-        run.settings.data: result.data.model_extra or {}
-        for run in runs.values()
-        if (result := read_outcome(run, RunResult, out=out).result) is not None
-    }
-    weights = {}
-    for task in tasks:
-        settings = runs[task.name if isinstance(task, RunSpec) else task.needs[0]].settings
-        if isinstance(task, RunSpec):
-            weight = float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
-        else:
-            options = task.options.options
-            asked = options.images if isinstance(options, AnalysisSettings) else options.max_images
-            available = facts.get(settings.data, {}).get("sizes", {}).get("test")
-            images = min((count for count in (asked, available) if count), default=_TEST_IMAGES)
-            weight = passes_of(task) * images / (_TRAINING_COST * settings.batch_size)
-        weights[task.name] = weight
-    return weights
-
-
-def _progress(path: Path) -> tuple[str, float]:
-    """A running task's progress as text, and the share of its work that is done."""
+def _progress(path: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # A worker imports torch for some seconds before it writes the file.
-        return "starting", 0.0
-    if content["phase"] != "training":
-        # Scoring has no counter, because it is a small part of a run.
-        share = content.get("done", 1) / max(content.get("total", 1), 1)
-        return str(content["phase"]), share
-    loss = content["loss"]
-    detail = f"step {content['step']}/{content['steps']}"
-    detail += f", loss {loss:.3f}" if loss is not None else ""
-    return detail, content["step"] / max(content["steps"], 1)
+        return None
+    return progress

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.errors import UsageError
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import (
     EvalSettings,
@@ -102,73 +100,6 @@ class StudySettings(Settings):
             return ()
         return (value,) if isinstance(value, dict | Settings) else value
 
-    @model_validator(mode="after")
-    def _check(self) -> StudySettings:
-        labels = [arm.label for arm in self.arms]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
-        for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
-            if seeds is not None and len(set(seeds)) < len(seeds):
-                # Two runs of the same name would share a directory.
-                raise ValueError(f"a seed is named twice: {list(seeds)}")
-        # All settings are built now, or a mistake in the last arm would appear after hours.
-        for arm in self.arms:
-            self.evaluate_settings(arm)
-            for seed in self.seeds_of(arm):
-                self.fit_settings(arm, seed)
-        self._check_names()
-        self._check_unique()
-        return self
-
-    def _check_unique(self) -> None:
-        lists: dict[str, list[object]] = {
-            "budget": [
-                (arm, n) for curve in self.budget for arm in curve.arms for n in curve.steps
-            ],
-            "merging": [arm for merging in self.merging for arm in merging.arms],
-            "analyses": [
-                (analysis.name, analysis.arm, seed)
-                for analysis in self.analyses
-                for seed in analysis.seeds or self.seeds_of(self.arm(analysis.arm))[:1]
-            ],
-        }
-        for where, values in lists.items():
-            twice = [value for value in values if values.count(value) > 1]
-            if twice:
-                # Two tasks of the same name would share a directory.
-                raise ValueError(f"{where} holds {twice[0]} twice")
-
-    def _check_names(self) -> None:
-        # A curve must name the recipe's arms, not those of another curve, which `arm` also accepts.
-        recipe = self.model_copy(update={"budget": ()})
-        for arm in (arm for curve in self.budget for arm in curve.arms):
-            recipe.arm(arm)
-        for arm in (arm for merging in self.merging for arm in merging.arms):
-            self.arm(arm)
-        for analysis in self.analyses:
-            # Raises for an unknown name, hours before the analysis would.
-            find_analysis(analysis.name)
-            seeds = self.seeds_of(self.arm(analysis.arm))
-            unknown = sorted(set(analysis.seeds or ()) - set(seeds))
-            if unknown:
-                raise ValueError(
-                    f"{analysis.name} asks for seed {unknown[0]}, {analysis.arm} has {seeds}"
-                )
-
-    def arm(self, label: str) -> Arm:
-        """The arm with this label, of the recipe or of a curve. Raises `UsageError` for others."""
-        curves = (self.curve_arms(curve, steps) for curve in self.budget for steps in curve.steps)
-        for arm in (*self.arms, *(arm for arms in curves for arm in arms)):
-            if arm.label == label:
-                return arm
-        labels = ", ".join(arm.label for arm in self.arms)
-        raise UsageError(f"The study has no arm {label!r}", hint=f"its arms are {labels}")
-
-    def curve_arms(self, curve: Budget, steps: int) -> tuple[Arm, ...]:
-        """The arms of a curve at one length, named after it: "layershuffle-500-steps"."""
-        arms = (arm for label in curve.arms for arm in self.arms if arm.label == label)
-        return tuple(_with_steps(arm, steps, seeds=curve.seeds or self.seeds) for arm in arms)
-
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""
         return arm.seeds or self.seeds
@@ -182,11 +113,3 @@ class StudySettings(Settings):
     def evaluate_settings(self, arm: Arm) -> EvalSettings:
         """The scoring settings of the runs of an arm."""
         return EvalSettings(**{**self.evaluate.model_dump(), **arm.evaluate})
-
-
-def _with_steps(arm: Arm, steps: int, *, seeds: tuple[int, ...]) -> Arm:
-    """The arm at another length, with four evaluations that may pick the checkpoint."""
-    # Without `epochs`, which would contradict the number of steps.
-    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
-    fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit, "seeds": seeds}
-    return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})

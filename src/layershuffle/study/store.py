@@ -1,58 +1,98 @@
-"""A study's results on disk: as its tasks wrote them, or in a kept form for a repository.
+"""The files of a study, the same while it runs and where it is kept:
 
-The kept form has no weights and no logs:
+    OUT/plan.json      the recipe
+    OUT/tasks.jsonl    the facts of every finished task, a line each
+    OUT/results.csv    every score of every finished run
+    OUT/merging.csv    every score of every finished merging
+    OUT/figures/       the figures of analyses and report
+    OUT/runs/NAME/     what a task works with: checkpoints, models, log; nothing is read from here
 
-    OUT/plan.json       the recipe
-    OUT/runs.json       the `result.json` of every run: the fields that all runs share, those that
-                        the runs of an arm share, then a line per run
-    OUT/results.csv     every score of every run
-    OUT/merging.csv     every score of the mergings, by arm
-    OUT/analysis.csv    title, paragraph and numbers of every analysis
-    OUT/figures/*.png   the figures of the analyses
-
-`layershuffle report OUT` writes the report again from these.
+A repository keeps all but `runs/`. A finished task adds its result under a lock, its line in
+tasks.jsonl last: a task is done if and only if it has a line there.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
-from layershuffle.files import write_text
+from filelock import FileLock
+from pydantic import ValidationError
+
+from layershuffle.errors import LayerShuffleError
+from layershuffle.files import explained, write_text
 from layershuffle.results import MergingRow, ScoreRow, read_rows, write_rows
-from layershuffle.study.plan import (
-    KEPT_FILE,
-    PLAN_FILE,
-    AnalysisSpec,
-    MergingSpec,
-    RunSpec,
-    read_study_plan,
-    same_task,
-    tasks_of,
-)
+from layershuffle.study.plan import plan_of, read_plan, run_name
+from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import (
     AnalysisResult,
+    AnalysisSpec,
+    AnyTask,
     MergingResult,
-    ResultT,
+    MergingSpec,
     RunResult,
-    SpecT,
-    Study,
-    StudyError,
-    TaskOutcome,
-    check_result,
-    read_outcome,
+    RunSpec,
+    Say,
+    Stored,
+    Task,
 )
-from layershuffle.text import one_line, shortened
+from layershuffle.text import one_line
 
-_SCHEMA = 2
-_OF_ONE_RUN = ("run", "arm", "seed")
-"""Fields that identify the run of a line."""
-_HINT = "restore the files of the study from the repository that keeps it"
+TASKS_FILE, SCORES_FILE, MERGES_FILE = "tasks.jsonl", "results.csv", "merging.csv"
+FAILURE_FILE = "failure.txt"
+_HINT = "restore the file, or run the study into a new --out"
+
+T = TypeVar("T", bound=AnyTask)
+R = TypeVar("R", RunResult, MergingResult, AnalysisResult)
+
+
+class StudyError(LayerShuffleError):
+    """A file of a study is missing, cut off, or contradicts the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOutcome(Generic[T, R]):
+    """A planned task and its outcome: `result` if it is done, `failure` if it failed."""
+
+    task: T
+    result: R | None
+    failure: str
+
+    @property
+    def state(self) -> Literal["done", "failed", "missing"]:
+        """Whether it is done, has failed, or neither."""
+        if self.result is not None:
+            return "done"
+        return "failed" if self.failure else "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study as it is on disk, finished or not."""
+
+    settings: StudySettings
+    runs: tuple[TaskOutcome[RunSpec, RunResult], ...]
+    mergings: tuple[TaskOutcome[MergingSpec, MergingResult], ...]
+    analyses: tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...]
+
+    @property
+    def outcomes(self) -> tuple[TaskOutcome[Any, Any], ...]:
+        """The outcomes of all tasks, in the order of the plan."""
+        return (*self.runs, *self.mergings, *self.analyses)
+
+    @property
+    def results(self) -> tuple[tuple[RunSpec, RunResult], ...]:
+        """The finished runs."""
+        return tuple((run.task, run.result) for run in self.runs if run.result is not None)
+
+    @property
+    def rows(self) -> tuple[ScoreRow, ...]:
+        """The rows of all finished runs, in the order of the plan."""
+        return tuple(row for _, result in self.results for row in result.rows)
 
 
 def read_study(out: Path) -> Study:
@@ -61,249 +101,101 @@ def read_study(out: Path) -> Study:
     Raises `UsageError` if there is no plan, `StudyError` or `DataError` for a file that is cut off
     or contradicts the plan.
     """
-    if (out / KEPT_FILE).exists():
-        return read_kept(out)
-    settings = read_study_plan(out)
-    tasks = tasks_of(settings)
-    planned = {task.name for task in tasks}
-    scores = out / "results.csv"
-    if not (out / "runs").exists() and scores.exists() and read_rows(scores, ScoreRow):
-        # A report writes results.csv from the runs, so it would write an empty one here.
+    settings = read_plan(out)
+    plan, stored = plan_of(settings), read_stored(out)
+    if stored.rows and not stored.facts:
         raise StudyError(
-            "This directory holds scores, but neither the runs that gave them nor their facts "
-            "(runs.json)",
+            f"This directory holds scores, but no {TASKS_FILE} with the facts of their runs",
             place=out,
             hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
         )
-    # Directories that begin with a dot are still being written.
-    directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
-    return Study(
-        settings=settings,
-        runs=tuple(
-            read_outcome(task, RunResult, out=out) for task in tasks if isinstance(task, RunSpec)
-        ),
-        mergings=tuple(
-            read_outcome(task, MergingResult, out=out)
-            for task in tasks
-            if isinstance(task, MergingSpec)
-        ),
-        analyses=tuple(
-            read_outcome(task, AnalysisResult, out=out)
-            for task in tasks
-            if isinstance(task, AnalysisSpec)
-        ),
-        unplanned=tuple(name for name in directories if name not in planned),
-    )
+    for run in plan.runs:
+        if run.is_done(stored.facts) and run.name not in stored.rows:
+            cause = f"{SCORES_FILE} has no scores of {run.name}, which is finished"
+            raise StudyError(cause, place=out, hint=_HINT)
 
+    def outcome(task: T, read: R | None) -> TaskOutcome[T, R]:
+        return TaskOutcome(task=task, result=read, failure=failure_of(task, out))
 
-def completed(study: Study, *, by: Study) -> Study:
-    """`study`, with the results of `by` for tasks that only `by` has done.
-
-    A task of the same name with other settings is another task, which stays unfinished.
-    """
-    done = {outcome.task.name: outcome for outcome in by.outcomes if outcome.state == "done"}
-
-    def filled(outcome: TaskOutcome[Any, Any]) -> TaskOutcome[Any, Any]:
-        task, other = outcome.task, done.get(outcome.task.name)
-        if outcome.state == "done" or other is None or not same_task(other.task, task):
-            return outcome
-        # A merging with more donors than before must be repeated.
-        return replace(other, task=task) if other.task.needs == task.needs else outcome
-
-    return replace(
-        study,
-        runs=tuple(map(filled, study.runs)),
-        mergings=tuple(map(filled, study.mergings)),
-        analyses=tuple(map(filled, study.analyses)),
-    )
-
-
-def write_kept(study: Study, out: Path, *, plan: str) -> None:
-    """Write the results of `study` into `out`; `plan` is the text of its plan.json."""
-    write_text(out / PLAN_FILE, plan)
-    leave_out = {"rows", "schema_version"}
-    runs = [result.model_dump(mode="json", exclude=leave_out) for result in study.results]
-    write_text(out / KEPT_FILE, _runs_text(runs))
-    write_rows(out / "results.csv", study.rows, padded=False)
-    merging = [
-        row.model_copy(update={"arm": o.task.arm})
-        for o in study.mergings
-        if o.result
-        for row in o.result.rows
-    ]
-    if merging:
-        write_rows(out / "merging.csv", merging, padded=False)
-    analysis = [["task", "name", "value"]]
-    for entry in study.analyses:
-        if entry.result is not None:
-            texts = {"title": entry.result.title, "paragraph": entry.result.paragraph}
-            numbers = dict(_numbers(entry.result.facts, "facts"))
-            for name, value in (texts | numbers).items():
-                # As JSON, a number stays a number and a paragraph may hold any character.
-                analysis.append([entry.task.name, name, json.dumps(value, ensure_ascii=False)])
-    if len(analysis) > 1:
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(analysis)
-        write_text(out / "analysis.csv", text.getvalue())
-
-
-def _runs_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The text of runs.json: a line per arm and per run, so a diff shows which changed."""
-    by_arm: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        by_arm.setdefault(run["arm"], []).append(run)
-    arms = {arm: _shared_by(group) for arm, group in by_arm.items()}
-    shared = _shared_by(list(arms.values()))
-
-    def compact(value: object) -> str:
-        return json.dumps(value, separators=(",", ":"))
-
-    of_arms = ",\n".join(
-        f"{compact(arm)}:{compact(_without(fields, shared))}" for arm, fields in arms.items()
-    )
-    of_runs = ",\n".join(compact(_without(run, arms[run["arm"]])) for run in runs)
-    head = f'"schema": {_SCHEMA},\n"shared": {compact(shared)}'
-    return f'{{{head},\n"arms": {{\n{of_arms}\n}},\n"runs": [\n{of_runs}\n]}}\n'
-
-
-def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields that are equal in all runs; of a mapping, the keys whose values are."""
-
-    def same_in_all(mappings: Sequence[Mapping[str, Any]], key: str) -> bool:
-        return all(key in each and each[key] == mappings[0][key] for each in mappings)
-
-    shared: dict[str, Any] = {}
-    for name, value in runs[0].items() if runs else ():
-        values: list[Any] = [run.get(name) for run in runs]
-        if all(isinstance(each, dict) for each in values):
-            shared[name] = {k: v for k, v in value.items() if same_in_all(values, k)}
-        elif name not in _OF_ONE_RUN and same_in_all(runs, name):
-            shared[name] = value
-    return shared
-
-
-def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a run, or of the runs of an arm, that are not in `shared`."""
-    own: dict[str, Any] = {}
-    for name, value in run.items():
-        if name not in shared:
-            own[name] = value
-        elif isinstance(value, dict) and value.keys() - shared[name]:
-            own[name] = {k: v for k, v in value.items() if k not in shared[name]}
-    return own
-
-
-def _with(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_without`."""
-    groups = {
-        name: {**value, **run.get(name, {})}
-        for name, value in shared.items()
-        if isinstance(value, dict)
-    }
-    return {**shared, **run, **groups}
-
-
-def read_kept(out: Path) -> Study:
-    """The study that `write_kept` wrote into `out`.
-
-    Raises `UsageError` without a readable plan, `StudyError` or `DataError` for a file that is cut
-    off or contradicts the plan.
-    """
-    settings = read_study_plan(out)
-    tasks = tasks_of(settings)
-    path = out / KEPT_FILE
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["schema"] not in (1, _SCHEMA):  # the first had no arms
-            raise ValueError(f"it has schema {stored['schema']!r}, this version reads {_SCHEMA}")
-        runs = {}
-        for run in stored["runs"]:
-            of_arm = _with(stored.get("arms", {}).get(run["arm"], {}), stored["shared"])
-            # The file's own schema was checked above.
-            runs[run["run"]] = {**_with(run, of_arm), "schema_version": 1}
-        merging = _mergings(out / "merging.csv")
-        analysis = _analyses(out / "analysis.csv")
+        return Study(
+            settings=settings,
+            runs=tuple(outcome(task, task.read(stored)) for task in plan.runs),
+            mergings=tuple(outcome(task, task.read(stored)) for task in plan.mergings),
+            analyses=tuple(outcome(task, task.read(stored)) for task in plan.analyses),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise StudyError(
+            f'The field "{name}" of a {error.title} is wrong: {first["msg"]}',
+            place=out / TASKS_FILE,
+            hint=_HINT,
+        ) from error
+
+
+def failure_of(task: Task[Any], out: Path) -> str:
+    """Why the task failed; "" if it did not."""
+    path = task.directory(out) / FAILURE_FILE
+    # A full disk may have cut the text within a character.
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+
+
+def read_facts(out: Path) -> dict[str, dict[str, Any]]:
+    """The facts of every finished task by its name. Raises `StudyError` for a file that is cut."""
+    path = out / TASKS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("\n"):
+            raise ValueError("its last line is cut off")
+        lines = [json.loads(line) for line in text.splitlines()]
+        return {facts["task"]: facts for facts in lines}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
-        raise StudyError(cause, place=out, hint=_HINT) from error
-    scores: dict[tuple[str, int], list[ScoreRow]] = {}
-    # A study that was kept before its first run had finished has no scores.
-    if runs:
-        for row in read_rows(out / "results.csv", ScoreRow, hint=_HINT):
-            scores.setdefault((row.method, row.seed), []).append(row)
-    # A report rewrites results.csv, which would delete rows without a run.
-    arms = {(t.arm, t.settings.seed) for t in tasks if isinstance(t, RunSpec) and t.name in runs}
-    if unpaired := sorted(arms ^ scores.keys()):
-        names = shortened(f"{arm} seed {seed}" for arm, seed in unpaired)
-        cause = f"Runs and scores do not belong together: {names}"
-        raise StudyError(cause, place=out, hint=_HINT)
-
-    def run_result(task: RunSpec) -> RunResult | None:
-        if task.name not in runs:
-            return None
-        result = check_result(runs[task.name], RunResult, task=task, place=path)
-        rows = tuple(scores.get((task.arm, task.settings.seed), ()))
-        return result.model_copy(update={"rows": rows})
-
-    def analysis_result(task: AnalysisSpec) -> AnalysisResult | None:
-        if task.name not in analysis:
-            return None
-        # The kept form has PNG files in one folder, not SVG files below each task.
-        pictures = sorted((out / "figures").glob(f"{task.name}-*.png"))
-        fields = {**analysis[task.name], "pictures": tuple(f"figures/{p.name}" for p in pictures)}
-        return check_result(fields, AnalysisResult, task=task, place=out / "analysis.csv")
-
-    return Study(
-        settings=settings,
-        runs=tuple(_outcome(t, run_result(t)) for t in tasks if isinstance(t, RunSpec)),
-        mergings=tuple(
-            _outcome(t, merging.get(t.arm)) for t in tasks if isinstance(t, MergingSpec)
-        ),
-        analyses=tuple(
-            _outcome(t, analysis_result(t)) for t in tasks if isinstance(t, AnalysisSpec)
-        ),
-        kept=True,
-    )
+        cause = f"The file is cut off or cannot be read ({one_line(error)})"
+        raise StudyError(cause, place=path, hint=_HINT) from error
 
 
-def _outcome(task: SpecT, result: ResultT | None) -> TaskOutcome[SpecT, ResultT]:
-    return TaskOutcome(task=task, state="missing" if result is None else "done", result=result)
+def read_stored(out: Path) -> Stored:
+    """Everything in the files of the study in `out`. Raises `StudyError` or `DataError`."""
+    rows: dict[str, list[Any]] = {}
+    scores, merges = out / SCORES_FILE, out / MERGES_FILE
+    if scores.is_file():
+        for row in read_rows(scores, ScoreRow, hint=_HINT):
+            rows.setdefault(run_name(row.method, row.seed), []).append(row)
+    if merges.is_file():
+        for merge in read_rows(merges, MergingRow, hint=_HINT):
+            rows.setdefault(f"merging-{merge.arm}", []).append(merge)
+    grouped = {name: tuple(group) for name, group in rows.items()}
+    return Stored(facts=read_facts(out), rows=grouped)
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """(path, number) of every single number in nested facts; lists are skipped."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, f"{path}/{key}")
-    elif isinstance(value, int | float):
-        yield path, value
+def record(task: Task[Any], out: Path, *, say: Say) -> None:
+    """Do a task, and add its result to the files of the study, all in the plan's order."""
+    result = task.run(out, say)
+    with writing(out):
+        stored, plan = read_stored(out), plan_of(read_plan(out))
+        stored.facts[task.name] = {"task": task.name, **result.model_dump(mode="json")}
+        stored.rows[task.name] = result.rows
+        scores, merges = (
+            [row for each in kind if each.name in stored.facts for row in stored.rows[each.name]]
+            for kind in (plan.runs, plan.mergings)
+        )
+        if scores:
+            write_rows(out / SCORES_FILE, scores)
+        if merges:
+            write_rows(out / MERGES_FILE, merges)
+        done = [stored.facts[each.name] for each in plan.tasks if each.name in stored.facts]
+        lines = (json.dumps(facts, separators=(",", ":"), ensure_ascii=False) for facts in done)
+        # Last: from now on the task is done.
+        write_text(out / TASKS_FILE, "".join(f"{line}\n" for line in lines))
 
 
-def _mergings(path: Path) -> dict[str, MergingResult]:
-    """The scores of the merging of every arm."""
-    if not path.exists():
-        return {}
-    rows: dict[str, list[MergingRow]] = {}
-    for row in read_rows(path, MergingRow, hint=_HINT):
-        rows.setdefault(row.arm, []).append(row.model_copy(update={"arm": ""}))
-    return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
-
-
-def _analyses(path: Path) -> dict[str, dict[str, Any]]:
-    """Title, paragraph and nested facts of every analysis by the name of its task."""
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8")
-    rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    # The csv module fills the missing fields of a short line with None. A file that is truncated
-    # within its last number would give another number.
-    if not text.endswith("\n") or any(None in row.values() for row in rows):
-        raise ValueError(f"{path.name} is cut off")
-    analyses: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        fields = analyses.setdefault(row["task"], {"facts": {}})
-        *parents, name = row["name"].split("/")
-        for parent in parents:
-            fields = fields.setdefault(parent, {})
-        fields[name] = json.loads(row["value"])
-    return analyses
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Nobody else writes the files of the study meanwhile; a killed process frees the lock."""
+    with explained(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / ".lock"):
+            yield

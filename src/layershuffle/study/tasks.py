@@ -1,58 +1,53 @@
-"""Read the files that the tasks of a study wrote, as checked models.
+"""The tasks of a study: what each does, what it leaves, and what it needs first.
 
-    OUT/plan.json                    the recipe, from which the tasks follow
-    OUT/runs/NAME/results.csv        one row per (mode, blocks kept, order)
-    OUT/merging/ARM/results.csv      one row per merge, soup, ensemble and donor
-    OUT/analysis/NAME/files/         tables, figures and summary.json
-    .../result.json                  facts of the task; written last, so it marks a finished task
-    .../failure.txt                  why it failed
-
-A study may be unfinished: tasks without `result.json` have failed (with `failure.txt`) or are not
-done yet. A file that is truncated or contradicts the plan is refused.
+A *run* is one training and its scores, a *merging* all merges of an arm's models, an *analysis* one
+question asked of one model. `task.run(out, say)` does the work in `task.directory(out)` and returns
+its result, `task.read(stored)` takes the same result from the files of the study (`study.store`).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from layershuffle.errors import LayerShuffleError
-from layershuffle.results import MergingRow, ScoreRow, current_method, read_rows
-from layershuffle.settings import FitSettings
-from layershuffle.study.plan import (
-    FAILURE_FILE,
-    RESULT_FILE,
-    AnalysisSpec,
-    MergingSpec,
-    RunSpec,
-    Task,
-)
-from layershuffle.study.settings import StudySettings
-from layershuffle.text import one_line
+from layershuffle.core.draws import Stream
+from layershuffle.core.policies import parse_modes
+from layershuffle.results import AnyRow, MergingRow, ScoreRow
+from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings, digest
+from layershuffle.study.settings import AnalysisTask, Merging
 
-AGAIN = "delete the task's directory and run the study again; finished tasks are not repeated"
-_OTHER_VERSION = "use the version of layershuffle that wrote it, or run the study into a new --out"
-
-OutcomeState = Literal["done", "failed", "missing"]
-SpecT = TypeVar("SpecT", bound=Task)
-ResultT = TypeVar("ResultT", bound="TaskResult")
+FIT_DIRECTORY = "fit"
+"""The directory of the training below that of a run; `layershuffle eval` accepts it."""
+FIGURES = "figures"
+Say = Callable[[str, float], None]
+"""Called with what a task is doing and the share of it that is done."""
+Sizes = Mapping[str, int]
+"""The number of images by split, as far as it is known."""
+_SCORING = 1 << 20  # a rank for these draws alone; orders are drawn with small ranks
+_ANY_DEPTH = 1000  # for the number of orders of a model that has not been opened
+_TRAINING_COST = 3  # in forwards of an image: a forward, and a backward of twice the work
+_DIGITS = {"top1": 4, "top5": 4, "cross_entropy": 6}
 
 
-class StudyError(LayerShuffleError):
-    """A file of a study is missing, cut off, of another schema, or contradicts the plan."""
+class TaskResult(BaseModel):
+    """What a task found: facts, a line of tasks.jsonl, and rows of scores.
 
+    Fields that this version does not know are kept as they are.
+    """
 
-class _Model(BaseModel):
-    # Strict, because `true` is no number of steps. Further fields, also those of later versions,
-    # are preserved without a check, so a kept study loses none of them.
+    # Strict, because `true` is no number of steps.
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="allow")
 
 
-class Selected(_Model):
+class Selected(TaskResult):
     """The checkpoint that was picked, and its score on the picking split."""
 
     step: int
@@ -60,27 +55,18 @@ class Selected(_Model):
     value: float
 
 
-class RunData(_Model):
-    """The data of a run; sizes, classes and the like are further fields."""
+class RunData(TaskResult):
+    """The data of a run; `sizes` by split."""
 
     spec: str
     notes: list[str]
-
-
-class TaskResult(_Model):
-    """The result of one task."""
+    sizes: dict[str, int | None] = Field(default_factory=dict)
 
 
 class RunResult(TaskResult):
-    """A finished run: `result.json`, and its scores. Times in seconds."""
+    """A finished run. Times in seconds."""
 
-    schema_version: Literal[1]
-    run: str
-    arm: str
-    method: str
-    seed: int
-    # 12 of the 64 digits are enough to distinguish settings.
-    settings_hash: Annotated[str, AfterValidator(lambda digits: digits[:12])]
+    settings_hash: str
     finished: str
     train_seconds: float
     eval_seconds: float
@@ -92,166 +78,301 @@ class RunResult(TaskResult):
     data: RunData
     hardware: dict[str, Any]
     versions: dict[str, Any]
-    rows: tuple[ScoreRow, ...] = ()
+    rows: tuple[ScoreRow, ...] = Field(default=(), exclude=True)
+
+    @property
+    def seconds(self) -> float:
+        """Time of training and scoring."""
+        return self.train_seconds + self.eval_seconds
 
 
 class MergingResult(TaskResult):
-    """A finished merging: its scores, and its time in seconds."""
+    """A finished merging; `donors` are the names of the merged runs."""
 
-    seconds: float | None = None
-    rows: tuple[MergingRow, ...] = ()
+    donors: list[str]
+    mode: str = ""
+    notes: list[str] = Field(default_factory=list)
+    seconds: float = 0.0
+    rows: tuple[MergingRow, ...] = Field(default=(), exclude=True)
 
 
 class AnalysisResult(TaskResult):
-    """A finished analysis: its summary. `pictures`: figures below the study's directory."""
+    """A finished analysis. `facts`: its numbers, nested by name."""
 
     title: str
     paragraph: str = ""
     facts: dict[str, Any]
-    seconds: float | None = None
-    pictures: tuple[str, ...] = ()
+    seconds: float = 0.0
+    rows: tuple[()] = Field(default=(), exclude=True)
+
+
+ResultT = TypeVar("ResultT", RunResult, MergingResult, AnalysisResult)
+
+
+@dataclass(kw_only=True)
+class Stored:
+    """What the files of a study hold: facts and rows of scores, by the name of the task."""
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOutcome(Generic[SpecT, ResultT]):
-    """A planned task and its outcome: `result` if done, `failure` if failed."""
+class Task(Generic[ResultT]):
+    """A part of a study that runs by itself; tasks of a `kind` take about as long for their work.
 
-    task: SpecT
-    state: OutcomeState
-    result: ResultT | None = None
-    failure: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """A study as it is on disk.
-
-    `unplanned`: directories of runs that the plan does not name, which are ignored. `kept`: only
-    results and report are stored (`layershuffle.study.store`).
+    `images`: test images that it asks for (`None`: all), each of which runs through a model in
+    scoring `passes` times.
     """
 
-    settings: StudySettings
-    runs: tuple[TaskOutcome[RunSpec, RunResult], ...]
-    mergings: tuple[TaskOutcome[MergingSpec, MergingResult], ...] = ()
-    analyses: tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...] = ()
-    unplanned: tuple[str, ...] = ()
-    kept: bool = False
+    result: ClassVar[type[Any]]
+    name: str
+    arm: str
+    kind: str
+    images: int | None
+    passes: int
 
     @property
-    def outcomes(self) -> tuple[TaskOutcome[Any, Any], ...]:
-        """The outcomes of all tasks, in the order of the plan."""
-        return (*self.runs, *self.mergings, *self.analyses)
+    def needs(self) -> tuple[str, ...]:
+        """Names of the tasks that must be done first."""
+        return ()
+
+    def directory(self, out: Path) -> Path:
+        """Where it works: checkpoints, models, log."""
+        return out / "runs" / self.name
+
+    def run(self, out: Path, say: Say) -> ResultT:
+        """Do the task in the study's directory `out`. Raises the errors of the work."""
+        raise NotImplementedError
+
+    def read(self, stored: Stored) -> ResultT | None:
+        """Its result; `None` if it is not done. Raises pydantic's `ValidationError`."""
+        if not self.is_done(stored.facts):
+            return None
+        answer: ResultT = self.result(
+            **stored.facts[self.name], rows=stored.rows.get(self.name, ())
+        )
+        return answer
+
+    def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether `facts`, by name of the task, have its result."""
+        return self.name in facts
+
+    def continues(self, done: Any) -> bool:
+        """Whether `done`, a finished task of this name and kind, is the same in this plan."""
+        return bool(self == done)
+
+    def scored(self, sizes: Sizes) -> int | None:
+        """Images in scoring, each counted once per pass; `None` if their number is not known."""
+        counts = [count for count in (self.images, sizes.get("test")) if count is not None]
+        return min(counts) * self.passes if counts else None
+
+    def cost(self, sizes: Sizes) -> float | None:
+        """The work, in forwards of an image; `None` if a number of images is not known."""
+        return self.scored(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Task[RunResult]):
+    """One training and its evaluation.
+
+    `part`: the part of the report that it belongs to. `row`: the arm in the main table, which
+    models of several depths share; `curve`: the arm whose length of training varies.
+    """
+
+    result = RunResult
+    part: Literal["main", "budget"]
+    row: str
+    curve: str
+    settings: FitSettings
+    evaluate: EvalSettings
+
+    def model(self, out: Path) -> str:
+        """The spec of the trained model."""
+        return f"dir:{self.directory(out) / FIT_DIRECTORY}"
+
+    def run(self, out: Path, say: Say) -> RunResult:
+        from layershuffle.scoring import check_modes, evaluate_spec, score_rows
+        from layershuffle.training import fit
+
+        check_modes(self.settings, self.evaluate)  # before the training, not after it
+        fitted = fit(self.settings, self.directory(out) / FIT_DIRECTORY, on_event=_said(say))
+        started, facts = time.monotonic(), asdict(fitted)
+        say("scoring", 1.0)
+        seed = scoring_seed(self.evaluate.seed, self.settings.seed)
+        settings = self.evaluate.model_copy(update={"seed": seed})
+        scored = evaluate_spec(self.model(out), self.settings.data, settings=settings)
+        rows = score_rows(
+            scored.scores, method=self.arm, seed=self.settings.seed, draw=settings.draw
+        )
+        # The recipe asks for compiled blocks, so the report must mention eager ones.
+        if settings.compile and scored.blocks["mode"] == "eager":
+            facts["data"]["notes"].append(f"scored in eager mode: {scored.blocks['reason']}")
+        facts |= {
+            "settings_hash": facts["settings_hash"][:12],  # enough to tell settings apart
+            "eval_seconds": round(time.monotonic() - started, 2),
+            "eval_precision": settings.precision,
+            "eval_blocks": scored.blocks,
+            "eval_seed": seed,
+        }
+        return RunResult(**facts, rows=tuple(map(_rounded, rows)))
 
     @property
-    def main_analyses(self) -> tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...]:
-        """The analyses of the main arms; those along a curve are in the table of that curve."""
-        arms = {run.task.arm for run in self.runs if run.task.part == "main"}
-        return tuple(outcome for outcome in self.analyses if outcome.task.arm in arms)
+    def epochs(self) -> float:
+        """Passes over the training data; only for a run without a number of steps."""
+        return self.settings.epochs or DEFAULT_EPOCHS
+
+    def steps(self, sizes: Sizes) -> float | None:
+        """Training steps; `None` if they depend on a number of images that is not known."""
+        if self.settings.steps is not None or "train" not in sizes:
+            return self.settings.steps
+        # The last batch of an epoch may be smaller, but is a step too.
+        return self.epochs * math.ceil(sizes["train"] / self.settings.batch_size)
+
+    def cost(self, sizes: Sizes) -> float | None:
+        steps, scored = self.steps(sizes), self.scored(sizes)
+        if steps is None or scored is None:
+            return None
+        return _TRAINING_COST * steps * self.settings.batch_size + scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergingSpec(Task[MergingResult]):
+    """Merges, soups and ensembles of an arm's models. `donors`: the runs of all of its seeds."""
+
+    result = MergingResult
+    donors: tuple[RunSpec, ...]
+    options: Merging
 
     @property
-    def results(self) -> tuple[RunResult, ...]:
-        """The finished runs."""
-        return tuple(run.result for run in self.runs if run.result is not None)
+    def needs(self) -> tuple[str, ...]:
+        return tuple(run.name for run in self.donors)
+
+    def run(self, out: Path, say: Say) -> MergingResult:
+        from layershuffle.merging.scoring import score_merging
+
+        options, started = self.options.options, time.monotonic()
+        first = self.donors[0]  # the donors differ only in their seed
+        mode = first.settings.build_method().selects_by
+        rows, notes = score_merging(
+            [run.model(out) for run in self.donors],
+            first.settings.data,
+            settings=options,
+            mode=mode,  # as in the paper, merges run in the order for which they were trained
+            names=self.needs,
+            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+        )
+        return MergingResult(
+            **_facts_of(options, started=started, precision=options.precision),
+            donors=list(self.needs),
+            mode=mode,
+            notes=notes,
+            rows=tuple(_rounded(row).model_copy(update={"arm": self.arm}) for row in rows),
+        )
+
+    def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
+        # A merging is repeated if its arm has got more seeds, hence more donors.
+        return facts.get(self.name, {}).get("donors") == list(self.needs)
+
+    def continues(self, done: Any) -> bool:
+        # Not all of `options`, whose list of arms may grow without a change to this arm.
+        return set(done.needs) <= set(self.needs) and done.options.options == self.options.options
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalysisSpec(Task[AnalysisResult]):
+    """One analysis of the model of one run."""
+
+    result = AnalysisResult
+    model: RunSpec
+    options: AnalysisTask
 
     @property
-    def rows(self) -> tuple[ScoreRow, ...]:
-        """The rows of all finished runs, in the order of the plan."""
-        return tuple(row for result in self.results for row in result.rows)
+    def needs(self) -> tuple[str, ...]:
+        return (self.model.name,)
+
+    def run(self, out: Path, say: Say) -> AnalysisResult:
+        from layershuffle.analysis import run_analysis
+
+        options, started = self.options.options, time.monotonic()
+        files = self.directory(out) / "files"
+        run_analysis(
+            self.options.name,
+            self.model.model(out),
+            data_spec=self.model.settings.data,
+            settings=options,
+            out=files,
+            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+        )
+        answer = json.loads((files / "summary.json").read_text(encoding="utf-8"))
+        (out / FIGURES).mkdir(exist_ok=True)
+        for picture in [*files.glob("*.png")] or files.glob("*.svg"):
+            shutil.copy(picture, out / FIGURES / f"{self.name}-{picture.name}")
+        return AnalysisResult(
+            **_facts_of(options, started=started),
+            title=answer["title"],
+            paragraph=answer.get("paragraph", ""),
+            facts=_numbers(answer["facts"]),
+        )
 
 
-def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[SpecT, ResultT]:
-    """The outcome of `task` in the study's directory `out`, as a model of `kind`. Raises
-    `StudyError` or `DataError` for a broken file."""
-    directory = task.directory(out)
-    failure = directory / FAILURE_FILE
-    if not (directory / RESULT_FILE).exists():
-        # A run that was killed between its scores and result.json is not done, and resumes.
-        if failure.exists():
-            # A full disk may have truncated the text within a character.
-            text = failure.read_text(encoding="utf-8", errors="replace").strip()
-            return TaskOutcome(task=task, state="failed", failure=text)
-        return TaskOutcome(task=task, state="missing")
-    place = directory / RESULT_FILE
-    try:
-        fields = _json_object(place)
-        # pydantic models have a method of the name `schema`.
-        fields["schema_version"] = fields.pop("schema", 1)
-        if isinstance(task, AnalysisSpec):
-            # It is written before result.json, so it is complete.
-            place = directory / "files" / "summary.json"
-            fields = {**_json_object(place), "seconds": fields.get("seconds")}
-            names = (name for name in fields.get("files", ()) if name.endswith(".svg"))
-            inside = task.directory(Path()) / "files"
-            fields["pictures"] = tuple((inside / name).as_posix() for name in names)
-        result = check_result(fields, kind, task=task, place=place)
-        if isinstance(task, RunSpec):
-            scores = read_rows(directory / "results.csv", ScoreRow, hint=AGAIN)
-            # A copied file would pass every other check.
-            if {(row.method, row.seed) for row in scores} != {(task.arm, task.settings.seed)}:
-                raise _another_study("results.csv holds other scores", directory)
-            result = result.model_copy(update={"rows": scores})
-        elif isinstance(task, MergingSpec):
-            merges = read_rows(directory / "results.csv", MergingRow, hint=AGAIN)
-            result = result.model_copy(update={"rows": merges})
-    except FileNotFoundError as error:
-        cause = f"A finished task has no {Path(error.filename).name}"
-        raise StudyError(cause, place=directory, hint=AGAIN) from error
-    except (OSError, ValueError) as error:
-        raise StudyError(
-            f"The file is cut off or cannot be read ({one_line(error)})", place=place, hint=AGAIN
-        ) from error
-    return TaskOutcome(task=task, state="done", result=result)
+AnyTask = RunSpec | MergingSpec | AnalysisSpec
 
 
-def check_result(
-    fields: dict[str, Any], kind: type[ResultT], *, task: Task, place: Path
-) -> ResultT:
-    """The fields of a result as a model that agrees with its task. Raises `StudyError`."""
-    try:
-        result = kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])).replace("schema_version", "schema")
-        # A result of a later version is intact, so users should not be advised to delete it.
-        hint = _OTHER_VERSION if name == "schema" else AGAIN
-        raise StudyError(
-            f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=hint
-        ) from error
-    # A result with the right name may come from another study or an older recipe.
-    if isinstance(task, RunSpec) and isinstance(result, RunResult):
-        settings = task.settings
-        planned = (task.name, task.arm, settings.method, settings.seed)
-        method, _ = current_method(result.method, {})
-        if (result.run, result.arm, method, result.seed) != planned:
-            raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
-        for name in _position_forms(settings):
-            form, stored = asdict(getattr(settings, name)), result.settings.get(name, {})
-            # The default forms have changed since some results were written, which lack `init`.
-            if name == "prediction" and stored:
-                stored = {"init": "default", **stored}
-            if changed := [field for field in stored if stored[field] != form.get(field)]:
-                trained_with = ", ".join(f"{name}.{field} {stored[field]}" for field in changed)
-                raise _another_study(f"{result.run} was trained with {trained_with}", place)
-    return result
+def scoring_seed(seed: int, model: int) -> int:
+    """Seed of the orders that a model is scored under.
+
+    It is the same for all arms, which can then be compared order by order. It differs between
+    models, so the spread over models includes that over orders, and from the run's own seed, whose
+    orders picked the checkpoint.
+    """
+    return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
-def _position_forms(settings: FitSettings) -> list[str]:
-    """The settings of the position parts that the method trains."""
-    return {"encode": ["encoding"], "predict": ["prediction"]}.get(
-        settings.build_method().position, []
-    )
+def orders_of(scoring: EvalSettings, kept: int | None) -> int:
+    """The number of orders under which a model is scored; `kept`: its depth, if it is known."""
+    modes = parse_modes(scoring.modes)
+    return sum(mode.draws(scoring.num_orders, depth=kept or _ANY_DEPTH) for mode in modes)
 
 
-def _another_study(cause: str, place: Path) -> StudyError:
-    return StudyError(
-        f"{cause}, not what the plan has here",
-        place=place,
-        hint="the directory holds another study: choose a new --out",
-    )
+def _said(say: Say) -> Callable[[dict[str, Any]], None]:
+    steps = 1
+
+    def listen(event: dict[str, Any]) -> None:
+        nonlocal steps
+        if event["kind"] == "start":
+            steps = event["steps"]
+            say(f"step {event['at']}/{steps}", event["at"] / steps)
+        elif event["kind"] == "log":
+            step = event["step"]
+            say(f"step {step}/{steps}, loss {event['loss']:.3f}", step / steps)
+
+    return listen
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(fields, dict):
-        raise ValueError("it holds no JSON object")
-    return fields
+def _rounded(row: AnyRow) -> AnyRow:
+    """The row with as many decimals as the files of scores have."""
+    values = {name: round(getattr(row, name), count) for name, count in _DIGITS.items()}
+    return row.model_copy(update=values)
+
+
+def _numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The single numbers of nested facts; lists stay in the files of the analysis."""
+    return {
+        name: _numbers(value) if isinstance(value, Mapping) else value
+        for name, value in facts.items()
+        if isinstance(value, Mapping | int | float)
+    }
+
+
+def _facts_of(options: Any, *, started: float, precision: str = "fp32") -> dict[str, Any]:
+    from layershuffle.machine import hardware, versions
+
+    return {
+        "options": options.model_dump(mode="json"),
+        "settings_hash": digest(options),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.monotonic() - started, 2),
+        "hardware": hardware(precision),
+        "versions": versions(),
+    }

@@ -2,38 +2,76 @@
 
 Every claim has a criterion, written down before the study was scored but with smaller studies
 known. The criteria of claims 4, 6, 7, 16 and 17 were rewritten when the reasons for their failures
-had been measured (research/log.md).
+had been measured (research/log.md). Differences are between means over models, paired over the
+seeds that both arms have; if they share none, as merges and single models, the 95 % interval is
+Welch's (1947).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
-from layershuffle.stats import compare, deviation, equal_spreads, mean
-from layershuffle.study.summary import Column, Summary
-from layershuffle.study.verdicts import (
-    CLAIMS,
-    PAR,
-    SLIGHT,
-    Judgement,
-    PaperClaim,
-    Verdict,
-    between,
-    claim,
-    grade,
-)
+from layershuffle.stats import Difference, compare, deviation, equal_spreads, mean
+from layershuffle.study.paper.summary import Column, Summary
 
+Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
+Judgement = tuple[Verdict, str] | None
+"""The verdict and the numbers behind it; `None` if the study lacks the scores."""
+Judge = Callable[[Summary], Judgement]
+SLIGHT = 2.0  # points that count as a slight difference
+PAR = 5.0  # points that still count as on a par
 # Merges share their donors, so they are no independent sample of merges of other models.
 _OVER_MERGES = " (over merges of these models)"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaperClaim:
+    """A claim of the paper and its place, our criterion, and the function that judges it."""
+
+    says: str
+    where: str
+    criterion: str
+    judge: Judge
+
+
+CLAIMS: list[PaperClaim] = []
+"""Filled by `claim`, in the order of this file, which the report keeps."""
+
+
+def claim(where: str, criterion: str) -> Callable[[Judge], None]:
+    """Add a claim that the decorated function judges, and that its docstring states."""
+
+    def add(judge: Judge) -> None:
+        says = " ".join((judge.__doc__ or "").split()).removesuffix(".")
+        CLAIMS.append(PaperClaim(says=says, where=where, criterion=criterion, judge=judge))
+
+    return add
+
+
+def grade(holds: bool, partly: bool = False) -> Verdict:
+    """The verdict of a criterion that was measured."""
+    if holds:
+        return "holds"
+    return "holds partly" if partly else "does not hold"
+
+
+def gap_of(
+    s: Summary, arms: tuple[str, str], *, mode: str, kept: int | None = None, models: int = 1
+) -> Difference | None:
+    """The difference of two arms; `None` if one of them has fewer than so many models."""
+    pair = [s.means(arm, mode, kept=kept) for arm in arms]
+    return compare(*pair) if min(map(len, pair)) >= models else None
+
+
 @claim(
-    says="With arbitrary order the ordinary model fails, LayerShuffle works",
-    where="Table 1",
-    criterion="baseline keeps at most a tenth, LayerShuffle at least half of the baseline's "
-    "sequential top-1",
+    "Table 1",
+    "baseline keeps at most a tenth, LayerShuffle at least half of the baseline's sequential top-1",
 )
 def _works_in_any_order(s: Summary) -> Judgement:
+    """With arbitrary order the ordinary model fails, LayerShuffle works."""
     base, shuffled = s.means("baseline", "sequential"), s.means("baseline", "arbitrary")
     ours = s.means("layershuffle", "arbitrary")
     if not (base and shuffled and ours):
@@ -46,12 +84,11 @@ def _works_in_any_order(s: Summary) -> Judgement:
 
 
 @claim(
-    says="The price of arbitrary order is about 20 % of accuracy (19.84 points)",
-    where="abstract, Table 1",
-    criterion="baseline sequential minus LayerShuffle arbitrary within 5 points of 19.84; "
-    "partly if less",
+    "abstract, Table 1",
+    "baseline sequential minus LayerShuffle arbitrary within 5 points of 19.84; partly if less",
 )
 def _price_of_arbitrary_order(s: Summary) -> Judgement:
+    """The price of arbitrary order is about 20 % of accuracy (19.84 points)."""
     base, ours = s.means("baseline", "sequential"), s.means("layershuffle", "arbitrary")
     # Without a correct answer of the baseline there is no loss, and no share of its accuracy.
     if not (base and ours) or mean(base) == 0:
@@ -63,13 +100,12 @@ def _price_of_arbitrary_order(s: Summary) -> Judgement:
 
 
 @claim(
-    says="LayerShuffle models are better in sequential than in arbitrary order, and below the "
-    "ordinary model",
-    where="section 4.1, Table 1",
-    criterion="sequential above arbitrary, and below the sequential baseline, both intervals "
-    "apart from 0",
+    "section 4.1, Table 1",
+    "sequential above arbitrary, and below the sequential baseline, both intervals apart from 0",
 )
 def _sequential_in_between(s: Summary) -> Judgement:
+    """LayerShuffle models are better in sequential than in arbitrary order, and below the
+    ordinary model."""
     ours, shuffled = (s.means("layershuffle", mode) for mode in ("sequential", "arbitrary"))
     base = s.means("baseline", "sequential")
     if min(len(ours), len(shuffled), len(base)) < 2:
@@ -83,13 +119,13 @@ def _sequential_in_between(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Telling a block its position helps only slightly",
-    where="Table 1 (+0.84 points)",
-    criterion="of the starts of the encoding that the study tried, the one with the lowest "
+    "Table 1 (+0.84 points)",
+    "of the starts of the encoding that the study tried, the one with the lowest "
     "cross-entropy on held-out images: the interval of the difference lies above 0 and below "
     f"{SLIGHT:g} points; partly if it reaches beyond either, with the difference itself inside",
 )
 def _position_helps_slightly(s: Summary) -> Judgement:
+    """Telling a block its position helps only slightly."""
     starts = s.held_out("layershuffle-position")
     ours = s.means("layershuffle", "arbitrary")
     scores = {arm: s.means(arm, "arbitrary") for arm in sorted(starts, key=starts.__getitem__)}
@@ -102,29 +138,26 @@ def _position_helps_slightly(s: Summary) -> Judgement:
     return grade(inside, 0 < best.points < SLIGHT), "; ".join(texts)
 
 
-claim(
-    says="Predicting the position costs a little",
-    where="Table 1 (-1.59 points)",
-    criterion=f"the interval of the difference lies below 0 and above -{SLIGHT:g} points; "
+@claim(
+    "Table 1 (-1.59 points)",
+    f"the interval of the difference lies below 0 and above -{SLIGHT:g} points; "
     "partly if it reaches beyond either, with the difference itself inside",
-)(
-    between(
-        ("layershuffle-predict", "arbitrary", None),
-        ("layershuffle", "arbitrary", None),
-        holds=(-SLIGHT, 0.0),
-        partly=(-SLIGHT, 0.0),
-        interval=True,
-    )
 )
+def _predict_costs_a_little(s: Summary) -> Judgement:
+    """Predicting the position costs a little."""
+    gap = gap_of(s, ("layershuffle-predict", "layershuffle"), mode="arbitrary", models=2)
+    if gap is None:
+        return None
+    return grade(gap.low > -SLIGHT and gap.high < 0, -SLIGHT < gap.points < 0), str(gap)
 
 
 @claim(
-    says="LayerShuffle-predict varies most between models",
-    where="Table 1 (1.06 against 0.41 and 0.23)",
-    criterion="largest standard deviation over models in arbitrary order of the three variants; "
+    "Table 1 (1.06 against 0.41 and 0.23)",
+    "largest standard deviation over models in arbitrary order of the three variants; "
     "undecided unless the spreads differ (Brown and Forsythe's test, 5 %)",
 )
 def _predict_varies_most(s: Summary) -> Judgement:
+    """LayerShuffle-predict varies most between models."""
     arms = ("layershuffle", "layershuffle-position", "layershuffle-predict")
     spreads = {
         arm: spread for arm in arms if (spread := deviation(s.means(arm, "arbitrary"))) is not None
@@ -144,11 +177,11 @@ def _predict_varies_most(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Blocks know their position: it is predicted right in 99.99 % of cases",
-    where="section 4.1",
-    criterion="at least 99 % on test images by the heads of the longest training; partly from 90 %",
+    "section 4.1",
+    "at least 99 % on test images by the heads of the longest training; partly from 90 %",
 )
 def _position_is_predicted(s: Summary) -> Judgement:
+    """Blocks know their position: it is predicted right in 99.99 % of cases."""
     # The names of the sources in `analysis/position.py`.
     heads = ("sources", "the model's own prediction part", "accuracy")
     probes = ("sources", "probe on the block's output", "accuracy")
@@ -169,59 +202,48 @@ def _position_is_predicted(s: Summary) -> Judgement:
 
 
 @claim(
-    says="In sequential order LayerShuffle prunes like LayerDrop at 6 blocks, slightly worse "
-    "at 9, better at 3",
-    where="Figure 1b",
-    criterion="LayerShuffle minus LayerDrop: within 5 points of 0 at 6, between -10 and 0 at 9, "
+    "Figure 1b",
+    "LayerShuffle minus LayerDrop: within 5 points of 0 at 6, between -10 and 0 at 9, "
     "above 0 with its interval at 3; partly if one or two of the three",
 )
 def _prunes_like_layerdrop(s: Summary) -> Judgement:
-    pairs = {
-        kept: [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
+    """In sequential order LayerShuffle prunes like LayerDrop at 6 blocks, slightly worse at
+    9, better at 3."""
+    gaps = {
+        kept: gap_of(s, ("layershuffle", "layerdrop"), mode="sequential", kept=kept, models=2)
         for kept in (9, 6, 3)
     }
-    if any(len(means) < 2 for pair in pairs.values() for means in pair):
+    nine, six, three = gaps.values()
+    if nine is None or six is None or three is None:
         return None
-    gaps = {kept: compare(*pair) for kept, pair in pairs.items()}
-    parts = (abs(gaps[6].points) <= PAR, -2 * PAR <= gaps[9].points <= 0, gaps[3].low > 0)
+    parts = (abs(six.points) <= PAR, -2 * PAR <= nine.points <= 0, three.low > 0)
     text = ", ".join(f"{gap} with {kept}" for kept, gap in gaps.items())
     return grade(all(parts), any(parts)), f"LayerShuffle minus LayerDrop: {text}"
 
 
-claim(
-    says="LayerDrop comes close to the ordinary model's accuracy with all blocks",
-    where="Figure 1b",
-    criterion=f"within {SLIGHT:g} points below the baseline in sequential order; partly within 5",
-)(
-    between(
-        ("layerdrop", "sequential", None),
-        ("baseline", "sequential", None),
-        holds=(-SLIGHT, inf),
-        partly=(-PAR, inf),
-    )
-)
-
-
-claim(
-    says="Models refined at 9 blocks are like LayerDrop pruned to 9",
-    where="Figure 1b",
-    criterion=f"within {SLIGHT:g} points in sequential order; partly within 5",
-)(
-    between(
-        ("truncated", "sequential", 9),
-        ("layerdrop", "sequential", 9),
-        holds=(-SLIGHT, SLIGHT),
-        partly=(-PAR, PAR),
-    )
-)
-
-
 @claim(
-    says="Models refined at 3 and 6 blocks are significantly better there than a pruned one",
-    where="Figure 1b",
-    criterion="above LayerShuffle and LayerDrop in sequential order at both, intervals apart",
+    "Figure 1b", f"within {SLIGHT:g} points below the baseline in sequential order; partly within 5"
 )
+def _layerdrop_keeps_accuracy(s: Summary) -> Judgement:
+    """LayerDrop comes close to the ordinary model's accuracy with all blocks."""
+    gap = gap_of(s, ("layerdrop", "baseline"), mode="sequential")
+    return None if gap is None else (grade(gap.points >= -SLIGHT, gap.points >= -PAR), str(gap))
+
+
+@claim("Figure 1b", f"within {SLIGHT:g} points in sequential order; partly within 5")
+def _refined_at_nine(s: Summary) -> Judgement:
+    """Models refined at 9 blocks are like LayerDrop pruned to 9."""
+    gap = gap_of(s, ("truncated", "layerdrop"), mode="sequential", kept=9)
+    return (
+        None
+        if gap is None
+        else (grade(abs(gap.points) <= SLIGHT, abs(gap.points) <= PAR), str(gap))
+    )
+
+
+@claim("Figure 1b", "above LayerShuffle and LayerDrop in sequential order at both, intervals apart")
 def _refined_at_depth_is_better(s: Summary) -> Judgement:
+    """Models refined at 3 and 6 blocks are significantly better there than a pruned one."""
     texts, apart = [], []
     for kept in (3, 6):
         refined = s.means("truncated", "sequential", kept=kept)
@@ -236,13 +258,13 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
 
 
 @claim(
-    says="In arbitrary order LayerShuffle alone survives pruning, and degrades gracefully",
-    where="Figure 1c",
-    criterion="at 9 and 6 blocks LayerDrop and the models refined there keep at most a tenth of "
+    "Figure 1c",
+    "at 9 and 6 blocks LayerDrop and the models refined there keep at most a tenth of "
     "LayerShuffle's top-1 (at 3 the paper has an exception); LayerShuffle keeps half of its "
     "top-1 at 9",
 )
 def _alone_in_arbitrary_order(s: Summary) -> Judgement:
+    """In arbitrary order LayerShuffle alone survives pruning, and degrades gracefully."""
     full, nine = (s.means("layershuffle", "arbitrary", kept=kept) for kept in (None, 9))
     if not (full and nine):
         return None
@@ -265,12 +287,11 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
 
 
 @claim(
-    says="The 3-block model did well in arbitrary order because one of 5 draws was the identity",
-    where="section 4.2",
-    criterion="on draws other than the identity its top-1 falls to at most a third of the "
-    "identity's",
+    "section 4.2",
+    "on draws other than the identity its top-1 falls to at most a third of the identity's",
 )
 def _identity_draw(s: Summary) -> Judgement:
+    """The 3-block model did well in arbitrary order because one of 5 draws was the identity."""
     cell = s.cell("truncated", Column("arbitrary", 3))
     # Scores with a new order for every batch have no order.
     rows = [] if cell is None else [row for row in cell.rows if row.order]
@@ -286,12 +307,11 @@ def _identity_draw(s: Summary) -> Judgement:
 
 
 @claim(
-    says="A block's output depends on its position",
-    where="Figure 4",
-    criterion="neighbours of an output share its position (+-1) at least 1.5 times as often as "
-    "by chance",
+    "Figure 4",
+    "neighbours of an output share its position (+-1) at least 1.5 times as often as by chance",
 )
 def _outputs_depend_on_position(s: Summary) -> Judgement:
+    """A block's output depends on its position."""
     # The mean token shows more than the class token: on digit pairs 58 % of its neighbours are at
     # most one position away, against 33 %.
     share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
@@ -303,12 +323,12 @@ def _outputs_depend_on_position(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Outputs at the first positions lie apart from the rest",
-    where="Figure 4, section 4.3",
-    criterion="outputs at position 0, or at 0 and 1, detached (`analysis/umap.py`) in at least "
+    "Figure 4, section 4.3",
+    "outputs at position 0, or at 0 and 1, detached (`analysis/umap.py`) in at least "
     "half of the blocks, by class or mean token; partly if in any block",
 )
 def _early_positions_lie_apart(s: Summary) -> Judgement:
+    """Outputs at the first positions lie apart from the rest."""
     blocks = s.fact("umap", "layershuffle", path=("blocks",))
     detached = {
         token: count
@@ -324,12 +344,13 @@ def _early_positions_lie_apart(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Merged LayerShuffle models lose nothing (abstract; the paper's own Table 2: 3.09 points)",
-    where="abstract, section 4.4",
-    criterion="of the arms that were merged, the one that loses least: the interval of merges "
+    "abstract, section 4.4",
+    "of the arms that were merged, the one that loses least: the interval of merges "
     "minus single models reaches 0 or lies above; partly if they lose at most 5 points",
 )
 def _merges_lose_little(s: Summary) -> Judgement:
+    """Merged LayerShuffle models lose nothing (abstract; the paper's own Table 2: 3.09
+    points)."""
     pairs = {
         arm: (s.merging(arm, "merge"), s.merging(arm, "donor"))
         for arm in s.merged_arms("layershuffle")
@@ -349,12 +370,12 @@ def _merges_lose_little(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Merges of ordinary models are unusable",
-    where="Table 2 (82.61 to 1.87)",
-    criterion="merged baselines keep at most a tenth of the single models' top-1; partly if only "
+    "Table 2 (82.61 to 1.87)",
+    "merged baselines keep at most a tenth of the single models' top-1; partly if only "
     "those do whose places take blocks of other places (random slots), or if up to a half is left",
 )
 def _merged_baselines_fail(s: Summary) -> Judgement:
+    """Merges of ordinary models are unusable."""
     merged, single = (s.merging("baseline", kind) for kind in ("merge", "donor"))
     random = s.merging("baseline", "merge", name="random slots")
     if not (merged and single):
@@ -370,12 +391,12 @@ def _merged_baselines_fail(s: Summary) -> Judgement:
 
 
 @claim(
-    says="Merged LayerShuffle models vary more than single ones",
-    where="section 4.4 (1.15 against 0.41)",
-    criterion="standard deviation over merges, each in one order, above that over (single "
+    "section 4.4 (1.15 against 0.41)",
+    "standard deviation over merges, each in one order, above that over (single "
     "model, order) scores",
 )
 def _merges_vary_more(s: Summary) -> Judgement:
+    """Merged LayerShuffle models vary more than single ones."""
     # Over single orders on both sides, because a merge is scored in one order, a model in several.
     rows = s.merging_rows("layershuffle")
     single, merged = (
@@ -388,11 +409,11 @@ def _merges_vary_more(s: Summary) -> Judgement:
 
 
 @claim(
-    says="An ensemble of the 12 models is clearly better than one",
-    where="Table 2 (+6.43 points)",
-    criterion=f"more than {SLIGHT:g} points above the single models; partly if above at all",
+    "Table 2 (+6.43 points)",
+    f"more than {SLIGHT:g} points above the single models; partly if above at all",
 )
 def _ensemble_is_better(s: Summary) -> Judgement:
+    """An ensemble of the 12 models is clearly better than one."""
     ensemble, single = (s.merging("layershuffle", kind) for kind in ("ensemble", "donor"))
     if not (ensemble and single):
         return None

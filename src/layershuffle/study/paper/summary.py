@@ -5,16 +5,15 @@ Pure: from `Study` to `Summary`, no files. Tables, figures and report take their
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layershuffle.results import CHOICES, DRAWS, MODES, MergingRow, ScoreRow, by_model
 from layershuffle.stats import Estimate, estimate, mean
-from layershuffle.study.paper import PaperNumber, paper_number
-from layershuffle.study.plan import RunSpec
-from layershuffle.study.tasks import Study
+from layershuffle.study.paper.markdown import printable
+from layershuffle.study.paper.numbers import PaperNumber, paper_number
+from layershuffle.study.store import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
@@ -35,28 +34,8 @@ class ScoreCell:
     kept: int
     choose: str
     draw: str
-    parallel: int
-    passes: int
     top1: Estimate
-    top5: Estimate
-    cross_entropy: Estimate
     rows: tuple[ScoreRow, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every block ran once, one after the other, as in the paper."""
-        return self.parallel == self.passes == 1
-
-    @property
-    def order(self) -> str:
-        """The kind of its orders in words: "arbitrary", "arbitrary, 3 side by side, 2 passes"."""
-        rounds = f", {self.parallel} side by side" if self.parallel > 1 else ""
-        return self.mode + rounds + (f", {self.passes} passes" if self.passes > 1 else "")
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds in which the blocks ran: the length of the longest chain of blocks."""
-        return self.passes * -(-self.kept // self.parallel)
 
     @property
     def model_means(self) -> dict[int, float]:
@@ -78,14 +57,12 @@ class Summary:
     """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
 
     `choose`: how the pruned columns of the main table choose their blocks ("" if none is pruned).
-    `cells`: one block after the other, each once; `others`: rounds of several blocks or several
-    passes, which the paper does not have.
+    `cells`: one block after the other, each once. The paper has no others.
     """
 
     study: Study
     arms: tuple[str, ...]
     cells: tuple[ScoreCell, ...]
-    others: tuple[ScoreCell, ...]
     depth: int
     choose: str
 
@@ -114,14 +91,15 @@ class Summary:
 
         Empty if several arms cannot be compared by it, because of other metrics or test images.
         """
-        runs = [r for r in self.study.results if r.method == method and r.arm in self.arms]
-        picked_on_test = any(run.paper_protocol for run in runs)
-        incomparable = picked_on_test or len({run.selected.metric for run in runs}) > 1
-        if incomparable and len({run.arm for run in runs}) > 1:
-            return {}
         values: dict[str, list[float]] = {}
-        for run in runs:
-            values.setdefault(run.arm, []).append(run.selected.value)
+        metrics, picked_on_test = set[str](), False
+        for task, result in self.study.results:
+            if task.settings.method == method and task.row in self.arms:
+                values.setdefault(task.arm, []).append(result.selected.value)
+                metrics.add(result.selected.metric)
+                picked_on_test = picked_on_test or result.paper_protocol
+        if (picked_on_test or len(metrics) > 1) and len(values) > 1:
+            return {}
         return {arm: mean(losses) for arm, losses in values.items()}
 
     def lengths(self, arm: str) -> dict[int, str]:
@@ -130,7 +108,7 @@ class Summary:
         return {
             run.result.steps: run.task.arm
             for run in reversed(self.study.runs)
-            if run.result and (run.task.arm == arm or base_arm(run.task) == arm)
+            if run.result and run.task.curve == arm
         }
 
     def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
@@ -200,38 +178,39 @@ def summarise(study: Study) -> Summary:
     Figure 1b.
     """
     runs = [run for run in study.runs if run.task.part == "main"]
-    arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
-    groups: dict[tuple[int, ...], list[ScoreRow]] = {}
-    rows: list[ScoreRow] = []
+    arms = tuple(dict.fromkeys(run.task.row for run in runs))
+    groups: dict[tuple[str, str, int, str, str], list[ScoreRow]] = {}
     for run in runs:
         for row in run.result.rows if run.result else ():
-            # Most blocks first, as in the tables.
-            place = (arms.index(shown_arm(run.task)), MODES.index(row.mode), -row.kept)
-            drawn = (CHOICES.index(row.choose), DRAWS.index(row.draw))
-            key = (*place, *drawn, row.parallel, row.passes)
-            groups.setdefault(key, []).append(row)
-            rows.append(row)
-    choices = {row.choose for row in rows} - {""}
-    cells = [_cell(groups[key], arm=arms[key[0]]) for key in sorted(groups)]
+            if row.parallel == row.passes == 1:
+                key = (run.task.row, row.mode, row.kept, row.choose, row.draw)
+                groups.setdefault(key, []).append(row)
+
+    def place(cell: ScoreCell) -> tuple[int, ...]:
+        # Most blocks first, as in the tables.
+        which = (CHOICES.index(cell.choose), DRAWS.index(cell.draw))
+        return (arms.index(cell.arm), MODES.index(cell.mode), -cell.kept, *which)
+
+    cells = [
+        ScoreCell(
+            arm=arm,
+            mode=mode,
+            kept=kept,
+            choose=choose,
+            draw=draw,
+            top1=estimate_of(rows),
+            rows=tuple(rows),
+        )
+        for (arm, mode, kept, choose, draw), rows in groups.items()
+    ]
+    rows = [row for group in groups.values() for row in group]
     return Summary(
         study=study,
         arms=arms,
-        cells=tuple(cell for cell in cells if cell.is_plain),
-        others=tuple(cell for cell in cells if not cell.is_plain),
+        cells=tuple(sorted(cells, key=place)),
         depth=max(map(_depth_shown, rows), default=0),
-        choose=min(choices, key=CHOICES.index, default=""),
+        choose=min({row.choose for row in rows} - {""}, key=CHOICES.index, default=""),
     )
-
-
-def shown_arm(run: RunSpec) -> str:
-    """The arm in the tables of a run: "truncated-3" and "truncated-6" share "truncated"."""
-    return re.sub(r"-\d+$", "", run.arm) if run.settings.method == "truncated" else run.arm
-
-
-def base_arm(run: RunSpec) -> str:
-    """The arm of a budget run without its length: "layershuffle" for "layershuffle-500-steps"."""
-    # Only for budget runs, because the name of another arm may end like this, too.
-    return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
 def label(arm: str) -> str:
@@ -243,40 +222,16 @@ def label(arm: str) -> str:
     return clean
 
 
-def printable(text: str) -> str:
-    """`text` on one line without control characters (they could drive the reader's terminal)."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-
-
 def _depth_shown(row: ScoreRow) -> int:
     """The least number of blocks of the model, according to this row."""
     # A score with fewer blocks shows the depth only by its highest block id.
-    # A block id follows the start, a comma or a plus; "@" precedes a version.
-    blocks = re.findall(r"(?:^|[,+])(\d+)", row.order)
-    return max([row.kept, *(int(block) + 1 for block in blocks)])
+    return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
 
 
-def _cell(rows: Sequence[ScoreRow], *, arm: str) -> ScoreCell:
-    first = rows[0]
+def estimate_of(rows: Sequence[ScoreRow]) -> Estimate:
+    """Top-1 of rows of one condition, over their seeds and orders."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.seed, []).append(row.top1)
     # The fewest images give the widest interval.
-    images = min(row.n for row in rows)
-    seeds = sorted({row.seed for row in rows})
-
-    def of(name: str, *, percent: bool = True) -> Estimate:
-        scores = {s: [float(getattr(r, name)) for r in rows if r.seed == s] for s in seeds}
-        effective = getattr(first, f"{name}_n", None)
-        return estimate(scores, images=images, effective=effective, percent=percent)
-
-    return ScoreCell(
-        arm=arm,
-        mode=first.mode,
-        kept=first.kept,
-        choose=first.choose,
-        draw=first.draw,
-        parallel=first.parallel,
-        passes=first.passes,
-        top1=of("top1"),
-        top5=of("top5"),
-        cross_entropy=of("cross_entropy", percent=False),
-        rows=tuple(rows),
-    )
+    return estimate(scores, images=min(row.n for row in rows), effective=rows[0].top1_n)

@@ -1,0 +1,229 @@
+"""The figures of the report: bars of all arms, Figures 1b and 1c, the budget curve, Figure 5.
+
+The paper's own axis of Figure 1 counts removed blocks in its caption and kept blocks in its text;
+ours always counts blocks kept. The same summary gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from layershuffle.plotting import GROUND, INK, RULE, legend_below, new_figure, style_axes
+from layershuffle.stats import Estimate, mean
+from layershuffle.study.paper.numbers import PaperNumber
+from layershuffle.study.paper.summary import Column, Summary, label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Style = tuple[str, str, Literal["-", "--", "-.", ":"]]
+# One style per arm, in the order of the plan: colour, marker and dash differ together, so no reader
+# depends on colour. Mostly Okabe and Ito's colours, without the pale ones.
+STYLES: tuple[Style, ...] = (
+    ("#5d6975", "o", "--"),
+    ("#0072b2", "s", "-"),
+    ("#d55e00", "^", "-."),
+    ("#00875f", "D", "-"),
+    ("#a0397e", "v", ":"),
+    ("#8a6d00", "P", "--"),
+    ("#007f99", "X", "-."),
+    ("#6a4fb3", "*", "-"),
+    ("#b3400f", "<", ":"),
+    ("#3d6b1f", ">", "--"),
+)
+# These look the same in every study.
+_OWN = dict(zip(("baseline", "layershuffle", "layerdrop", "anyorder"), STYLES, strict=False))
+PANELS = {
+    "sequential": "Sequential order (the paper's Figure 1b)",
+    "arbitrary": "Arbitrary order (the paper's Figure 1c)",
+}
+ARMS_PER_PANEL = 5  # more lines cannot be told apart
+MOST_ARMS = 3 * ARMS_PER_PANEL
+# Horizontal offsets in blocks, between the outermost arms of a panel and between an arm's point and
+# the paper's, which separate intervals of near values.
+_DODGE, _PAPER_SHIFT = 0.3, 0.04
+_GOLDEN = 0.618  # the share of a row between one dot and the next: neighbours lie far apart
+
+
+def arm_style(summary: Summary, arm: str) -> Style:
+    """Colour, marker and dash of an arm, the same in every figure."""
+    if arm in _OWN:
+        return _OWN[arm]
+    others = [style for style in STYLES if style not in _OWN.values()]
+    arms = [name for name in (*summary.arms, arm) if name not in _OWN]
+    turn, index = divmod(arms.index(arm), len(others))
+    # Repeated colours have other markers and dashes.
+    _, marker, dash = others[(index + turn) % len(others)]
+    return others[index][0], marker, dash
+
+
+def draw_bars(summary: Summary) -> Figure:
+    """Top-1 of every arm with all blocks: in order (pale) and in arbitrary order, as bars."""
+    arms = [arm for arm in summary.arms if summary.means(arm, "arbitrary")]
+    figure = new_figure(6.4, 0.6 + 0.42 * len(arms))
+    axes = figure.subplots()
+    style_axes(axes)
+    for place, arm in enumerate(arms):
+        for mode, shift, alpha, words in (
+            ("sequential", -0.2, 0.35, " in order"),
+            ("arbitrary", 0.2, 1.0, ""),
+        ):
+            top1 = summary.means(arm, mode)
+            if top1:
+                at, width, colour = place + shift, mean(top1), arm_style(summary, arm)[0]
+                axes.barh(at, width, height=0.36, color=colour, alpha=alpha)
+                axes.text(width + 1, at, f"{width:.1f}{words}", va="center", fontsize=8)
+    axes.set_yticks(range(len(arms)), [label(arm) for arm in arms], parse_math=False)
+    axes.set(xlim=(0, 116), ylim=(len(arms) - 0.5, -0.5), xticks=range(0, 101, 20))
+    axes.set_xlabel("images of 100 right", color=INK)
+    return figure
+
+
+def draw_figure(summary: Summary) -> Figure:
+    """Figures 1b and 1c: a panel per mode, with a line with 95 % intervals per arm.
+
+    A panel has at most `ARMS_PER_PANEL` arms; further arms get more rows, each with a legend. The
+    paper's points are hollow, beside ours; "~" marks those that its text only describes.
+    """
+    arms = arms_drawn(summary)
+    count = max(1, -(-len(arms) // ARMS_PER_PANEL))
+    figure = new_figure(9.2, 4.4 * count)
+    for row, part in enumerate(figure.subfigures(count, 1, squeeze=False)[:, 0]):
+        part.set_facecolor("none")
+        shown = arms[len(arms) * row // count : len(arms) * (row + 1) // count]
+        # One scale for all panels, because their heights are compared.
+        panels = part.subplots(1, len(PANELS), sharey=True, squeeze=False)[0]
+        entries: dict[str, Any] = {}
+        for axes, mode in zip(panels, PANELS, strict=True):
+            entries |= _draw_panel(axes, summary, mode, shown)
+        panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
+        legend_below(part, [(handle, name) for name, handle in entries.items()])
+    return figure
+
+
+def arms_drawn(summary: Summary) -> tuple[str, ...]:
+    """The arms with a line: those scored with missing blocks, or all if there are none."""
+    curves = {
+        arm: [cell for mode in PANELS for cell in summary.curve(arm, mode)] for arm in summary.arms
+    }
+    pruned = (a for a, cells in curves.items() if any(c.kept < summary.depth for c in cells))
+    return tuple(pruned) or tuple(arm for arm, cells in curves.items() if cells)
+
+
+def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) -> dict[str, Any]:
+    """Draw a line per arm. Returns what the legend shows, by its names."""
+    entries: dict[str, Any] = {}
+    for place, arm in enumerate(arms):
+        shift = _DODGE * (place / (len(arms) - 1) - 0.5) if len(arms) > 1 else 0.0
+        cells, style = summary.curve(arm, mode), arm_style(summary, arm)
+        if cells:
+            line = {cell.kept + shift: cell.top1 for cell in cells}
+            entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
+        for cell in cells:
+            number = summary.paper(arm, Column(mode, cell.kept))
+            if number is not None:
+                x = cell.kept + shift + _PAPER_SHIFT
+                hollow = _draw_paper(axes, number, x, style=style)
+                entries.setdefault("hollow: the paper (~ from its words)", hollow)
+    ticks = sorted({cell.kept for cell in summary.cells})
+    # More than a dozen labels would overlap.
+    axes.set_xticks(ticks[:: (len(ticks) + 11) // 12])
+    axes.set(xlim=(min(ticks, default=1) - 0.6, summary.depth + 0.6), ylim=(-2, 102))
+    axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
+    _finish(axes, PANELS[mode])
+    return entries
+
+
+def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: str) -> Any:
+    """Means with their intervals over places."""
+    scores = line.values()
+    return axes.errorbar(
+        list(line),
+        [score.mean for score in scores],
+        yerr=[
+            [0.0 if score.low is None else score.mean - score.low for score in scores],
+            [0.0 if score.high is None else score.high - score.mean for score in scores],
+        ],
+        color=style[0],
+        marker=style[1],
+        linestyle=style[2],
+        markersize=4.5,
+        linewidth=1.4,
+        capsize=2,
+        label=name,
+    )
+
+
+def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> Any:
+    """Draw a hollow point, or a bar with its middle for a range."""
+    half = number.high - number.value
+    if number.approximate:
+        place = (x, number.value)
+        axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
+    return axes.errorbar(
+        [x],
+        [number.value],
+        yerr=[half] if half else None,
+        color=style[0],
+        marker=style[1],
+        markerfacecolor=GROUND,
+        markersize=5.5,
+        linestyle="none",
+        capsize=2.5,
+        label=f"paper {number.method}",
+    )
+
+
+def _finish(axes: Axes, title: str = "") -> None:
+    style_axes(axes, title)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def draw_budget(
+    curves: Mapping[tuple[str, str], Mapping[int, Estimate]], summary: Summary
+) -> Figure:
+    """Top-1 of every (arm, mode) over the number of steps: sequential solid, arbitrary dashed."""
+    figure = new_figure(6.4, 5.2)
+    axes = figure.subplots()
+    entries = []
+    for (arm, mode), curve in curves.items():
+        colour, marker, _ = arm_style(summary, arm)
+        style: Style = (colour, marker, "-" if mode == "sequential" else "--")
+        line = _draw_line(axes, curve, style=style, name=arm)
+        entries.append((line, f"{label(arm)}, {mode}"))
+    # Lengths differ by factors; on a linear axis the short ones would overlap.
+    axes.set_xscale("log")
+    lengths = sorted({steps for curve in curves.values() for steps in curve})
+    axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
+    axes.minorticks_off()
+    # Room for the markers of scores near 0 and 100 %.
+    axes.set(ylim=(-2, 102), xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
+    _finish(axes)
+    legend_below(figure, entries)
+    return figure
+
+
+def draw_merges(groups: Sequence[tuple[str, str, Sequence[float]]], summary: Summary) -> Figure:
+    """Figure 5: a row per group (arm, name, top-1 of its models), a dot per model."""
+    figure = new_figure(9.2, 0.8 + 0.3 * len(groups))
+    axes = figure.subplots()
+    for place, (arm, _, values) in enumerate(groups):
+        spread = 0.7 if len(values) > 1 else 0.0
+        at = [place + spread * (rank * _GOLDEN % 1 - 0.5) for rank in range(len(values))]
+        # The dot of a single model is larger, because it must be visible alone.
+        size, colour = (8 if spread else 50), arm_style(summary, arm)[0]
+        axes.scatter(sorted(values), at, s=size, color=colour, linewidths=0)
+        if spread:
+            axes.plot([mean(values)] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.1)
+    axes.set_yticks(
+        range(len(groups)), [name for _, name, _ in groups], fontsize=8.5, parse_math=False
+    )
+    axes.set(xlim=(-2, 102), ylim=(len(groups) - 0.5, -0.5))
+    axes.set_xlabel("top-1 accuracy (%)", color=INK)
+    style_axes(axes)
+    axes.grid(axis="x", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure

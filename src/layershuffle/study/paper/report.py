@@ -1,0 +1,276 @@
+"""The report of a study, made only from its results; it lists unfinished tasks.
+
+    OUT/report.md      every table and figure beside the paper's numbers
+    OUT/report.html    the same as one page that holds its figures
+    OUT/figures/       the figures (SVG)
+
+The same results give the same bytes, without dates and independent of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from layershuffle.files import write_bytes, write_text
+from layershuffle.plotting import figure_bytes
+from layershuffle.stats import compare
+from layershuffle.study.dry_run import duration
+from layershuffle.study.paper.claims import Verdict, judge
+from layershuffle.study.paper.figures import (
+    MOST_ARMS,
+    PANELS,
+    arms_drawn,
+    draw_bars,
+    draw_figure,
+)
+from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
+from layershuffle.study.paper.open_choices import open_choices
+from layershuffle.study.paper.summary import Summary, label, summarise
+from layershuffle.study.paper.tables import (
+    WIDTH,
+    DrawFigure,
+    budget_section,
+    choices_section,
+    describe_data,
+    main_table,
+    merging_section,
+    settings_tables,
+    table_1,
+    table_notes,
+    table_text,
+    unique,
+)
+from layershuffle.study.store import Study, read_study
+from layershuffle.study.tasks import FIGURES, RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PROTOCOLS = {
+    True: "Paper protocol: the checkpoint was picked on the same images that the scores are "
+    "reported on, as the paper did. Such scores are too good by an unknown amount.",
+    False: "The paper's protocol (picking on the reported split) was not used: a held-out part of "
+    "the training data picked, and the reported images were seen by nothing else.",
+}
+
+
+def write_report(out: Path) -> Summary:
+    """Read the study in `out` and write its report there. Returns what it shows.
+
+    Raises `UsageError`, `StudyError` or `DataError` for a study that cannot be read,
+    `LayerShuffleError` if `out` cannot be written.
+    """
+    summary = summarise(read_study(out))
+
+    def draw(name: str, caption: str, figure: Figure) -> str:
+        write_bytes(out / FIGURES / f"{name}.svg", figure_bytes(figure, "svg"))
+        return picture(f"{FIGURES}/{name}.svg", caption)
+
+    text = render(summary, draw, out=out)
+    write_text(out / "report.md", text)
+    write_text(out / "report.html", page(text, place=out))
+    return summary
+
+
+def report_text(summary: Summary) -> str:
+    """The headline, the main table and the unfinished tasks, for the terminal."""
+    lines = [*textwrap.wrap(headline(summary), WIDTH), ""]
+    lines += [table_text(summary), ""] if summary.cells else []
+    return "\n".join([*lines, *map(printable, gaps(summary.study))])
+
+
+def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
+    """The report in Markdown; all text from the results is escaped."""
+    study = summary.study
+    bars = ""
+    if 0 < len(summary.arms) <= MOST_ARMS and summary.cells:
+        bars = draw(
+            "bars", "Images of 100 right, blocks in order (pale) and shuffled.", draw_bars(summary)
+        )
+    blocks = [
+        f"# {literal(headline(summary))}",
+        bars,
+        literal(gain(summary)),
+        literal(
+            f"Study {study.settings.name}: {sum(o.result is not None for o in study.outcomes)} of "
+            f"{len(study.outcomes)} tasks are finished, on {describe_data(study)}."
+        ),
+        "\n".join(f"- {literal(line)}" for line in gaps(study)),
+        section(
+            "Table 1 and Figures 1b, 1c: top-1 accuracy beside the paper",
+            main_table(summary) if summary.cells else "No run has finished yet.",
+            literal(table_notes(summary)),
+        ),
+        _curves_section(summary, draw),
+        table_1(summary),
+        choices_section(summary, draw),
+        budget_section(summary, draw),
+        merging_section(summary, draw),
+        *_analysis_sections(summary, out),
+        _claims_section(summary),
+        open_choices(study.settings),
+        section("How the checkpoint was picked", *map(literal, _selection(study))),
+        _facts_section(study),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+# --- the first sentences -------------------------------------------------------------------------
+
+
+def headline(summary: Summary) -> str:
+    """What the study shows in a sentence: of 100 images, how many each method has right."""
+    arbitrary = {arm: summary.means(arm, "arbitrary") for arm in summary.arms}
+    scores = {arm: sum(means.values()) / len(means) for arm, means in arbitrary.items() if means}
+    if not scores:
+        return "No score in arbitrary order yet"
+    # The paper's two methods, if the study has them, and the best arm.
+    shown = [arm for arm in ("baseline", "layershuffle") if arm in scores]
+    best = max(scores, key=lambda arm: scores[arm])
+    words = [
+        f"{'the ordinary model' if arm == 'baseline' else label(arm)} {'is right ' * (not place)}"
+        f"on {scores[arm]:.{1 if scores[arm] < 10 else 0}f}" + " of 100 images" * (not place)
+        for place, arm in enumerate(unique([*shown, best]))
+    ]
+    return f"Shuffled, {', '.join(words)}"
+
+
+def gain(summary: Summary) -> str:
+    """The difference between LayerShuffle and the ordinary model in arbitrary order."""
+    base, ours = (summary.means(arm, "arbitrary") for arm in ("baseline", "layershuffle"))
+    if not (base and ours):
+        return ""
+    gap = compare(ours, base)
+    if math.isinf(gap.low):
+        return "There is one model of each: only more seeds show what is chance."
+    points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
+    chance = ": that may be chance" if gap.low <= 0 <= gap.high else ""
+    return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
+
+
+def gaps(study: Study) -> list[str]:
+    """A line for every unfinished task, those that failed first, because a reader has to act."""
+    failed = [f"{o.task.name} failed: {o.failure}" for o in study.outcomes if o.state == "failed"]
+    return failed + [f"{o.task.name} not done yet" for o in study.outcomes if o.state == "missing"]
+
+
+# --- sections ------------------------------------------------------------------------------------
+
+
+def _curves_section(summary: Summary, draw: DrawFigure) -> str:
+    title, arms = "Accuracy against blocks kept", arms_drawn(summary)
+    if len(arms) > MOST_ARMS:
+        words = f"{len(arms)} arms are too many lines for a figure: results.csv has every score."
+        return section(title, words)
+    texts = []
+    for mode in PANELS if arms else ():
+        curves = ((label(arm), summary.curve(arm, mode)) for arm in arms)
+        numbers = (
+            f"{name}: {', '.join(f'{cell.top1.mean:.1f} % with {cell.kept}' for cell in cells)}"
+            for name, cells in curves
+            if cells
+        )
+        texts.append(
+            f"Top-1 accuracy against blocks kept, {mode} order. {'; '.join(numbers) or 'No data'}."
+        )
+    caption = (
+        "Means over orders and models with 95 % intervals. Hollow: the paper's numbers on "
+        "ImageNet; a bar is a range, and ~ a value that its text only describes."
+    )
+    figure = draw("figure1", caption, draw_figure(summary)) if arms else ""
+    return section(title, figure, *map(literal, texts))
+
+
+def _analysis_sections(summary: Summary, out: Path) -> list[str]:
+    """A section per analysis of the main arms; those along a curve are in its table."""
+    arms = {run.task.arm for run in summary.study.runs if run.task.part == "main"}
+    blocks: dict[str, list[str]] = {}
+    for outcome in summary.study.analyses:
+        task, result = outcome.task, outcome.result
+        if result is None or task.arm not in arms:
+            continue
+        shown = blocks.setdefault(result.title, [])
+        if result.paragraph:
+            shown.append(literal(f"{label(task.arm)} ({task.name}): {result.paragraph}"))
+        for path in sorted((out / FIGURES).glob(f"{task.name}-*")):
+            caption = f"{task.name}: {path.stem.removeprefix(f'{task.name}-')}"
+            shown.append(picture(f"{FIGURES}/{path.name}", caption))
+    return [section(title, *shown) for title, shown in blocks.items()]
+
+
+def _claims_section(summary: Summary) -> str:
+    """The section of the measured claims, and a line that names the others."""
+    judgements = judge(summary)
+    measured = [entry for entry in judgements if entry[1] != "not measured"]
+    others = [f'"{claim.says}"' for claim, verdict, _ in judgements if verdict == "not measured"]
+    if not measured:
+        return ""
+    counts = {verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)}
+    head = ("The paper says", "Where", "Here", "Numbers", "Criterion")
+    return section(
+        "Claim by claim",
+        literal(
+            f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}. Top-1 in "
+            "percent of means over models; intervals of differences are 95 %, paired over the "
+            "seeds that both arms have (Welch where they share none). The data are not the "
+            "paper's, so a claim that does not hold here may hold there."
+        ),
+        literal(f"Not measured in this study: {'; '.join(others)}." if others else ""),
+        grid(
+            head, ((c.says, c.where, verdict, text, c.criterion) for c, verdict, text in measured)
+        ),
+    )
+
+
+def _selection(study: Study) -> list[str]:
+    """How the checkpoints were picked, and whether on the reported images."""
+    arms: dict[str, list[str]] = {}
+    protocols: dict[bool, list[str]] = {}
+    for task, result in study.results:
+        arms.setdefault(result.selected.metric, []).append(label(task.arm))
+        protocols.setdefault(result.paper_protocol, []).append(label(task.arm))
+    picked = [
+        f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
+        for metric, names in arms.items()
+    ]
+    # With runs of both protocols, both sentences are needed.
+    return picked + [_PROTOCOLS[protocol] for protocol in sorted(protocols, reverse=True)]
+
+
+def _facts_section(study: Study) -> str:
+    """What every run had in common, and where they differ."""
+    if not study.results:
+        return ""
+    training = sum(result.train_seconds for _, result in study.results)
+    scoring = sum(result.eval_seconds for _, result in study.results)
+    notes = unique(f"Note: {note}" for _, result in study.results for note in result.data.notes)
+    differing, shared = settings_tables(
+        # Without the seed, which differs in every run and is part of its name.
+        study,
+        lambda result: {k: v for k, v in result.settings.items() if k != "seed"},
+    )
+    blocks = [differing, shared]
+    for name in ("data", "hardware", "versions"):
+        tables = settings_tables(study, partial(_facts_named, name))
+        blocks += [f"### {name.capitalize()}", *tables]
+    return section(
+        "Settings",
+        literal(
+            f"{len(study.results)} runs took {duration(training)} of training and "
+            f"{duration(scoring)} of scoring. plan.json holds the whole recipe, tasks.jsonl the "
+            "facts of every task, results.csv a row per run and order, with the order itself."
+        ),
+        "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
+        "--data DATA --order ORDER`, with --max-images as in the recipe.",
+        *map(literal, notes),
+        *blocks,
+    )
+
+
+def _facts_named(name: str, result: RunResult) -> dict[str, Any]:
+    facts: dict[str, Any] = result.model_dump(exclude={"data": {"notes"}})[name]
+    return facts

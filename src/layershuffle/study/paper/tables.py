@@ -1,0 +1,379 @@
+"""The report's tables, as Markdown, and the main table for the terminal. Pure: from `Summary`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from layershuffle.results import (
+    CHOICES,
+    MODES,
+    MergingRow,
+    ScoreRow,
+    by_model,
+    group_rows,
+    score_of,
+)
+from layershuffle.stats import Estimate, compare, mean
+from layershuffle.study.paper.figures import MOST_ARMS, draw_budget, draw_figure, draw_merges
+from layershuffle.study.paper.markdown import grid, literal, printable, section
+from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
+from layershuffle.study.paper.summary import Column, ScoreCell, Summary, estimate_of, label
+from layershuffle.study.store import Study
+from layershuffle.study.tasks import RunResult
+from layershuffle.text import counted_as, markdown_table, shortened, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DrawFigure = Callable[[str, str, "Figure"], str]
+"""Writes a figure under a name; with its caption it becomes the Markdown that shows it."""
+WIDTH = 100
+NONE = "-"
+_NAMES_SHOWN = 8  # most arms that are named if their settings differ
+_KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
+_MERGES_HEAD = (
+    "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
+    "Top-5", "sd top-5", "Paper: top-1", "Paper: top-5", "Ours - paper",
+)  # fmt: skip
+_CHOICES = {
+    "random": "drawn at random",
+    "spaced": "evenly spaced",
+    "first": "the first ones",
+    "last": "the last ones",
+}
+
+
+def interval_text(score: Estimate) -> str:
+    """ "73.4-75.6", or "-" without an interval."""
+    return NONE if score.low is None or score.high is None else f"{score.low:.1f}-{score.high:.1f}"
+
+
+def number_text(value: float | None) -> str:
+    """The value with two decimals, or "-" for `None`."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def unique(texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts, each once, in their order."""
+    return tuple(dict.fromkeys(texts))
+
+
+def describe_data(study: Study) -> str:
+    """The study's data and model in a few words, from the finished runs or else the recipe."""
+    # The data of the runs, because the recipe may have changed since.
+    specs = sorted({result.data.spec for _, result in study.results})
+    data = " and ".join(specs) or study.settings.data
+    return printable(f"{data.replace('digit-pairs', 'digit pairs', 1)} with {study.settings.model}")
+
+
+# --- the main table ------------------------------------------------------------------------------
+
+
+def main_table(summary: Summary) -> str:
+    """A row per arm with means and intervals, and below it the paper's numbers in italics."""
+
+    def text(cell: ScoreCell | None) -> str:
+        if cell is None:
+            return NONE
+        sd = cell.top1.sd_orders
+        spread = "" if sd is None else f" &plusmn;{sd:.1f}"
+        return f"**{cell.top1.mean:.1f}**{spread} ({interval_text(cell.top1)})"
+
+    rows = []
+    for arm in summary.arms:
+        rows.append([literal(label(arm)), *(text(summary.cell(arm, c)) for c in summary.columns)])
+        numbers = [summary.paper(arm, column) for column in summary.columns]
+        if any(numbers):
+            shown = ("" if n is None else f"*{n}*".replace("+-", "&plusmn;") for n in numbers)
+            rows.append(["*the paper*", *shown])
+    names = [_column_name(column, summary.depth) for column in summary.columns]
+    return markdown_table(["", *names], rows, align="l" + "r" * len(names))
+
+
+def table_notes(summary: Summary) -> str:
+    """How to read the main table: its orders, intervals and the paper's numbers."""
+    per_batch = any(cell.draw == "batch" for cell in summary.cells)
+    drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
+    kept = f" Blocks that are kept: {_CHOICES[summary.choose]}." if summary.choose else ""
+    images = counted_as(c.top1.effective for c in summary.cells if c.top1.kind == "images")
+    return (
+        f"Orders: {drawn}; +- is the standard deviation over the orders of a model. Intervals are "
+        "95 %: t over the means of the models; with one model, t over its orders; with one order, "
+        f"Wilson over the images, {images}.{kept} The paper's numbers ({REFERENCE}) are {SETTING}; "
+        f"ours are {describe_data(summary.study)}: compare the pattern, and not the level. "
+        '"~" marks what its text only describes.'
+    )
+
+
+def table_text(summary: Summary) -> str:
+    """Means and intervals with all blocks, for a terminal, beside the paper's numbers."""
+    head, rows = ["top-1 in percent"], [[label(arm)] for arm in summary.arms]
+    for column in summary.columns:
+        if column.kept == summary.depth:
+            head += [column.mode, "95 %", "the paper"]
+            for row, arm in zip(rows, summary.arms, strict=True):
+                cell, number = summary.cell(arm, column), summary.paper(arm, column)
+                top1 = (
+                    ("", "")
+                    if cell is None
+                    else (f"{cell.top1.mean:.1f}", interval_text(cell.top1))
+                )
+                row += [*top1, "" if number is None else str(number).split(" +-")[0]]
+    return table(head, rows, width=WIDTH)
+
+
+def _column_name(column: Column, depth: int) -> str:
+    """ "arbitrary" for the full stack, "arbitrary, 9 kept" for fewer blocks."""
+    return column.mode if column.kept == depth else f"{column.mode}, {column.kept} kept"
+
+
+# --- Table 1, Figures 1b and 1c ------------------------------------------------------------------
+
+
+def table_1(summary: Summary) -> str:
+    """The section of Table 1: every method in both order modes against the baseline."""
+    head = (
+        "Method", "Order", "Models", "Orders", "sd models", "To sequential baseline", "The paper's",
+    )  # fmt: skip
+    paper_base = summary.paper("baseline", Column("sequential", summary.depth))
+    rows = []
+    for arm in summary.arms:
+        for column in (Column(mode, summary.depth) for mode in MODES):
+            cell, number = summary.cell(arm, column), summary.paper(arm, column)
+            if cell is None:
+                continue
+            gap = NONE
+            if number is not None and paper_base is not None and number is not paper_base:
+                gap = f"{number.value - paper_base.value:+.2f}"
+            rows.append(
+                (
+                    label(arm), cell.mode, str(cell.top1.models), str(cell.top1.orders),
+                    number_text(cell.top1.sd_models), _to_baseline(summary, cell), gap,
+                )
+            )  # fmt: skip
+    if not rows:
+        return ""
+    return section(
+        "Table 1: what arbitrary order costs",
+        "Points of top-1. Differences to the baseline run in sequential order are what "
+        "compares across data sets; they are paired over the seeds that both have. The spread "
+        "over models (seeds) is given here, that over the orders of a model with the means "
+        "above: the paper prints one +- without saying which.",
+        grid(head, rows),
+    )
+
+
+def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
+    """Difference to the sequential baseline refined from the same model, with its interval."""
+    # Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
+    models = {
+        task.row: (task.settings.model, task.settings.method)
+        for task, _ in summary.study.results
+        if task.part == "main"
+    }
+    model = models.get(cell.arm, (None, ""))[0]
+    baseline = next((arm for arm, pair in models.items() if pair == (model, "baseline")), "")
+    base = summary.cell(baseline, Column("sequential", summary.depth))
+    # The baseline is not compared with itself.
+    if base is None or base is cell:
+        return NONE
+    gap = compare(cell.model_means, base.model_means)
+    interval = f" ({gap.low:+.1f} to {gap.high:+.1f})" if math.isfinite(gap.low) else ""
+    return f"{gap.points:+.2f}{interval}"
+
+
+def choices_section(summary: Summary, draw: DrawFigure) -> str:
+    """The section on the choice of kept blocks: spaced, first, last (Figures 1b, 1c)."""
+    choices = [choose for choose in CHOICES if choose in {c.choose for c in summary.cells} - {""}]
+    if len(choices) < 2:
+        return ""
+    others = [choose for choose in choices if choose != summary.choose]
+    levels = sorted({cell.kept for cell in summary.cells if cell.choose in others})
+    cells = {(c.arm, c.mode, c.choose, c.kept): _text(c) for c in summary.cells}
+    rows = []
+    for arm in summary.arms:
+        for mode in MODES:
+            for choose in others:
+                texts = [cells.get((arm, mode, choose, kept), NONE) for kept in levels]
+                if set(texts) != {NONE}:
+                    rows.append((label(arm), mode, choose, *texts))
+    pictures = (
+        draw(
+            f"figure1-{choose}",
+            f"Accuracy against blocks kept, {_CHOICES[choose]}.",
+            draw_figure(replace(summary, choose=choose)),
+        )
+        for choose in others
+        if len(summary.arms) <= MOST_ARMS
+    )
+    return section(
+        "Figures 1b and 1c: which blocks are kept",
+        f"Top-1 in percent with its 95 % interval, beside that of blocks "
+        f"{_CHOICES[summary.choose]} in the main table. The paper does not say which blocks its "
+        "pruned models keep.",
+        *pictures,
+        grid(("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels)), rows),
+    )
+
+
+def _text(cell: ScoreCell) -> str:
+    return f"{cell.top1.mean:.1f} ({interval_text(cell.top1)})"
+
+
+# --- the budget, and merges ----------------------------------------------------------------------
+
+
+def budget_curves(study: Study) -> dict[tuple[str, str], dict[int, Estimate]]:
+    """Top-1 by number of steps for every (arm, mode) of the curves, those of the main part too."""
+    arms = dict.fromkeys(run.task.curve for run in study.runs if run.task.part == "budget")
+    rows: dict[tuple[str, str], dict[int, list[ScoreRow]]] = {
+        (arm, mode): {} for arm in arms for mode in MODES
+    }
+    for task, result in study.results:
+        for row in result.rows:
+            # Scores of pruned models are not part of the curve.
+            if row.choose == "" and (task.curve, row.mode) in rows:
+                rows[task.curve, row.mode].setdefault(result.steps, []).append(row)
+    return {
+        key: {steps: estimate_of(group) for steps, group in sorted(lengths.items())}
+        for key, lengths in rows.items()
+        if lengths
+    }
+
+
+def budget_section(summary: Summary, draw: DrawFigure) -> str:
+    """The section of the curve; "" if the study has scores of fewer than two lengths."""
+    curves = budget_curves(summary.study)
+    lengths = sorted({steps for curve in curves.values() for steps in curve})
+    if len(lengths) < 2:
+        return ""
+
+    def cell(score: Estimate | None) -> str:
+        return (
+            NONE if score is None else f"{score.mean:.1f} ({interval_text(score)}; {score.models})"
+        )
+
+    steps = [f"{count:,} steps" for count in lengths]
+    rows = [
+        (label(arm), mode, *(cell(curve.get(n)) for n in lengths))
+        for (arm, mode), curve in curves.items()
+    ]
+    named = _positions(summary, lengths)
+    return section(
+        "Budget: how much of the gap is training",
+        draw(
+            "budget",
+            "Top-1 accuracy against optimiser steps (logarithmic), 95 % intervals over models.",
+            draw_budget(curves, summary),
+        ),
+        grid(("Arm", "Order", *steps), rows),
+        "Top-1 in percent, 95 % interval, number of models.",
+        grid(("Arm", "Named by", *steps), named),
+        "The position of a block, named right in percent of (image, block, position)."
+        * bool(named),
+    )
+
+
+def _positions(summary: Summary, lengths: Sequence[int]) -> list[tuple[str, ...]]:
+    """How often the position is predicted correctly at each length, if analysed."""
+    answers = (a.result for a in summary.study.analyses if a.task.options.name == "position")
+    by_model = (result.facts.get("sources", {}) for result in answers if result is not None)
+    rows = []
+    sources = unique(source for each in by_model for source in each)
+    for arm in unique(run.task.curve for run in summary.study.runs):
+        labels = summary.lengths(arm)
+        for source in sources:
+            path = ("sources", source, "accuracy")
+            shares = [summary.fact("position", labels.get(n, ""), path=path) for n in lengths]
+            # A single length is no curve; its number is in the analysis itself.
+            if sum(share is not None for share in shares) > 1:
+                rows.append((label(arm), source, *map(number_text, shares)))
+    return rows
+
+
+def merging_section(summary: Summary, draw: DrawFigure) -> str:
+    """Table 2 and Figure 5; "" if no merging is done."""
+    rows, dots = [], []
+    for merging in summary.study.mergings:
+        arm = merging.task.arm
+        for group in group_rows(merging.result.rows if merging.result else ()).values():
+            first = group[0]
+            words = (_KINDS[first.kind], "" if first.kind == "donor" else first.name)
+            name = f"{label(arm)}: {', '.join(filter(None, words))}"
+            rows.append((name, *_merging_cells(arm, group)))
+            values = [mean(scores) for scores in by_model(group).values()]
+            dots.append((arm, f"{name}{first.ends and f', ends: {first.ends}'}", values))
+    if not rows:
+        return ""
+    return section(
+        "Table 2 and Figure 5: merges, soups and ensembles",
+        "The models of an arm differ in their seed alone. A single model's score is its mean over "
+        "the drawn orders, so its spread is over models; a merge has one order, so the spread of "
+        "merges is over merges and orders together, as in the paper. The greedy soup is chosen on "
+        "held-out data.",
+        draw(
+            "figure5",
+            "Every merge is one dot, none is left out; beside them the models that the blocks came "
+            "from, the soups and the ensembles. Lines: means.",
+            draw_merges(dots, summary),
+        ),
+        grid(_MERGES_HEAD, rows),
+    )
+
+
+def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
+    first, top1, top5 = rows[0], score_of(rows), score_of(rows, "top5")
+    # The paper reports one variant of each kind, so only our main variant has a counterpart.
+    paper = next((p for p in MERGES if (p.kind, p.arm) == (first.kind, arm) and first.main), None)
+    numbers: tuple[str, ...] = (NONE, NONE, NONE)
+    if paper is not None:
+        pairs = ((paper.top1, paper.top1_sd), (paper.top5, paper.top5_sd))
+        texts = [f"{top:.2f}" + ("" if sd is None else f" +-{sd:.2f}") for top, sd in pairs]
+        numbers = (*texts, f"{top1.mean - paper.top1:+.2f}")
+    # A soup or an ensemble is one model: only its orders spread.
+    sd1, sd5 = (number_text(s.sd_models if s.models > 1 else s.sd_orders) for s in (top1, top5))
+    return (
+        first.mode, first.ends or NONE, str(top1.models), f"{top1.mean:.2f}", sd1,
+        f"{top1.least:.2f}", f"{top1.most:.2f}", interval_text(top1), f"{top5.mean:.2f}", sd5,
+        *numbers,
+    )  # fmt: skip
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+def settings_tables(study: Study, of: Callable[[RunResult], Mapping[str, Any]]) -> tuple[str, str]:
+    """Settings of the runs: those that differ, with the arms, and those that all share."""
+    settings = [(task.arm, flatten(of(result))) for task, result in study.results]
+    shared, differing = [], []
+    for key in unique(key for _, values in settings for key in values):
+        arms_with: dict[str, list[str]] = {}
+        for arm, values in settings:
+            arms_with.setdefault(values.get(key, NONE), []).append(arm)
+        # A setting that older runs lack differs, too.
+        if len(arms_with) == 1:
+            shared.append((key, *arms_with))
+        else:
+            differing += [
+                (key, value, shortened(unique(arms), limit=_NAMES_SHOWN))
+                for value, arms in arms_with.items()
+            ]
+    return grid(("name", "value", "arms"), differing), grid(("name", "all runs"), shared)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as `{"fit.steps": "1500"}`; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        elif value is None:
+            flat[name] = "none"
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
