@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from layershuffle.data import ImageView, Split
-from layershuffle.data.batches import DeviceBatches, place_for
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.transforms import PixelFinish
 
 VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
@@ -102,21 +102,6 @@ def test_an_interrupted_pass_caches_nothing() -> None:
     assert not device_batches.kept
     assert torch.equal(joined(device_batches)[0], one_by_one())
     assert device_batches.kept
-
-
-@pytest.mark.parametrize(
-    ("size", "gpu_free", "host", "place"),
-    [
-        (100, 400, 0, "gpu"),
-        (101, 400, 0, None),
-        (101, 400, 101, "host"),
-        (100, None, 0, None),
-        (100, None, 100, "host"),
-        (100, 400, 100, "gpu"),
-    ],
-)
-def test_where_a_split_is_cached(size: int, gpu_free: int | None, host: int, place: object) -> None:
-    assert place_for(size, gpu_free=gpu_free, host_bytes=host) == place
 
 
 @needs_gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from layershuffle.data import SOURCES, DataOptions, open_data
-from layershuffle.data.contract import check_labels, derived_seed, stratified_holdout
+from layershuffle.data.contract import derived_seed, stratified_holdout
 from layershuffle.data.digits import DIGIT_VIEW
 from layershuffle.data.loading import parse_spec
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from refusals import refuses
 
 
@@ -88,12 +88,3 @@ def test_holdout_never_takes_the_last_image_of_a_class() -> None:
     training, held_out = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
     assert (len(training), len(held_out)) == (2, 3)
     assert {(0, 0, 1, 1, 1)[row] for row in training} == {0, 1}
-
-
-@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [-1, 0]])
-def test_labels_out_of_range(labels: list[int]) -> None:
-    check_labels([0, 1, 2], 3, place="here")
-    with refuses(DataError):
-        check_labels(labels, 3, place="here")
-    with refuses(DataError):
-        check_labels([], 3, place="here")

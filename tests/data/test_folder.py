@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.data.transforms import AugmentedImages, TransformedImages
-from layershuffle.errors import DataError, UsageError
+from layershuffle.data.transforms import Images
+from layershuffle.errors import DataError
 from pictures import noise
 from refusals import refuses
 
@@ -41,9 +40,9 @@ def opened(root: Path, view: ImageView = VIEW, **options: object) -> ImageData:
     return open_data(f"folder:{root}", view, options=DataOptions(**{"holdout": 0.2, **options}))
 
 
-def images_of(data: ImageData, name: str) -> TransformedImages:
+def images_of(data: ImageData, name: str) -> Images:
     dataset = data.splits[name].dataset
-    assert isinstance(dataset, TransformedImages | AugmentedImages)
+    assert isinstance(dataset, Images)
     return dataset
 
 
@@ -73,17 +72,6 @@ def test_sizes_classes_and_a_stratified_disjoint_holdout(root: Path) -> None:
     assert set(files_of(uncut, "train")) == {*train, *held_out}
 
 
-def test_items_are_the_files_pixels_with_the_folders_label(root: Path) -> None:
-    view = ImageView(channels=3, height=10, width=12, mean=(0.0,) * 3, std=(1.0,) * 3)
-    data = opened(root, view)
-    dataset = images_of(data, "test")
-    for index, path in enumerate(files_of(data, "test")):
-        image, label = dataset[index]
-        assert label == CLASSES.index(Path(path).parent.name)
-        pixels = np.asarray(Image.open(path)).transpose(2, 0, 1)
-        assert image.numpy().tolist() == pixels.tolist()
-
-
 @pytest.mark.parametrize("name", ["validation", "test"])
 def test_other_names_of_the_reported_folder(root: Path, name: str) -> None:
     (root / "val").rename(root / name)
@@ -111,36 +99,6 @@ def test_without_training_only_the_test_split_is_opened(root: Path) -> None:
         opened(root)
 
 
-def test_augmentation_touches_training_alone(root: Path) -> None:
-    data, plain = opened(root, augment=True), opened(root)
-    assert isinstance(data.splits["train"].dataset, AugmentedImages)
-    assert torch.equal(data.splits["test"].dataset[0][0], plain.splits["test"].dataset[0][0])
-    assert torch.equal(data.splits["holdout"].dataset[3][0], plain.splits["holdout"].dataset[3][0])
-    assert not torch.equal(data.splits["train"].dataset[0][0], plain.splits["train"].dataset[0][0])
-
-
-def test_a_corrupt_image_is_named_when_read_and_dropped_only_on_request(root: Path) -> None:
-    bad = [root / "train" / "bee" / "07.png", root / "val" / "ant" / "00.png"]
-    for path in bad:
-        path.write_bytes(path.read_bytes()[:100])
-    data = opened(root)
-    assert data.splits["test"].size == 15
-    assert data.skipped == 0
-    with pytest.raises(DataError) as error:
-        images_of(data, "test")[0]
-    assert str(bad[1]) in str(error.value)
-    assert "--skip-corrupt" in str(error.value)
-    data = opened(root, skip_corrupt=True)
-    assert data.skipped == 2
-    assert data.splits["test"].size == 14
-    assert data.splits["train"].size + data.splits["holdout"].size == 59
-    assert not {str(path) for path in bad} & {
-        file for name in data.splits for file in files_of(data, name)
-    }
-    assert f"skipped 1 of 60 images in train as unreadable: {bad[0]}" in data.notes
-    assert f"skipped 1 of 15 images in test as unreadable: {bad[1]}" in data.notes
-
-
 def test_nothing_readable_is_an_error_even_when_skipping(root: Path) -> None:
     for path in (root / "val").rglob("*.png"):
         path.write_bytes(b"")
@@ -165,7 +123,7 @@ def test_class_folders_without_splits_are_counted_and_the_next_step_is_named(
         opened(tmp_path)
     text = str(error.value)
     assert "no train/ and no val/" in text
-    assert "found 1,000 other folders (n00000000, n00000001, n00000002 and 997 more)" in text
+    assert "there are 1,000 folders (n00000000, n00000001, n00000002 and 997 more)" in text
     assert f"move them into {tmp_path}/train" in text
 
 
@@ -208,26 +166,44 @@ def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
     assert any("ant" in Path(file).parent.name for file in files_of(data, "train"))
 
 
-def test_hidden_and_nested_files(root: Path) -> None:
-    (root / "val" / "ant" / ".hidden.png").write_bytes(b"x")
-    (root / ".cache").mkdir()
-    picture(root / "val" / "ant" / "deep" / "x.PNG", 3)
-    assert opened(root).splits["test"].size == 16
+def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -> None:
+    """Links to folders above and to the same file, pipes, hidden folders, other files."""
+    ant = root / "val" / "ant"
+    picture(ant / "deep" / "x.PNG", 3)
+    picture(ant / ".thumbnails" / "1.png", 4)
+    (ant / ".DS_Store").write_bytes(b"x")
+    (ant / "words.txt").write_text("x")
+    (ant / "loop").symlink_to(".")
+    (ant / "up").symlink_to("../..")
+    (ant / "again.png").symlink_to("00.png")
+    (ant / "gone.png").symlink_to("nowhere")
+    os.mkfifo(ant / "pipe.png")
+    picture(root / "elsewhere" / "y.png", 5)
+    (ant / "linked").symlink_to(root / "elsewhere")
+    data = opened(root)
+    names = [Path(file).relative_to(root / "val").as_posix() for file in files_of(data, "test")]
+    assert len(names) == 15 + 2
+    assert {"ant/deep/x.PNG", "ant/linked/y.png"} <= set(names)
+    (note,) = [note for note in data.notes if "left out" in note]
+    assert note.startswith("val: 8 files or folders")
+    assert "ant/.DS_Store" in note
 
 
-def test_a_model_with_four_channels_is_refused_at_once(root: Path) -> None:
-    view = ImageView(channels=4, height=8, width=8, mean=(0.0,) * 4, std=(1.0,) * 4)
-    with refuses(UsageError):
-        opened(root, view)
+def test_a_test_folder_without_classes_is_left_out(root: Path) -> None:
+    picture(root / "test" / "1.png", 1)
+    data = opened(root)
+    assert data.splits["test"].size == 15
+    assert "test/ has no class folders and was left out" in data.notes
 
 
-def test_files_of_other_kinds_are_counted_in_the_notes(root: Path) -> None:
-    first = sorted((root / "train").iterdir())[0]
-    (first / "a.pdf").write_bytes(b"%PDF")
-    (first / "b.txt").write_text("words")
-    (note,) = [n for n in opened(root, VIEW).notes if "left out" in n and "known" in n]
-    assert note.startswith("train: 2 files or folders are no images")
-    assert f"{first.name}/a.pdf" in note
+@pytest.mark.parametrize("names", [("Train", "Val"), ("training", "testing")])
+def test_other_names_of_splits_are_not_taken_for_classes(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    for name in names:
+        picture(tmp_path / name / "cat" / "1.png", 1)
+    with refuses(DataError):
+        opened(tmp_path)
 
 
 def test_groups_of_test_images_come_from_a_file(root: Path) -> None:

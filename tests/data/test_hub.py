@@ -1,14 +1,15 @@
-"""Hugging Face data without a network: image folders, saved data sets, streams, errors."""
+"""Hugging Face data without a network: splits, labels, tars, and the errors of mistakes."""
 
 from __future__ import annotations
 
-import pickle
+import io
+import json
+import tarfile
 from pathlib import Path
 
 import datasets
 import huggingface_hub
 import pytest
-import torch
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.hub import split_config
@@ -51,17 +52,6 @@ def three_splits(tmp_path: Path) -> Path:
     return saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
 
 
-@pytest.fixture
-def image_folder(tmp_path: Path) -> Path:
-    for split, count, first in (("train", 20, 0), ("test", 4, 900)):
-        for label, name in enumerate(CLASSES):
-            folder = tmp_path / "images" / split / name
-            folder.mkdir(parents=True)
-            for k in range(count):
-                (folder / f"{k:02d}.png").write_bytes(file_of(noise(first + 50 * label + k)))
-    return tmp_path / "images"
-
-
 def opened(place: Path | str, **options: object) -> ImageData:
     return open_data(f"hf:{place}", VIEW, options=DataOptions(**{"holdout": 0.2, **options}))
 
@@ -70,26 +60,12 @@ def sizes(data: ImageData) -> dict[str, int]:
     return {name: split.size for name, split in data.splits.items()}
 
 
-def whole(image: torch.Tensor) -> bytes:
-    return image.permute(1, 2, 0).numpy().tobytes()
-
-
-def test_an_image_folder_gives_a_cut_holdout(image_folder: Path) -> None:
-    data = opened(image_folder)
-    assert data.classes == CLASSES
-    assert sizes(data) == {"train": 48, "holdout": 12, "test": 12}
-    held_out = [label for _, label in data.splits["holdout"].dataset]
-    assert torch.bincount(torch.tensor(held_out)).tolist() == [4, 4, 4]
-    image, label = data.splits["test"].dataset[5]
-    assert label == 1
-    assert whole(image) == noise(900 + 50 + 1).tobytes()
-
-
 def test_validation_beside_test_is_the_holdout(three_splits: Path) -> None:
     data = opened(three_splits)
     assert sizes(data) == {"train": 30, "holdout": 9, "test": 6}
-    assert whole(data.splits["holdout"].dataset[4][0]) == noise(104).tobytes()
-    assert whole(data.splits["test"].dataset[2][0]) == noise(202).tobytes()
+    for name, row, seed in (("holdout", 4, 104), ("test", 2, 202)):
+        image, _ = data.splits[name].dataset[row]
+        assert image.permute(1, 2, 0).numpy().tobytes() == noise(seed).tobytes()
     assert sizes(opened(three_splits, train=False, max_test=4)) == {"test": 4}
 
 
@@ -131,6 +107,127 @@ def test_integer_labels_are_numbered_and_checked(tmp_path: Path) -> None:
         opened(saved(tmp_path, splits, label=datasets.Value("int64")))
 
 
+def test_labels_that_training_does_not_have_are_named(tmp_path: Path) -> None:
+    words = {
+        "train": rows(4, 0, label=["cat", "dog"] * 2),
+        "test": rows(2, 9, label=["cat", "cow"]),
+    }
+    with refuses(DataError):
+        opened(saved(tmp_path / "a", words, label=datasets.Value("string")))
+    words["train"]["label"][3] = None
+    with refuses(DataError):
+        opened(saved(tmp_path / "b", words, label=datasets.Value("string")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells"),
+    [
+        (datasets.List(datasets.ClassLabel(names=["a", "b"])), [[0], [1]]),
+        (datasets.Value("float32"), [0.0, 1.0]),
+        (datasets.Value("bool"), [False, True]),
+        (datasets.Value("string"), [None, None]),
+        (datasets.Value("int64"), [-1, -1]),
+    ],
+)
+def test_columns_that_hold_no_labels_are_refused(tmp_path: Path, kind: object, cells: list) -> None:
+    splits = {name: rows(2, 0, label=cells) for name in ("train", "test")}
+    with refuses(DataError):
+        opened(saved(tmp_path, splits, label=kind))
+
+
+def test_no_column_is_taken_for_the_label_by_its_type(tmp_path: Path) -> None:
+    """Captions and ages are no classes, unless they are named."""
+    kinds = {"caption": datasets.Value("string"), "age": datasets.Value("int64")}
+    splits = {
+        name: rows(6, 0, caption=["a photo", "a cat", "a dog"] * 2, age=[4, 1, 0] * 2)
+        for name in ("train", "test")
+    }
+    place = saved(tmp_path, splits, **kinds)
+    with refuses(DataError):
+        opened(place)
+    assert opened(f"{place}?label=caption", holdout=0.5).classes == ("a cat", "a dog", "a photo")
+    assert opened(f"{place}?label=age", holdout=0.5).classes == ("0", "1", "2", "3", "4")
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_class_folders_win_over_the_columns_of_a_metadata_file(
+    tmp_path: Path, nested: bool
+) -> None:
+    for split, count in (("train", 8), ("test", 4)):
+        lines = []
+        for k in range(count):
+            name = f"{('cat', 'dog')[k % 2]}/{k}.png" if nested else f"{k}.png"
+            path = tmp_path / "photos" / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file_of(noise(k)))
+            row = {"file_name": name, "caption": "a photo", "label": ("ape", "bat")[k % 2]}
+            lines.append(json.dumps(row))
+        (tmp_path / "photos" / split / "metadata.jsonl").write_text("\n".join(lines))
+    data = opened(tmp_path / "photos", holdout=0.5)
+    assert data.classes == (("cat", "dog") if nested else ("ape", "bat"))
+    other = opened(f"{tmp_path}/photos?label=caption", holdout=0.5)
+    assert other.classes == ("a photo",)
+
+
+def test_folders_of_splits_are_no_classes(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "flat" / split).mkdir(parents=True)
+        for k in range(3):
+            (tmp_path / "flat" / split / f"{k}.png").write_bytes(file_of(noise(k)))
+    with refuses(DataError):
+        opened(tmp_path / "flat")
+
+
+def shard(path: Path, *samples: dict[str, bytes]) -> None:
+    """A tar with members 0000.KEY, 0001.KEY and so on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for number, sample in enumerate(samples):
+            for name, content in sample.items():
+                member = tarfile.TarInfo(f"{number:04d}.{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def sample(k: int, **members: bytes) -> dict[str, bytes]:
+    return {"png": file_of(noise(k)), **members}
+
+
+def test_labels_of_tars_in_json_members_and_a_choice_of_images(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        samples = [
+            {**sample(k, json=json.dumps({"label": k % 2, "text": "x"}).encode()), "seg.png": b"-"}
+            for k in range(6)
+        ]
+        shard(tmp_path / "tars" / split / "0.tar", *samples)
+    with refuses(UsageError):
+        opened(tmp_path / "tars")
+    data = opened(f"{tmp_path}/tars?image=png")
+    assert data.classes == ("0", "1")
+    assert [label for _, label in data.splits["test"].dataset] == [0, 1] * 3
+
+
+def test_samples_without_a_label_and_broken_tars_are_named(tmp_path: Path) -> None:
+    good = [sample(k, cls=b"1") for k in range(8)]
+    shard(tmp_path / "tars" / "train-0.tar", *good, sample(8), sample(9, cls=b"0"))
+    shard(tmp_path / "tars" / "val-0.tar", *good)
+    with refuses(DataError, f"sample 0008 of {tmp_path}/tars/train-0.tar"):
+        opened(tmp_path / "tars")
+    (tmp_path / "tars" / "train-0.tar").write_bytes(b"no tar" * 200)
+    with refuses(DataError):
+        opened(tmp_path / "tars")
+
+
+def test_a_row_without_an_image_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    test = rows(3, 50, label=[0, 1, 2])
+    test["img"][1] = None
+    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
+    place = saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
+    with refuses(DataError, f"row 1 of hf:{place} (test)"):
+        list(opened(place).splits["test"].dataset)
+    assert opened(place, skip_corrupt=True).splits["test"].size == 2
+
+
 def test_two_label_columns_need_a_choice(tmp_path: Path) -> None:
     kinds = {
         "fine": datasets.ClassLabel(names=list(CLASSES)),
@@ -153,24 +250,6 @@ def test_splits_with_other_class_lists_are_refused(tmp_path: Path) -> None:
     (tmp_path / "odd" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with refuses(DataError):
         opened(tmp_path / "odd")
-
-
-def test_a_corrupt_image_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
-    test = rows(3, 50, label=[0, 1, 2])
-    test["img"][1] = {"bytes": file_of(noise(51))[:90], "path": "broken.png"}
-    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
-    place = saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES)))
-    with refuses(DataError, f"row 1 of hf:{place} (test) (broken.png)"):
-        list(opened(place).splits["test"].dataset)
-    data = opened(place, skip_corrupt=True)
-    assert (data.skipped, data.splits["test"].size) == (1, 2)
-    assert [label for _, label in data.splits["test"].dataset] == [0, 2]
-
-
-def test_data_sets_can_be_pickled_for_workers(three_splits: Path) -> None:
-    data = opened(three_splits)
-    again = pickle.loads(pickle.dumps(data.splits["test"].dataset))
-    assert torch.equal(again[0][0], data.splits["test"].dataset[0][0])
 
 
 def test_a_hub_name_offline_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

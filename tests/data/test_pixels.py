@@ -1,114 +1,215 @@
-"""Decoding: every mode becomes RGB or grey with the right numbers, every bad file is named."""
+"""Files become what a viewer shows: formats, modes and orientation; damaged ones are named."""
 
 from __future__ import annotations
 
+import io
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import layershuffle as ls
+from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data import pixels as module
-from layershuffle.data.pixels import mode_for, read_image
+from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from layershuffle.errors import DataError, UsageError
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import Decoder
+from pictures import file_of, noise
 from refusals import refuses
 
 GRADIENT = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+ORIENTATION = 0x0112
+
+# From the definition in Exif 2.32: where the first row and the first column of the file belong.
+UPRIGHT = {
+    1: lambda stored: stored,
+    2: lambda stored: stored[:, ::-1],
+    3: lambda stored: stored[::-1, ::-1],
+    4: lambda stored: stored[::-1],
+    5: lambda stored: stored.swapaxes(0, 1),
+    6: lambda stored: stored[::-1].swapaxes(0, 1),
+    7: lambda stored: stored[::-1, ::-1].swapaxes(0, 1),
+    8: lambda stored: stored[:, ::-1].swapaxes(0, 1),
+}
 
 
-def saved(tmp_path: Path, image: Image.Image, name: str, **options: object) -> Path:
-    path = tmp_path / name
-    image.save(path, **options)
-    return path
+def read(source: Path | bytes, channels: int = 3) -> np.ndarray:
+    return np.asarray(read_image(source, channels, place="here"))
 
 
-def read(path: Path, channels: int = 3) -> np.ndarray:
-    return np.asarray(read_image(path, channels, place=path))
+def turned(image: Image.Image, kind: str, orientation: int, **options: object) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return file_of(image, kind, exif=exif, **options)
 
 
-def test_grey_is_repeated_for_rgb_and_kept_for_one_channel(tmp_path: Path) -> None:
-    path = saved(tmp_path, Image.fromarray(GRADIENT), "grey.png")
-    assert (read(path) == GRADIENT[..., None]).all()
-    assert (read(path, 1) == GRADIENT).all()
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {"quality": 95}),
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+        ("AVIF", {"quality": 90}),
+    ],
+)
+def test_images_are_turned_as_their_orientation_says(
+    kind: str, options: dict, orientation: int
+) -> None:
+    image = noise(3, size=(6, 4)).resize((48, 32), Image.Resampling.BICUBIC)
+    stored = read(file_of(image, kind, **options))
+    shown = read(turned(image, kind, orientation, **options))
+    assert shown.tolist() == UPRIGHT[orientation](stored).tolist()
 
 
-def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
-    deep = GRADIENT.astype(np.uint16) * 257
-    path = saved(tmp_path, Image.fromarray(deep), "deep.png")
-    assert (read(path, 1) == GRADIENT).all()
-    assert (read(path, 3) == GRADIENT[..., None]).all()
+@pytest.mark.filterwarnings("ignore:Tag data larger than file:UserWarning:PIL")
+def test_a_damaged_exif_block_does_not_hide_the_image() -> None:
+    """The orientation counts if it can be read, and other tags do not matter."""
+    exif = Image.Exif()
+    exif[ORIENTATION], exif[0x010F] = 6, "maker"
+    file = file_of(noise(1, size=(16, 8)), "JPEG", exif=exif)
+    # Six characters become six fractions, of which the file has one.
+    broken_tag = file.replace(struct.pack(">HHI", 0x010F, 2, 6), struct.pack(">HHI", 0x010F, 5, 6))
+    assert broken_tag != file
+    assert read(broken_tag).shape == (16, 8, 3)
+    no_exif = file.replace(b"Exif\0\0MM", b"Exif\0\0??")
+    assert read(no_exif).shape == (8, 16, 3)
+    for value in (0, 9, 65_535):
+        assert read(turned(noise(1, size=(16, 8)), "JPEG", value)).shape == (8, 16, 3)
 
 
-def test_alpha_is_dropped_as_torchvision_does(tmp_path: Path) -> None:
+def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> None:
+    upright = noise(5, size=(20, 12))
+    stored = upright.transpose(Image.Transpose.ROTATE_90)  # as a camera on its side stores it
+    view = ImageView(channels=1, height=12, width=20, mean=(0.0,), std=(1.0,))
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "1.png").write_bytes(file_of(upright))
+            (tmp_path / split / name / "2.png").write_bytes(turned(stored, "PNG", 6))
+    data = open_data(f"folder:{tmp_path}", view, options=DataOptions(holdout=None))
+    for split in ("train", "test"):
+        plain, rotated = (data.splits[split].dataset[row][0] for row in (0, 1))
+        assert torch.equal(plain, rotated)
+    files = [str(tmp_path / "val" / "a" / f"{number}.png") for number in (1, 2)]
+    plain, rotated = ls.predict("bundled:digits-swarm", files)
+    assert plain.top == rotated.top
+    batch = Decoder(view, GatewayLimits()).batch([Path(file).read_bytes() for file in files])
+    assert torch.equal(batch[0], batch[1])
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA",
+                                  "TIFF", "WEBP", "ICO"])  # fmt: skip
+def test_formats_of_pillow_are_opened(kind: str) -> None:
+    image = noise(2, size=(16, 16))
+    file = file_of(image, kind)
+    assert read(file).tolist() == np.asarray(Image.open(io.BytesIO(file)).convert("RGB")).tolist()
+
+
+def test_endings_of_image_files() -> None:
+    for name in (".jpg", ".jpe", ".jfif", ".mpo", ".png", ".gif", ".avif", ".webp", ".tiff"):
+        assert name in extensions()
+    for name in (".eps", ".ps", ".wmf", ".mpg", ".h5", ".pdf", ".txt", ""):
+        assert name not in extensions()
+
+
+def test_formats_that_another_program_decodes_are_not_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("subprocess.check_call", lambda *_: pytest.fail("Ghostscript was started"))
+    file = file_of(noise(1), "EPS")
+    assert "EPS" in Image.OPEN
+    assert "EPS" not in formats()
+    with refuses(DataError, "here"):
+        read(file)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
+def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
+    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    file = file_of(red, kind, save_all=True, append_images=[blue])
+    assert Image.open(io.BytesIO(file)).n_frames == 2
+    assert np.abs(read(file).astype(int) - [255, 0, 0]).max() <= 3
+
+
+def test_grey_is_repeated_for_rgb_and_kept_for_one_channel() -> None:
+    file = file_of(Image.fromarray(GRADIENT))
+    assert (read(file) == GRADIENT[..., None]).all()
+    assert (read(file, 1) == GRADIENT).all()
+    assert pixel_tensor(Image.fromarray(GRADIENT)).tolist() == [GRADIENT.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
+    file = file_of(Image.fromarray(GRADIENT.astype(np.uint16) * 257), kind)
+    assert (read(file, 1) == GRADIENT).all()
+    assert (read(file, 3) == GRADIENT[..., None]).all()
+
+
+def test_the_colours_under_alpha_are_taken() -> None:
     pixels = np.zeros((8, 8, 4), dtype=np.uint8)
     pixels[..., 0], pixels[..., 3] = GRADIENT, 128
-    path = saved(tmp_path, Image.fromarray(pixels), "alpha.png")
-    assert (read(path) == pixels[..., :3]).all()
-
-
-def test_a_palette_with_transparency_gives_its_colours(tmp_path: Path) -> None:
+    assert (read(file_of(Image.fromarray(pixels))) == pixels[..., :3]).all()
     image = Image.new("P", (8, 8))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((3, 4), 1)
-    path = saved(tmp_path, image, "palette.png", transparency=bytes([0, 128]))
-    pixels = read(path)
-    assert pixels[4, 3].tolist() == [200, 100, 50]
-    assert pixels[0, 0].tolist() == [10, 20, 30]
+    palette = read(file_of(image, transparency=bytes([0, 128])))
+    assert palette[4, 3].tolist() == [200, 100, 50]
+    assert palette[0, 0].tolist() == [10, 20, 30]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_cmyk_is_converted(tmp_path: Path, channels: int) -> None:
-    path = saved(tmp_path, Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "print.tif")
+def test_cmyk_is_converted(channels: int) -> None:
+    file = file_of(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF")
     expected = [255, 0, 0] if channels == 3 else [76]  # 0.299 x 255
-    assert np.atleast_1d(read(path, channels)[0, 0]).tolist() == expected
+    assert np.atleast_1d(read(file, channels)[0, 0]).tolist() == expected
 
 
-def test_one_bit_images(tmp_path: Path) -> None:
-    path = saved(tmp_path, Image.fromarray(GRADIENT > 100), "bits.png")
-    assert set(read(path, 1).flatten().tolist()) == {0, 255}
-
-
-def test_floating_pixels_have_no_known_range(tmp_path: Path) -> None:
-    path = saved(tmp_path, Image.fromarray(GRADIENT.astype(np.float32)), "float.tif")
+def test_one_bit_images_and_floating_pixels() -> None:
+    assert set(read(file_of(Image.fromarray(GRADIENT > 100)), 1).flatten().tolist()) == {0, 255}
     with refuses(DataError):
-        read(path)
+        read(file_of(Image.fromarray(GRADIENT.astype(np.float32)), "TIFF"))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    whole = saved(tmp_path, Image.effect_noise((64, 64), 50), "whole.png").read_bytes()
+def test_damaged_and_absent_files_are_named(tmp_path: Path) -> None:
+    whole = file_of(Image.effect_noise((64, 64), 50))
     damaged = {
         "short.png": whole[: len(whole) // 2],
         "text.jpg": b"not an image",
         "empty.png": b"",
         "flipped.png": whole[:60] + bytes(200) + whole[260:],
+        "short.avif": file_of(noise(1, size=(64, 64)), "AVIF")[:-300],
+        "gone.png": None,
     }
     for name, content in damaged.items():
         path = tmp_path / name
-        path.write_bytes(content)
+        if content is not None:
+            path.write_bytes(content)
         with pytest.raises(DataError) as error:
-            read(path)
+            read_image(path, 3, place=path)
         assert str(path) in str(error.value)
         assert "--skip-corrupt" in str(error.value)
-        with refuses(DataError, "row 5"):
-            read_image(content, 3, place="row 5")
 
 
-def test_a_decompression_bomb_is_an_error_before_it_is_decoded(tmp_path: Path) -> None:
-    path = saved(tmp_path, Image.new("1", (14_000, 14_000)), "bomb.png")
-    assert path.stat().st_size < 100_000
-    with refuses(DataError, path):
-        read(path)
-
-
-def test_our_own_limit_holds_where_pillows_is_lifted(
+def test_an_image_that_is_too_large_is_an_error_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(tmp_path, Image.fromarray(GRADIENT), "grey.png")
+    path = tmp_path / "bomb.png"
+    Image.new("1", (14_000, 14_000)).save(path)
+    assert path.stat().st_size < 100_000
+    with refuses(DataError, path):
+        read_image(path, 3, place=path)
+    # Where Pillow's own limit is lifted.
     monkeypatch.setattr(module, "MAX_PIXELS", 63)
     with refuses(DataError):
-        read(path)
+        read(file_of(Image.fromarray(GRADIENT)))
     monkeypatch.setattr(module, "MAX_PIXELS", 64)
-    assert read(path).shape == (8, 8, 3)
+    assert read(file_of(Image.fromarray(GRADIENT))).shape == (8, 8, 3)
 
 
 def test_other_channel_counts_are_refused() -> None:

@@ -18,18 +18,15 @@ from layershuffle.data import ImageView
 from layershuffle.data.contract import derived_seed
 from layershuffle.data.pixels import pixel_tensor
 from layershuffle.data.transforms import (
-    AugmentedImages,
+    Images,
     PixelFinish,
     PixelTransform,
     PlainTransform,
-    TransformedImages,
     augment_transform,
     resized_size,
     seeded_globals,
 )
-from layershuffle.errors import UsageError
 from layershuffle.image_view import Resize, resized_as
-from refusals import refuses
 
 VIEW = ImageView(
     channels=3,
@@ -62,8 +59,8 @@ class NoiseTable:
         return f"noise {index}"
 
 
-def augmented(seed: int = 3) -> AugmentedImages:
-    return AugmentedImages(NoiseTable(), range(12), augment_transform(VIEW), seed=seed)
+def augmented(seed: int = 3) -> Images:
+    return Images(NoiseTable(), range(12), augment_transform(VIEW), seed=seed)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
@@ -168,7 +165,7 @@ def test_augmentation_leaves_global_generators_alone_and_follows_table_rows() ->
     item = data[7]
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    part = AugmentedImages(NoiseTable(), [7, 2], augment_transform(VIEW), seed=3)
+    part = Images(NoiseTable(), [7, 2], augment_transform(VIEW), seed=3)
     assert torch.equal(part[0][0], item[0])
     assert part[0][1] == item[1] == 1
 
@@ -244,11 +241,6 @@ def test_an_image_that_fits_is_not_touched() -> None:
     assert torch.equal(PixelTransform(view)(image), pixel_tensor(image))
 
 
-def test_the_nearest_pixel_is_left_to_pillow() -> None:
-    with refuses(UsageError):
-        PixelTransform(ImageView(**{**VIEW.__dict__, "interpolation": "nearest"}))
-
-
 # Workers are forked from a process with threads; newer Pythons warn although ours only read.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_that_outlive_an_epoch_show_what_the_main_process_shows() -> None:
@@ -279,13 +271,13 @@ def test_accelerates_loader_sets_the_epoch() -> None:
 
 
 def test_data_sets_can_be_pickled_for_workers_that_are_not_forked() -> None:
-    plain = TransformedImages(NoiseTable(), range(12), PlainTransform(VIEW))
+    plain = Images(NoiseTable(), range(12), PlainTransform(VIEW))
     again = pickle.loads(pickle.dumps(plain))
     assert torch.equal(again[4][0], plain[4][0])
 
 
 def test_one_channel_views_can_be_augmented() -> None:
     view = ImageView(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
-    data = AugmentedImages(NoiseTable("L"), range(12), augment_transform(view), seed=0)
+    data = Images(NoiseTable("L"), range(12), augment_transform(view), seed=0)
     assert data[0][0].shape == (1, 8, 8)
     assert not torch.equal(data[0][0], data[3][0])

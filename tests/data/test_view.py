@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from layershuffle.data import ImageView
-from layershuffle.data.transforms import fit_images, match_channels, normalise, resize_images
-from layershuffle.errors import DataError, UsageError
+from layershuffle.data.transforms import fit_images, match_channels, normalise
+from layershuffle.errors import UsageError
 from refusals import refuses
 
 GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
@@ -44,30 +44,6 @@ def test_channels_grey_is_repeated_and_rgb_becomes_luma() -> None:
     assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
     rgb = torch.tensor([1.0, 0.0, 0.5]).view(3, 1, 1)
     assert match_channels(rgb, 1).item() == pytest.approx(0.299 + 0.5 * 0.114, abs=1e-7)
-    with refuses(DataError):
-        match_channels(torch.zeros(2, 4, 4), 3)
-
-
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
-def test_resize_keeps_constant_images_constant_and_the_range(mode: str) -> None:
-    flat = resize_images(torch.full((1, 1, 5, 7), 0.3), (11, 3), mode=mode)
-    assert flat.shape == (1, 1, 11, 3)
-    assert (flat - 0.3).abs().max() < 1e-6
-    edge = torch.zeros(1, 1, 4, 4)
-    edge[..., 2:] = 1
-    out = resize_images(edge, (4, 16), mode=mode)
-    assert 0 <= out.min() < 0.01
-    assert 0.99 < out.max() <= 1
-
-
-def test_resize_to_the_same_size_is_the_same_tensor() -> None:
-    images = torch.rand(1, 1, 4, 6)
-    assert resize_images(images, (4, 6)) is images
-
-
-def test_bilinear_doubling_equals_the_written_out_weights() -> None:
-    row = torch.tensor([[0.0, 1.0]]).view(1, 1, 1, 2)
-    assert resize_images(row, (1, 4)).flatten().tolist() == [0.0, 0.25, 0.75, 1.0]
 
 
 def test_fit_images_gives_the_view_its_shape_and_numbers() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import struct
 import zlib
 
 import pytest
@@ -135,3 +136,22 @@ def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
     assert usual.status_code == 200
     assert refused.status_code == 422
     assert refused.json()["error"]["cause"] == cause
+
+
+def test_tiffs_of_large_tiles_and_other_compressions_are_not_decoded(monkeypatch):
+    """A tile may be larger than the image, and JPEG files in a TIFF have scans of their own."""
+    plain = bytearray(file_of(picture(), "TIFF"))
+    for own, tile in ((278, 322), (279, 323)):  # rows and bytes of the strip
+        (entry,) = re.finditer(struct.pack("<H", own) + rb"[\x03\x04]\x00\x01\x00{3}", plain)
+        struct.pack_into("<HHII", plain, entry.start(), tile, 4, 1, 20_000)
+    jpeg = file_of(picture().convert("RGB"), "TIFF", compression="jpeg")
+    monkeypatch.setattr("PIL.TiffImagePlugin.TiffImageFile.load", lambda self: pytest.fail("read"))
+
+    async def go(place):
+        return [await place.classify(bytes(plain)), await place.classify(jpeg)]
+
+    causes = [response.json()["error"]["cause"] for response in run(go, limits=SMALL)]
+    assert causes == [
+        "The image is too large (tiles of 20000x20000 pixels; at most 10000)",
+        "The TIFF file is compressed unusually",
+    ]

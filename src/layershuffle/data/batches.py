@@ -87,15 +87,7 @@ class DeviceBatches:
 
     def _place(self, pixels: Tensor) -> PixelPlace | None:
         size = self.split.size * pixels[0].numel()
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
-        return place_for(size, gpu_free=free, host_bytes=self._host_bytes)
-
-
-def place_for(size: int, *, gpu_free: int | None, host_bytes: int) -> PixelPlace | None:
-    """The place to keep `size` bytes: the GPU, main memory, or `None`.
-
-    `gpu_free`: free bytes on the GPU, None without a GPU.
-    """
-    if gpu_free is not None and size <= GPU_SHARE * gpu_free:
-        return "gpu"
-    return "host" if size <= host_bytes else None
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and size <= GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]:
+            return "gpu"
+        return "host" if size <= self._host_bytes else None

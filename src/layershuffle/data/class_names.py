@@ -7,7 +7,7 @@ another order. Without matching, all of its answers would silently count as wron
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.utils.data import Dataset
@@ -58,18 +58,20 @@ def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: 
         return None
     if not (have_names(classes) and have_names(names)):
         return None
-    theirs, ours = set(map(_plain, classes)), set(map(_plain, names))
-    lists = [
-        f"{len(missing)} in the {where} only ({shortened(missing)})"
-        for where, missing in (
-            ("model", [name for name in names if _plain(name) not in theirs]),
-            ("data", [name for name in classes if _plain(name) not in ours]),
-        )
-        if missing
-    ]
+    listed = listed_difference({"the model": names, "the data": classes}, same=_plain)
     return "the classes of model and data have other names: " + (
-        ", ".join(lists) or "some stand for several classes"
+        listed or "some stand for several classes"
     )
+
+
+def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], str] = str) -> str:
+    """The names that only one of the sides has, for messages; empty if there are none.
+
+    Names are compared as `same` writes them.
+    """
+    both = set.intersection(*({same(name) for name in names} for names in sides.values()))
+    lone = {side: [n for n in names if same(n) not in both] for side, names in sides.items()}
+    return ", ".join(f"{len(n)} in {side} only ({shortened(n)})" for side, n in lone.items() if n)
 
 
 def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:

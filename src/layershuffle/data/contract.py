@@ -14,15 +14,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
+from layershuffle.text import one_line
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
 
@@ -55,12 +55,12 @@ class DataOptions:
         # `FitSettings` checks these too, but users of the Python interface do not use it.
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise UsageError(
-                f"holdout must be in (0, 1), got {self.holdout}",
+                f"holdout is a share between 0 and 1, not {self.holdout}",
                 hint="0.05 holds out 5 percent of the training images",
             )
         if self.max_test is not None and self.max_test < 1:
             raise UsageError(
-                f"max_test must be at least 1, got {self.max_test}", hint="leave it out for all"
+                f"max_test is at least 1, not {self.max_test}", hint="leave it out for all"
             )
 
 
@@ -117,24 +117,17 @@ class SourceRequest:
     options: DataOptions
     settings: Mapping[str, str] = field(default_factory=dict)
 
-
-class SharedEpoch:
-    """The current epoch of a data set, initially 0.
-
-    It is in shared memory, so persistent DataLoader workers see changes.
-    """
-
-    def __init__(self) -> None:
-        self._value = torch.zeros((), dtype=torch.int64)
-        self._value.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
-
-    def get(self) -> int:
-        """The epoch."""
-        return int(self._value)
-
-    def set(self, epoch: int) -> None:
-        """Set the epoch, in every process that has this object."""
-        self._value.fill_(epoch)
+    def number(self, name: str, default: int, *, low: int = 1, high: int = 1 << 30) -> int:
+        """The setting `name` as an integer. Raises UsageError if it is none or out of range."""
+        text = self.settings.get(name, str(default))
+        # isdecimal alone would also accept the digits of other scripts; int refuses 5,000 digits.
+        if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
+            return int(text)
+        raise UsageError(
+            f"{name}={one_line(text, limit=20)} is not a whole number from {low} to {high}",
+            place=self.spec.partition("?")[0],
+            hint=f"leave it out for {default:,}",
+        )
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -183,20 +176,3 @@ def limited_test(
     rows = sorted(shuffle[:limit].tolist())
     of_rows = None if groups is None else groups[rows]
     return Split(dataset=Subset(dataset, rows), size=limit, groups=of_rows)
-
-
-def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:
-    """Raises DataError if a label is not one of 0..classes-1."""
-    table = torch.as_tensor(labels, dtype=torch.int64)
-    # Otherwise min() would raise an error without the place.
-    if len(table) == 0:
-        raise DataError(
-            "There are no labelled images", place=place, hint="name data with images, a class each"
-        )
-    low, high = int(table.min()), int(table.max())
-    if low < 0 or high >= classes:
-        raise DataError(
-            f"labels run from {low} to {high}, but there are {classes} classes, 0 to {classes - 1}",
-            place=place,
-            hint="correct the labels or the list of classes",
-        )

@@ -14,9 +14,8 @@ Spec: `digit-pairs`, or with numbers of pairs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from sklearn.datasets import load_digits
@@ -31,8 +30,7 @@ from layershuffle.data.contract import (
     generator_for,
     limited_test,
 )
-from layershuffle.data.transforms import PixelFinish
-from layershuffle.errors import UsageError
+from layershuffle.data.transforms import PixelFinish, stretched
 from layershuffle.image_view import ImageView
 
 CANVAS = (12, 20)
@@ -53,8 +51,7 @@ _ROW_OFFSETS = CANVAS[0] - DIGIT + 1
 _COLUMN_OFFSETS = CANVAS[1] // 2 - DIGIT + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairDraws:
+class PairDraws(NamedTuple):
     """The draws of one split: indices of digits, row and column offsets; each int64 [n, 2], left
     then right."""
 
@@ -130,7 +127,6 @@ class DigitPairs(Dataset[Item]):
     """Digit pairs in one uint8 tensor of ink; `finish` enlarges them to a larger view, bilinearly.
 
     `digits` int64 [n, 2]: the handwritten digits of each pair, left and right.
-    torch's DataLoader and Subset call `__getitems__`, which fetches a whole batch by one index.
     """
 
     def __init__(self, split: str, count: int) -> None:
@@ -144,44 +140,10 @@ class DigitPairs(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         return self.canvases[index], int(self.labels[index])
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        rows = torch.as_tensor(indices)
-        labels: list[int] = self.labels[rows].tolist()
-        return list(zip(self.canvases[rows].unbind(0), labels, strict=True))
-
-
-def pair_counts(settings: Mapping[str, str]) -> dict[str, int]:
-    """Pairs per split: the defaults, overridden by the spec's settings. Raises UsageError."""
-    counts = dict(PAIRS)
-    for name, text in settings.items():
-        # isdecimal alone would also accept the digits of other scripts.
-        if not text.isascii() or not text.isdecimal() or int(text) < 1:
-            raise UsageError(
-                f"{name}={text} is not a number of pairs",
-                place="digit-pairs",
-                hint="write for example digit-pairs?train=2000&validation=500&test=1000",
-            )
-        counts[name] = int(text)
-    return counts
-
 
 def open_source(request: SourceRequest) -> ImageData:
-    """Digit pairs as ImageData: "holdout" are pairs of validation digits.
-
-    Raises UsageError for a place, unknown counts, or augmentation (a mirrored 2 is no digit, and
-    the offsets are random already).
-    """
-    if request.place:
-        raise UsageError(
-            f"digit-pairs takes no place, got {request.place!r}",
-            hint="write digit-pairs or digit-pairs?train=2000",
-        )
-    if request.options.augment:
-        raise UsageError(
-            "digit-pairs has no augmentation: mirrored or cropped digits lose their label",
-            hint="leave out --augment",
-        )
-    counts = pair_counts(request.settings)
+    """Digit pairs as ImageData: "holdout" are pairs of validation digits."""
+    counts = {name: request.number(name, count) for name, count in PAIRS.items()}
     test = DigitPairs("test", counts["test"])
     # A digit that is hard to read is hard in all of its pairs, on the left and on the right.
     tested = limited_test(test, len(test), limit=request.options.max_test, groups=test.digits)
@@ -196,15 +158,9 @@ def open_source(request: SourceRequest) -> ImageData:
         splits=splits,
         # The largest ink is 16, so a division by 255 would give nearly black images.
         finish=PixelFinish(request.view, LEVELS),
-        notes=_notes(request.view),
+        notes=(
+            "digit-pairs: digits are split by instance before pairs are made; the holdout are "
+            "pairs of validation digits; the images are the same for every seed",
+            *stretched(CANVAS, request.view),
+        ),
     )
-
-
-def _notes(view: ImageView) -> tuple[str, ...]:
-    note = (
-        "digit-pairs: digits are split by instance before pairs are made; "
-        "the holdout are pairs of validation digits; the images are the same for every seed"
-    )
-    if view.size == CANVAS:
-        return (note,)
-    return (note, f"12x20 canvases were stretched to {view.height}x{view.width} (bilinear)")

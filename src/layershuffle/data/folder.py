@@ -21,29 +21,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import extensions, mode_for, read_image
-from layershuffle.data.tables import Tables, assemble
+from layershuffle.data.pixels import extensions, read_image
+from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError
-from layershuffle.text import one_line, shortened
+from layershuffle.text import counted, one_line, shortened
 
 VALIDATION_NAMES = ("val", "validation")
 TEST_NAME = "test"
 GROUPS_FILE = "groups.csv"
-_USUAL = "jpg, png, webp, tif and others"
+_LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 class FolderTable:
-    """The images below one split folder; `files[i]` has class `labels[i]`.
+    """The images below one split folder; `files[i]` has class `labels[i]`."""
 
-    `others` names the files that were left out.
-    """
-
-    def __init__(
-        self, files: Sequence[str], labels: Sequence[int], *, channels: int, others: Sequence[str]
-    ) -> None:
+    def __init__(self, files: Sequence[str], labels: Sequence[int], *, channels: int) -> None:
         self.files, self.labels, self.channels = files, labels, channels
-        self.others = others
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
@@ -61,47 +56,52 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
     classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
-    root, channels = Path(request.place).expanduser(), request.view.channels
-    # For its error, before any folder is listed.
-    mode_for(channels)
-    train, validation, test = split_folders(root, need_train=request.options.train)
+    root, training = Path(request.place).expanduser(), request.options.train
+    folders, notes = split_folders(root, need_train=training)
     # Without training data (eval), the classes come from the reported split.
-    reference = train or test
-    classes = class_names(reference)
-    tables: dict[str, FolderTable] = {}
-    notes = []
-    for name, split in (("train", train), ("validation", validation), ("test", test)):
-        if split is None:
-            continue
-        require_same_classes(reference, split, classes=classes)
-        if request.options.train or name == "test":
-            tables[name] = folder_table(split, classes, channels=channels)
-            if others := tables[name].others:
-                notes.append(
-                    f"{split.name}: {len(others)} files or folders are no images of a known kind, "
-                    f"hidden, special or counted already, and were left out: {shortened(others)}"
-                )
-    tested = tables["test"]
-    groups = group_numbers(root, tested.files)
-    if groups is not None:
-        notes.append(
-            f"{test.name}: {len(groups)} images in {len(set(groups[:, 0].tolist()))} groups"
+    reference = folders.get("train", folders["test"])
+    classes = class_folders(reference)
+    if not classes:
+        raise DataError(
+            "there are no class folders",
+            place=reference,
+            hint="put the images in one folder per class",
         )
+    tables: dict[str, FolderTable] = {}
+    for name, split in folders.items():
+        # Indices come from the sorted names, so another folder would shift all labels after it.
+        sides = {f"{reference.name}/": classes, f"{split.name}/": class_folders(split)}
+        if listed := listed_difference(sides):
+            raise DataError(
+                f"the class folders differ: {listed}",
+                place=split,
+                hint="give all splits the same class folders",
+            )
+        if training or name == "test":
+            tables[name], left_out = folder_table(split, classes, channels=request.view.channels)
+            if left_out:
+                notes.append(
+                    f"{split.name}: {len(left_out)} files or folders are no images of a known "
+                    "kind, hidden, special or counted already, and were left out: "
+                    f"{shortened(left_out)}"
+                )
+    groups = group_numbers(root, tables["test"].files)
+    if groups is not None:
+        count = len(set(groups[:, 0].tolist()))
+        notes.append(f"{folders['test'].name}: {len(groups)} images in {count} groups")
     return assemble(
         request,
-        Tables(
-            classes=classes,
-            test=tested,
-            train=tables.get("train"),
-            validation=tables.get("validation"),
-            test_groups=groups,
-            notes=tuple(notes),
-        ),
+        classes=classes,
+        test=tables["test"],
+        train=tables.get("train"),
+        validation=tables.get("validation"),
+        test_groups=groups,
+        notes=notes,
     )
 
 
-def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | None, Path]:
-    """(train, validation, test) folders of DIR; validation only if there is a test folder too."""
+def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], list[str]]:
+    """(the folders of "train", "validation" and "test", notes); "test" is the reported one."""
     if not root.is_dir():
         fault = "is a file" if root.exists() else "does not exist"
         raise DataError(
@@ -109,49 +109,48 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | 
             place=root,
             hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
         )
-    train = root / "train" if (root / "train").is_dir() else None
-    reported = [root / name for name in VALIDATION_NAMES if (root / name).is_dir()]
-    if len(reported) == 2:
+    inside, notes = class_folders(root), []
+    reported = [root / name for name in (*VALIDATION_NAMES, TEST_NAME) if name in inside]
+    if len(reported) > 1 and not class_folders(reported[-1]):
+        notes.append(f"{reported.pop().name}/ has no class folders and was left out")
+    if reported and {name for name in VALIDATION_NAMES if name in inside} == set(VALIDATION_NAMES):
         raise DataError("there are both val/ and validation/", place=root, hint="keep one of them")
-    if (root / TEST_NAME).is_dir():
-        reported.append(root / TEST_NAME)
-    if (train is None and need_train) or not reported:
-        raise _missing_splits(root, train is None, not reported)
-    return train, reported[0] if len(reported) == 2 else None, reported[-1]
+    absent = ["train/"] * ("train" not in inside and need_train)
+    absent += ["val/ (or validation/ or test/)"] * (not reported)
+    if absent:
+        hint = f"name the folders {' and '.join(absent)}, with one folder per class in each"
+        if len(absent) == 2 and inside and not {name.lower() for name in inside} & _LIKE_SPLITS:
+            hint = (
+                f"if these are the classes, move them into {root}/train and a part of the images "
+                f"of each class into the same class folder under {root}/val"
+            )
+        cause = f"there is no {' and no '.join(absent)}; there are {counted(len(inside), 'folder')}"
+        cause += f" ({shortened(inside)})" if inside else ""
+        raise DataError(cause, place=root, hint=hint)
+    folders = {"train": root / "train"} if "train" in inside else {}
+    if len(reported) == 2:
+        folders["validation"] = reported[0]
+    return {**folders, "test": reported[-1]}, notes
 
 
-def class_names(split: Path) -> tuple[str, ...]:
-    """Sorted names of the class folders. Raises DataError if there are none."""
-    names = tuple(_subfolders(split))
-    if not names:
-        raise DataError(
-            "there are no class folders", place=split, hint="put the images in one folder per class"
-        )
-    return names
+def class_folders(split: Path) -> tuple[str, ...]:
+    """Sorted names of the folders in `split`, without hidden ones such as .ipynb_checkpoints."""
+    try:
+        with os.scandir(split) as entries:
+            return tuple(
+                sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            )
+    except OSError as error:
+        raise _unlisted(error) from error
 
 
-def require_same_classes(left: Path, right: Path, *, classes: Sequence[str]) -> None:
-    """Raises DataError if `right` has other class folders than `classes`, those of `left`."""
-    # Indices come from the sorted names, so another folder would shift all labels after it.
-    other = class_names(right)
-    missing = [name for name in classes if name not in set(other)]
-    extra = [name for name in other if name not in set(classes)]
-    if not missing and not extra:
-        return
-    sentences = [
-        f"{len(names)} in {here.name}/ only ({shortened(names)})"
-        for here, names in ((left, missing), (right, extra))
-        if names
-    ]
-    raise DataError(
-        f"the class folders of {left.name}/ and {right.name}/ differ: {', '.join(sentences)}",
-        place=right,
-        hint="give both the same class folders",
-    )
+def folder_table(
+    split: Path, classes: Sequence[str], *, channels: int
+) -> tuple[FolderTable, list[str]]:
+    """(All images of a split in sorted order, what was left out).
 
-
-def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> FolderTable:
-    """All images of a split, in sorted order. Raises DataError for a class without images."""
+    Raises DataError for a class without images.
+    """
     files: list[str] = []
     labels: list[int] = []
     left_out: list[str] = []
@@ -162,12 +161,13 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
             raise DataError(
                 f"class folder {name!r} has no images ({content})",
                 place=split / name,
-                hint=f"add images ({_USUAL}) or remove the folder from every split",
+                hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
+                "split",
             )
         files += images
         labels += [label] * len(images)
         left_out += [f"{name}/{other}" for other in others]
-    return FolderTable(files, labels, channels=channels, others=left_out)
+    return FolderTable(files, labels, channels=channels), left_out
 
 
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
@@ -179,30 +179,30 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
     images: list[str] = []
     others: list[str] = []
     # The folders above have the images of other classes.
-    seen = {_identity(above) for above in (folder, *folder.resolve().parents)}
-    # Sorted in place, because os.walk visits the folders in this order, which must be the same on
-    # every file system.
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
-        kept: list[str] = []
-        for name in sorted([*folders, *names]):
+    above = map(os.stat, (folder, *folder.resolve().parents))
+    seen = {(status.st_dev, status.st_ino) for status in above}
+
+    def refuse(error: OSError) -> None:
+        raise _unlisted(error) from error
+
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        listed = sorted([*folders, *names])
+        # os.walk goes on with what is put here, in an order that is the same on every file system.
+        folders.clear()
+        for name in listed:
             path = os.path.join(parent, name)
-            try:
-                status = os.stat(path)
-            except OSError:  # a link to nothing
+            # A link to nothing is described as a link.
+            status = os.stat(path, follow_symlinks=os.path.exists(path))
+            kind, place = stat.S_IFMT(status.st_mode), (status.st_dev, status.st_ino)
+            is_image = kind == stat.S_IFREG and path.lower().endswith(extensions())
+            if name.startswith(".") or place in seen or not (is_image or kind == stat.S_IFDIR):
                 others.append(os.path.relpath(path, folder))
                 continue
-            is_folder = stat.S_ISDIR(status.st_mode)
-            is_image = stat.S_ISREG(status.st_mode) and _ending(name) in extensions()
-            identity = status.st_dev, status.st_ino
-            if name.startswith(".") or identity in seen or not (is_folder or is_image):
-                others.append(os.path.relpath(path, folder))
-                continue
-            seen.add(identity)
-            if is_folder:
-                kept.append(name)
-            else:
+            seen.add(place)
+            if is_image:
                 images.append(path)
-        folders[:] = kept
+            else:
+                folders.append(name)
     return images, others
 
 
@@ -235,44 +235,9 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
     return torch.tensor([[numbers[named[name]]] for name in names])
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _ending(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
-
-
-def _subfolders(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            # Hidden folders such as .ipynb_checkpoints are no classes.
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-    except OSError as error:
-        _raise_unreadable(error)
-        raise
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise DataError(
+def _unlisted(error: OSError) -> DataError:
+    return DataError(
         f"cannot list the folder ({error.strerror})",
         place=str(error.filename),
         hint="let this user read it",
-    ) from error
-
-
-def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
-    absent = ["train/"] * no_train + ["val/ (or validation/ or test/)"] * no_test
-    inside = _subfolders(root)
-    usual = {"train", "training", "val", "valid", "validation", "test", "testing"}
-    if no_train and no_test and inside and not {name.lower() for name in inside} & usual:
-        finding = f"found {len(inside):,} other folders ({shortened(inside)})"
-        hint = (
-            f"if these are the classes, move them into {root}/train and a part of the images of "
-            f"each class into the same class folder under {root}/val"
-        )
-    else:
-        finding = f"found {shortened(inside)}" if inside else "found no folders"
-        hint = f"name the folders {' and '.join(absent)}, with one folder per class in each"
-    return DataError(f"there is no {' and no '.join(absent)}; {finding}", place=root, hint=hint)
+    )

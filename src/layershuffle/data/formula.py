@@ -16,9 +16,10 @@ Spec: `formula`, or with numbers `formula?classes=1000&size=224&train=3000000`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +33,14 @@ from layershuffle.data.contract import (
     derived_seed,
     limited_test,
 )
-from layershuffle.data.transforms import fit_images
+from layershuffle.data.transforms import fit_images, stretched
 from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.text import one_line
 
 DATA_SEED = 0
 RANGE = 1 << 30  # instances of a class that each split may use
 FIRST = {"train": 0, "validation": RANGE, "test": 2 * RANGE}
 PER_CLASS = {"train": 1000, "validation": 10, "test": 20}  # default numbers of images
-DEFAULTS = {"classes": "100", "size": "64"}
-LIMITS = {"classes": (2, 2048), "size": (16, 512)}
 
 # Least mean absolute difference of ink, 0 to 255, between the instances of two classes without
 # noise; a class whose ink deviates less from its mean is nearly empty.
@@ -59,8 +57,7 @@ _STRIDE = 0x9E3779B1  # odd, so counters below 2 ** 32 are distinct
 _CPU_PIXELS, _GPU_PIXELS = 1 << 16, 1 << 24
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassTable:
+class ClassTable(NamedTuple):
     """Parameters float32 [classes, p] of the classes, and the number of rejected candidates."""
 
     parameters: Tensor
@@ -148,14 +145,20 @@ def orbits(classes: Tensor, *, noise: Tensor, size: int) -> Tensor:
         return (classes[:, index : index + 1] * float(high - low + 1)).floor() + float(low)
 
     x, y = _placed(place, size)
-    turns = angle(x, y)
+    # The direction in turns, along a diamond instead of a circle.
+    share = y / (x.abs() + y.abs() + 1e-6)
+    turns = torch.where(x < 0, 2.0 - share, share) * 0.25
+    # The distance to the centre, within a thousandth: a linear estimate and a Newton step.
+    longer, shorter = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    near = 0.96 * longer + 0.4 * shorter + 1e-6
+    distance = 0.5 * (near + (x * x + y * y) / near)
     slow = wave(turns * whole(0, 1, 6) + value(1, 0, 1, noise=0.1))
     fast = wave(turns * whole(2, 7, 16) + value(3, 0, 1, noise=0.2))
     bend = slow * value(4, 0.05, 0.35, noise=0.05) + fast * value(5, 0.02, 0.12, noise=0.02)
     count = whole(6, 2, 7)
     inner = value(7, 0.1, 0.4, noise=0.05)
     gap = (0.95 - inner) / count
-    ring = (length(x, y) - bend - inner) / gap
+    ring = (distance - bend - inner) / gap
     nearest = torch.minimum(ring.round().clamp(min=0.0), count - 1.0)
     width = value(8, 0.12, 0.38, noise=0.05)
     # The edge is about a pixel and a half wide, so a ring does not become dotted.
@@ -198,20 +201,6 @@ def wave(turns: Tensor) -> Tensor:
     """A sine made of two parabolas, one period per turn; within 0.06 of sin(2 pi turns)."""
     part = turns - turns.round()
     return part * (8.0 - 16.0 * part.abs())
-
-
-def angle(x: Tensor, y: Tensor) -> Tensor:
-    """The direction of (x, y) in turns, -0.25 to 0.75, along a diamond instead of a circle."""
-    share = y / (x.abs() + y.abs() + 1e-6)
-    turned: Tensor = torch.where(x < 0, 2.0 - share, share)
-    return turned * 0.25
-
-
-def length(x: Tensor, y: Tensor) -> Tensor:
-    """The length of (x, y), within a thousandth: a linear estimate and a Newton step."""
-    longer, shorter = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
-    near = 0.96 * longer + 0.4 * shorter + 1e-6
-    return 0.5 * (near + (x * x + y * y) / near)
 
 
 @cache
@@ -260,35 +249,12 @@ class FormulaKeys(Dataset[Item]):
         label = index % self._classes
         return torch.tensor([label, self._first + index // self._classes]), label
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        rows = torch.as_tensor(indices)
-        labels = rows % self._classes
-        instances = self._first + rows // self._classes
-        return list(zip(torch.stack([labels, instances], dim=1), labels.tolist(), strict=True))
-
 
 def open_source(request: SourceRequest) -> ImageData:
-    """Formula images as ImageData: "holdout" are the validation instances.
-
-    Raises UsageError for a place, augmentation and numbers out of range.
-    """
-    if request.place:
-        raise UsageError(
-            f"formula takes no place, got {request.place!r}",
-            hint="write formula?classes=100&size=64",
-        )
-    if request.options.augment:
-        raise UsageError(
-            "formula has no augmentation: its instances differ in place, shape and colour already",
-            hint="leave out --augment",
-        )
-    settings = {**DEFAULTS, **request.settings}
-    classes, size = (_number(name, settings[name], *LIMITS[name]) for name in LIMITS)
-    counts = {
-        name: _number(name, settings.get(name, str(share * classes)), 1, RANGE)
-        for name, share in PER_CLASS.items()
-    }
-    table = class_table(classes)
+    """Formula images as ImageData: "holdout" are the validation instances."""
+    classes = request.number("classes", 100, low=2, high=2048)
+    size = request.number("size", 64, low=16, high=512)
+    counts = {n: request.number(n, share * classes, high=RANGE) for n, share in PER_CLASS.items()}
     parts = {name: FormulaKeys(name, count, classes=classes) for name, count in counts.items()}
     splits = {"test": limited_test(parts["test"], counts["test"], limit=request.options.max_test)}
     if request.options.train:
@@ -300,27 +266,11 @@ def open_source(request: SourceRequest) -> ImageData:
         classes=tuple(f"{_NAME}-{label:0{digits}d}" for label in range(classes)),
         splits=splits,
         finish=FormulaFinish(view=request.view, classes=classes, size=size),
-        notes=_notes(request.view, table, size=size),
+        notes=(
+            "formula: the splits have instances of their own, the same for every seed; "
+            f"{class_table(classes).rejected} candidates were left out because they are nearly "
+            "empty or resemble a class before them (mean difference of ink below "
+            f"{MARGIN} of 255)",
+            *stretched((size, size), request.view),
+        ),
     )
-
-
-def _number(name: str, text: str, low: int, high: int) -> int:
-    # isdecimal alone would also accept the digits of other scripts; int refuses 5,000 digits.
-    if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
-        return int(text)
-    raise UsageError(
-        f"{name}={one_line(text, limit=20)} is not a whole number from {low} to {high}",
-        place="formula",
-        hint="write for example formula?classes=100&size=64",
-    )
-
-
-def _notes(view: ImageView, table: ClassTable, *, size: int) -> tuple[str, ...]:
-    note = (
-        "formula: the splits have instances of their own, the same for every seed; "
-        f"{table.rejected} candidates were left out because they are nearly empty or resemble a "
-        f"class before them (mean difference of ink below {MARGIN} of 255)"
-    )
-    if view.size == (size, size):
-        return (note,)
-    return (note, f"{size}x{size} images were stretched to {view.height}x{view.width} (bilinear)")

@@ -11,8 +11,7 @@ The label is never guessed: class folders, else the only `ClassLabel`, else a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import datasets
 from datasets.exceptions import DatasetsError
 from PIL import Image
 
-from layershuffle.data.class_names import numbered
+from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import SKIP_HINT, mode_for, read_image
-from layershuffle.data.tables import Tables, assemble
+from layershuffle.data.pixels import SKIP_HINT, read_image
+from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import one_line, shortened
 
@@ -37,104 +36,75 @@ _KEY, _TAR = "__key__", "__url__"  # columns of the library's reader of tars
 LOAD_ERRORS = (DatasetsError, OSError, ValueError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The image and label columns, and the classes in the order of their indices.
-
-    `index` converts a cell of the label column to a class index; None means "no such class".
-    """
-
-    image: str
-    label: str
-    classes: tuple[str, ...]
-    index: Callable[[Any], int | None]
-
-
 class HubTable:
-    """One split; images are decoded when they are read.
+    """One split; images are decoded when they are read. `labels`: the class of every row."""
 
-    Raises DataError for rows without a label of the classes.
-    """
-
-    def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
-        self.image_column, self.channels, self.place = columns.image, channels, place
-        names = [name for name in (columns.image, _KEY, _TAR) if name in data.column_names]
+    def __init__(
+        self, data: Any, labels: Sequence[int], *, column: str, channels: int, place: str
+    ) -> None:
+        self.labels, self.column, self.channels, self.place = labels, column, channels, place
+        names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
         # Reading a row reads all of its columns, so the others are dropped.
-        self.data = data.select_columns(names).cast_column(
-            columns.image, datasets.Image(decode=False)
-        )
-        # Labels are read once, as a column, because reading rows would read every image.
-        cells = _cells(data, columns.label)
-        labels = [columns.index(cell) for cell in cells]
-        self.labels = [label for label in labels if label is not None]
-        if len(self.labels) < len(labels):
-            raise self._unlabelled(cells, labels, columns)
+        self.data = data.select_columns(names).cast_column(column, datasets.Image(decode=False))
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming it."""
-        cell = self.data[index][self.image_column] or {}
-        if (content := cell.get("bytes")) is not None:
-            return read_image(content, self.channels, place=self.name(index))
-        if cell.get("path") is None:
-            raise DataError("There is no image", place=self.name(index), hint=SKIP_HINT)
-        return read_image(Path(cell["path"]), self.channels, place=self.name(index))
+        cell, place = self.data[index][self.column], self.name(index)
+        if cell is None:
+            raise DataError("There is no image", place=place, hint=SKIP_HINT)
+        # The library stores bytes, or the path of a file.
+        source = Path(cell["path"]) if cell["bytes"] is None else cell["bytes"]
+        return read_image(source, self.channels, place=place)
 
     def name(self, index: int) -> str:
         """The tar and the sample, or the place, the row and the path, of image `index`."""
         row = self.data[index]
         if _TAR in row:
             return f"sample {row[_KEY]} of {row[_TAR]}"
-        path = (row[self.image_column] or {}).get("path")
+        path = (row[self.column] or {}).get("path")
         return f"row {index} of {self.place}" + (f" ({path})" if path else "")
-
-    def _unlabelled(
-        self, cells: Sequence[Any], labels: Sequence[int | None], columns: Columns
-    ) -> DataError:
-        rows = [row for row, label in enumerate(labels) if label is None]
-        unknown = sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)})
-        cause = f"{len(rows)} of {len(labels)} images have no label"
-        if unknown:
-            cause = f"labels are not among those of the training images: {shortened(unknown)}"
-        return DataError(
-            cause,
-            place=self.name(rows[0]),
-            hint=f"correct column {columns.label!r}, or name another one (?label=COLUMN)",
-        )
 
 
 def open_source(request: SourceRequest) -> ImageData:
-    """Data of Hugging Face `datasets` as ImageData. Raises DataError if they are missing or
-    unlabelled, UsageError if several columns could be meant."""
+    """Data of Hugging Face `datasets` as ImageData.
+
+    Raises DataError if they are missing or unlabelled, UsageError if several columns could be
+    meant.
+    """
     channels = request.view.channels
-    mode_for(channels)
-    splits = {name: _plain(split) for name, split in load_splits(request).items()}
+    splits = load_splits(request)
     train = _first(splits, TRAIN_NAMES)
     if train is None and request.options.train:
         raise _no_split("train", splits, request.spec)
-    columns = find_columns(request, next(iter(splits.values())) if train is None else train)
-    validation, test, notes = reported_splits(request, splits, columns=columns)
-    # Only now, because the training split also names the classes in an evaluation.
-    if not request.options.train:
-        train = validation = None
-    named = {"train": train, "validation": validation, "test": test}
-    tables = {
-        name: HubTable(part, columns, channels=channels, place=f"{request.spec} ({name})")
-        for name, part in named.items()
-        if part is not None
-    }
+    # The training split also names the classes in an evaluation.
+    reference = next(iter(splits.values())) if train is None else train
+    features = reference.features
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    image = _chosen("image", images, features, request)
+    kinds = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    usual = [name for name in LABEL_NAMES if name in (kinds or features)]
+    label = _chosen("label", usual[:1] or kinds, features, request)
+    classes, numbers = _classes(reference, label, request)
+    validation, test, notes = _reported(splits, label, request)
+    tables: dict[str, HubTable] = {}
+    for name, part in (("train", train), ("validation", validation), ("test", test)):
+        if part is not None and (request.options.train or name == "test"):
+            labels = [numbers.get(cell, -1) for cell in _cells(part, label)]
+            tables[name] = HubTable(
+                part, labels, column=image, channels=channels, place=f"{request.spec} ({name})"
+            )
+            _check_labels(tables[name], part, label, classes=classes, numbers=numbers)
     return assemble(
         request,
-        Tables(
-            classes=columns.classes,
-            test=tables["test"],
-            train=tables.get("train"),
-            validation=tables.get("validation"),
-            notes=notes,
-        ),
+        classes=classes,
+        test=tables["test"],
+        train=tables.get("train"),
+        validation=tables.get("validation"),
+        notes=notes,
     )
 
 
-def load_splits(request: SourceRequest) -> Mapping[str, Any]:
+def load_splits(request: SourceRequest) -> dict[str, Any]:
     """All splits by name. Raises DataError."""
     place, config = split_config(request.place)
     root = Path(place).expanduser()
@@ -150,18 +120,21 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
         # load_dataset refuses directories of save_to_disk, and load_from_disk reads only those.
         if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
             loaded = datasets.load_from_disk(str(root))
-            return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+            return dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
         builder = datasets.load_dataset_builder(target, name=config)
-        # Images as files: the library leaves the classes of folders out beside a metadata file, and
-        # takes the folders of splits for classes if there are no others.
-        if hasattr(builder.config, "drop_metadata"):
-            folders = datasets.load_dataset(target, name=config, drop_metadata=True)
+        # Images as files: beside a metadata file the library leaves the classes of folders out, so
+        # it is told another name for that file. Without class folders, it takes those of splits.
+        if hasattr(builder.config, "metadata_filenames"):
+            folders = datasets.load_dataset(target, name=config, metadata_filenames=["-"])
             if request.settings.get("label", "label") == "label" and _has_classes(folders):
                 return dict(folders)
             return dict(datasets.load_dataset(target, name=config, drop_labels=True))
-        return dict(datasets.load_dataset(target, name=config))
+        loaded = dict(datasets.load_dataset(target, name=config))
     except LOAD_ERRORS as error:
         raise _load_failure(request, root, error) from error
+    # The members of a tar's .json files become columns of their own.
+    json = any(isinstance(split.features.get("json"), dict) for split in loaded.values())
+    return {name: split.flatten() if json else split for name, split in loaded.items()}
 
 
 def split_config(place: str) -> tuple[str, str | None]:
@@ -172,64 +145,70 @@ def split_config(place: str) -> tuple[str, str | None]:
     return name, config or None
 
 
-def find_columns(request: SourceRequest, data: Any) -> Columns:
-    """Image and label columns and the classes of a split, the training split if there is one.
+def _classes(
+    data: Any, label: str, request: SourceRequest
+) -> tuple[tuple[str, ...], dict[Any, int]]:
+    """(names of the classes, number of the class of a cell) of a label column.
 
-    Classes of a ClassLabel are its names, of strings their sorted values, of integers the numbers
-    up to the largest.
+    Classes are those of a ClassLabel, the sorted texts, or the integers up to the largest. Raises
+    DataError for a column of something else.
     """
-    features = data.features
-    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    image = _chosen("image", images, features, request)
-    kinds = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    usual = [name for name in LABEL_NAMES if name in (kinds or features)]
-    label = _chosen("label", usual[:1] or kinds, features, request)
-    kind = features[label]
-    index: Callable[[Any], int | None]
-    if kind in (datasets.Value("string"), datasets.Value("large_string")):
-        classes = tuple(sorted(set(data[label]) - {None}))
-        index = {name: number for number, name in enumerate(classes)}.get
-    elif isinstance(kind, datasets.ClassLabel) or _is_integer(kind):
-        named = isinstance(kind, datasets.ClassLabel)
-        cells = [] if named else [cell for cell in data[label] if cell is not None]
-        classes = tuple(kind.names) if named else numbered(max(cells, default=-1) + 1)
-        numbers = set(range(len(classes)))
+    kind = data.features[label]
+    if isinstance(kind, datasets.ClassLabel):
+        return tuple(kind.names), {number: number for number in range(len(kind.names))}
+    cells: list[Any] = [cell for cell in _cells(data, label) if cell is not None]
+    plain = cells and isinstance(kind, datasets.Value)
+    if plain and "string" in kind.dtype:
+        names = tuple(sorted(set(cells)))
+        return names, {name: number for number, name in enumerate(names)}
+    if plain and "int" in kind.dtype and max(cells) >= 0:
+        names = numbered(max(cells) + 1)
+        return names, {number: number for number in range(len(names))}
+    raise DataError(
+        f"Column {label!r} holds no labels, one integer or text per image, but {kind}",
+        place=request.spec,
+        hint=_name_it("label", request),
+    )
 
-        def index(cell: Any) -> int | None:
-            return cell if cell in numbers else None
-    else:
-        words = "lists" if isinstance(kind, datasets.List | datasets.LargeList) else f"{kind}"
+
+def _cells(data: Any, label: str) -> Sequence[Any]:
+    return data[label][:] if label in data.column_names else [None] * len(data)
+
+
+def _check_labels(
+    table: HubTable, data: Any, label: str, *, classes: Sequence[str], numbers: Mapping[Any, int]
+) -> None:
+    """Raises DataError for other classes, and for rows without a label of the classes."""
+    kind, cells = data.features.get(label), _cells(data, label)
+    # With other names, an index would mean different classes in the splits.
+    if isinstance(kind, datasets.ClassLabel) and tuple(kind.names) != classes:
+        listed = listed_difference({"training": classes, "this split": kind.names})
         raise DataError(
-            f"Column {label!r} holds {words}; a label is one integer or one text per image",
-            place=request.spec,
-            hint=_name_it("label", request),
+            f"The splits have different classes: {listed or 'in another order'}",
+            place=table.place,
+            hint="give all splits the same list of classes",
         )
-    if not classes:
-        raise DataError(
-            f"Column {label!r} is empty", place=request.spec, hint=_name_it("label", request)
-        )
-    return Columns(image=image, label=label, classes=classes, index=index)
+    rows = [row for row, cell in enumerate(cells) if cell not in numbers]
+    if not rows:
+        return
+    cause = f"{len(rows)} of {len(cells)} images have no label"
+    if unknown := sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)}):
+        cause = f"Labels are not among those of the training images: {shortened(unknown)}"
+    raise DataError(
+        cause,
+        place=table.name(rows[0]),
+        hint=f"correct column {label!r}, or name another one (?label=COLUMN)",
+    )
 
 
-def reported_splits(
-    request: SourceRequest, splits: Mapping[str, Any], *, columns: Columns
-) -> tuple[Any, Any, tuple[str, ...]]:
-    """(validation or None, test, notes). Raises DataError if both are missing or classes differ."""
+def _reported(
+    splits: Mapping[str, Any], label: str, request: SourceRequest
+) -> tuple[Any, Any, list[str]]:
+    """(validation or None, test, notes). Raises DataError if both are missing."""
     validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)
-    notes: tuple[str, ...] = ()
-    cells = () if test is None or validation is None else _cells(test, columns.label)
-    if cells and all(cell in (None, -1) for cell in cells):
-        test, notes = None, ("the test split has no labels; the validation split is reported",)
-    for split in (validation, test):
-        kind = None if split is None else split.features.get(columns.label)
-        # With other names, an index would mean different classes in the splits.
-        if isinstance(kind, datasets.ClassLabel) and tuple(kind.names) != columns.classes:
-            raise DataError(
-                f"splits have different classes: {shortened(columns.classes)} and "
-                f"{shortened(kind.names)}",
-                place=request.spec,
-                hint="give all splits the same list of classes",
-            )
+    notes: list[str] = []
+    if validation is not None and test is not None and set(_cells(test, label)) <= {None, -1}:
+        test, notes = None, ["the test split has no labels; the validation split is reported"]
     if test is None:
         # A validation split without a test split is reported, as in other sources.
         validation, test = None, validation
@@ -238,24 +217,11 @@ def reported_splits(
     return validation, test, notes
 
 
-def _cells(data: Any, label: str) -> Sequence[Any]:
-    return data[label][:] if label in data.column_names else [None] * len(data)
-
-
-def _is_integer(kind: Any) -> bool:
-    return isinstance(kind, datasets.Value) and kind.dtype.startswith(("int", "uint"))
-
-
 def _has_classes(splits: Mapping[str, Any]) -> bool:
     """Whether the labels of all splits are class folders, not the folders of the splits."""
     kinds = [split.features.get("label") for split in splits.values()]
     names = {name for kind in kinds if kind is not None for name in kind.names}
     return None not in kinds and not names <= {*TRAIN_NAMES, *VALIDATION_NAMES, *TEST_NAMES}
-
-
-def _plain(split: Any) -> Any:
-    """The split with the members of a tar's .json files as columns of their own."""
-    return split.flatten() if isinstance(split.features.get("json"), dict) else split
 
 
 def _chosen(role: str, candidates: Sequence[str], features: Any, request: SourceRequest) -> str:

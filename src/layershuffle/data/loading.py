@@ -1,11 +1,5 @@
 """`open_data`: from one spec string to labelled images that fit a model.
 
-    digit-pairs                         real handwritten digits, shipped with scikit-learn
-    formula                             images from formulas, drawn on the model's device
-    folder:DIR                          class folders under DIR/train and DIR/val
-    hf:NAME_OR_DIR[:CONFIG]             Hugging Face datasets, hub or local
-    torchvision:NAME?root=DIR           FashionMNIST, CIFAR100, Food101 and others of torchvision
-
 The table below lists all sources. A source's module is imported when its scheme is used, so the
 digits do not wait for the libraries of the others.
 """
@@ -21,6 +15,7 @@ from typing import cast
 from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
+from layershuffle.data.pixels import mode_for
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.image_view import ImageView
@@ -31,6 +26,7 @@ from layershuffle.text import did_you_mean, nearest
 class DataSource:
     """One kind of data. `settings`: keys allowed after "?"; `module`: contains `open_source`.
 
+    `generated`: the images are made here, so there is no place, and nothing for loader processes to do.
     `extra`: the extra that must be installed, and the package of it that is imported.
     """
 
@@ -38,7 +34,7 @@ class DataSource:
     summary: str
     module: str
     settings: tuple[str, ...] = ()
-    needs_place: bool = True
+    generated: bool = False
     extra: tuple[str, str] | None = None
 
     def open(self, request: SourceRequest) -> ImageData:
@@ -57,14 +53,14 @@ SOURCES: dict[str, DataSource] = {
         module="layershuffle.data.digits",
         extra=("study", "sklearn"),
         settings=("train", "validation", "test"),
-        needs_place=False,
+        generated=True,
     ),
     "formula": DataSource(
         form="formula[?classes=N&size=N&train=N&validation=N&test=N]",
         summary="images made from formulas, any number of classes, no files",
         module="layershuffle.data.formula",
         settings=("classes", "size", "train", "validation", "test"),
-        needs_place=False,
+        generated=True,
     ),
     "folder": DataSource(
         form="folder:DIR",
@@ -113,18 +109,22 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
     """
     scheme, place, settings = parse_spec(spec)
     source = SOURCES[scheme]
-    if source.needs_place and not place:
-        raise UsageError(f"{spec!r} names no place", hint=f"write {source.form}")
-    request = SourceRequest(
-        spec=spec, place=place, settings=settings, view=view, options=options or DataOptions()
-    )
+    if source.generated == bool(place):
+        wanted = "no place" if source.generated else "a place"
+        raise UsageError(f"{scheme} takes {wanted}", hint=f"write {source.form}")
+    mode_for(view.channels)  # for its error, before anything is read
+    options = options or DataOptions()
+    if source.generated and options.augment:
+        raise UsageError(
+            f"{scheme} has no augmentation: its images vary anyway", hint="leave out --augment"
+        )
+    request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)
     return source.open(request)
 
 
 def loader_processes(spec: str = "") -> int:
-    """The number of processes to load images of `spec`: 0 for digits, which are in memory, and for
-    formulas, which are drawn on the model's device."""
-    if spec.startswith(("digit-pairs", "formula")):
+    """The number of processes to load images of `spec`: 0 if they are made here."""
+    if any(source.generated and spec.startswith(name) for name, source in SOURCES.items()):
         return 0
     # One core is left for the training process; more than 16 loaders only use more memory.
     return min(16, max(0, len(os.sched_getaffinity(0)) - 1))

@@ -61,11 +61,11 @@ def formats() -> tuple[str, ...]:
 
 
 @cache
-def extensions() -> frozenset[str]:
+def extensions() -> tuple[str, ...]:
     """The endings of the names of image files, in lower case: ".jpg", ".png" and others."""
     # Pillow opens a camera's .mpo as a JPEG file.
     kinds = {*formats(), "MPO"}
-    return frozenset(end for end, kind in Image.registered_extensions().items() if kind in kinds)
+    return tuple(end for end, kind in Image.registered_extensions().items() if kind in kinds)
 
 
 def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Image.Image:
@@ -77,11 +77,9 @@ def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Ima
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file, formats=formats()) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise _bomb(f"{image.width}x{image.height} pixels", place)
+                raise ValueError(f"{image.width}x{image.height} pixels; at most {MAX_PIXELS}")
             return decoded(image, channels, place=place)
-    except BOMBS as error:
-        raise _bomb(str(error), place) from error
-    except DECODE_ERRORS as error:
+    except (*BOMBS, *DECODE_ERRORS) as error:
         # The text of an OSError repeats the place.
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT) from error
@@ -147,11 +145,3 @@ def _eight_bits(image: Image.Image, place: str | Path | None) -> Image.Image:
         )
     # 65535 / 257 = 255
     return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))
-
-
-def _bomb(reason: str, place: str | Path) -> DataError:
-    return DataError(
-        f"image is too large to be decoded safely ({reason}; limit {MAX_PIXELS} pixels)",
-        place=place,
-        hint="shrink or delete the file, or pass --skip-corrupt to leave such images out",
-    )

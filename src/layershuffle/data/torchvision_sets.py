@@ -21,8 +21,8 @@ from torch import Tensor
 
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import mode_for, read_image, to_mode
-from layershuffle.data.tables import Tables, assemble
+from layershuffle.data.pixels import read_image, to_mode
+from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import did_you_mean, one_line
 
@@ -70,8 +70,6 @@ def open_source(request: SourceRequest) -> ImageData:
     share of the training images does. Raises UsageError for a name that is no such set and without
     a root, DataError if the files are missing or not the published ones.
     """
-    # For its error, before the files are read.
-    mode_for(request.view.channels)
     kind, fits = _set_named(request)
     test, validation = _part(kind, request, "test", fits), None
     if test is None or request.options.train:
@@ -97,13 +95,11 @@ def open_source(request: SourceRequest) -> ImageData:
         names = numbered(max(max(table.labels) for table in tables.values()) + 1)
     return assemble(
         request,
-        Tables(
-            # ImageNet has tuples of synonyms.
-            classes=tuple(", ".join(n) if isinstance(n, tuple) else str(n) for n in names),
-            test=tables["test"],
-            train=tables.get("train"),
-            validation=tables.get("validation"),
-        ),
+        # ImageNet has tuples of synonyms.
+        classes=[", ".join(name) if isinstance(name, tuple) else str(name) for name in names],
+        test=tables["test"],
+        train=tables.get("train"),
+        validation=tables.get("validation"),
     )
 
 

@@ -22,9 +22,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from layershuffle.data.contract import Item, SharedEpoch, derived_seed
+from layershuffle.data.contract import Item, derived_seed
 from layershuffle.data.pixels import pixel_tensor
-from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import ImageView, uncropped_size
 
 Transform = Callable[[Image.Image], Tensor]
@@ -63,15 +62,10 @@ class PlainTransform:
 class PixelTransform:
     """`PlainTransform` with torch's uint8 kernels: resizing is about 4 times as fast as Pillow's.
 
-    Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph. Raises
-    UsageError for the interpolation "nearest", for which torch and Pillow choose different pixels.
+    Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph.
     """
 
     view: ImageView
-
-    def __post_init__(self) -> None:
-        if self.view.interpolation == "nearest":
-            raise UsageError("Torch's nearest pixel is not Pillow's", hint="use PlainTransform")
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
@@ -168,48 +162,41 @@ class ImageTable(Protocol):
         """The name of image `index` for messages."""
 
 
-class TransformedImages(Dataset[Item]):
-    """The images `indices` of a table, each through one deterministic transform."""
+class Images(Dataset[Item]):
+    """The images `indices` of a table, each through one transform.
 
-    def __init__(self, table: ImageTable, indices: Sequence[int], transform: Transform) -> None:
-        self.table, self.indices, self.transform = table, indices, transform
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        row = self.indices[index]
-        return self.transform(self.table.image(row)), int(self.table.labels[row])
-
-
-class AugmentedImages(Dataset[Item]):
-    """The images `indices` of a table, with another augmentation in every epoch, without state.
-
-    Row i in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed of every call of the
-    transform. So a resumed run sees the same images as an uninterrupted one.
-
-    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except if
-    its batch sampler wraps a seedable sampler (several processes): then call it yourself.
+    With a `seed` the transform draws: the pixels of row i in epoch e are a pure function of (seed,
+    e, i). So a resumed run sees the same images as an uninterrupted one. Then `set_epoch` must be
+    called before each epoch. accelerate's DataLoaderShard does so, except if its batch sampler
+    wraps a seedable sampler (several processes): then call it yourself.
     """
 
     def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: Transform, *, seed: int
+        self,
+        table: ImageTable,
+        indices: Sequence[int],
+        transform: Transform,
+        *,
+        seed: int | None = None,
     ) -> None:
         self.table, self.indices, self.transform, self.seed = table, indices, transform, seed
-        self._epoch = SharedEpoch()
+        # In shared memory, so loader processes that outlive an epoch see it change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the augmentation of `epoch` from now on, in every worker."""
-        self._epoch.set(epoch)
+        """Use the augmentation of `epoch` from now on, in every process."""
+        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
-        image = self.table.image(row)
-        with seeded_globals(derived_seed("augment", self.seed, self._epoch.get(), row)):
-            return self.transform(image).contiguous(), int(self.table.labels[row])
+        image, label = self.table.image(row), self.table.labels[row]
+        if self.seed is None:
+            return self.transform(image), label
+        with seeded_globals(derived_seed("augment", self.seed, int(self._epoch), row)):
+            return self.transform(image).contiguous(), label
 
 
 # --- on the device --------------------------------------------------------------------------------
@@ -223,46 +210,31 @@ def normalise(images: Tensor, view: ImageView) -> Tensor:
 
 
 def match_channels(images: Tensor, channels: int) -> Tensor:
-    """Images [..., C, H, W] with `channels` channels: grey is repeated, RGB becomes luma.
-
-    Raises DataError for other pairs of counts.
-    """
-    have = images.shape[-3]
-    if have == channels:
-        return images
-    # expand makes a view, so three equal channels need the memory of one.
-    if have == 1:
-        return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
-    if have == 3 and channels == 1:
+    """Images [..., 1 or 3, H, W] with 1 or 3 channels: grey is repeated, RGB becomes luma."""
+    if images.shape[-3] > channels:
         luma = _constants(_LUMA, images.dtype, images.device).view(3, 1, 1)
         return (images * luma).sum(dim=-3, keepdim=True)
-    raise DataError(
-        f"images have {have} channels, the model takes {channels}",
-        hint="use grey or RGB images, or a model with 1 or 3 input channels",
-    )
-
-
-def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinear") -> Tensor:
-    """Images [N, C, H, W] at `size` (height, width), antialiased, clamped to [0, 1].
-
-    Images of that size are returned unchanged.
-    """
-    if tuple(images.shape[-2:]) == size:
-        return images
-    if mode == "nearest":
-        # torch documents that plain "nearest" repeats a fault of OpenCV.
-        return F.interpolate(images, size=size, mode="nearest-exact")
-    out = F.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
-    return out.clamp(0, 1)  # bicubic overshoots
+    # expand makes a view, so three equal channels need the memory of one.
+    return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
 
 
 def fit_images(images: Tensor, view: ImageView) -> Tensor:
     """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
 
-    Nothing is cropped; the aspect ratio changes ("squash").
+    They are resized bilinearly; nothing is cropped, so the aspect ratio may change.
     """
-    resized = resize_images(images.float(), view.size)
-    return normalise(match_channels(resized, view.channels), view)
+    images = images.float()
+    if tuple(images.shape[-2:]) != view.size:
+        images = F.interpolate(images, size=view.size, mode="bilinear", antialias=True).clamp(0, 1)
+    return normalise(match_channels(images, view.channels), view)
+
+
+def stretched(size: tuple[int, int], view: ImageView) -> tuple[str, ...]:
+    """The note that `fit_images` changes images of `size` (height, width), if it does."""
+    if size == view.size:
+        return ()
+    (rows, columns), (height, width) = size, view.size
+    return (f"images of {rows}x{columns} were stretched to {height}x{width} (bilinear)",)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 
 import torch
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
@@ -46,14 +48,18 @@ _MAX_FIELD_BYTES = 8192  # an order of 1,000 blocks takes half of it
 _MAX_DIGITS = 18  # of a Content-Length that are read
 _MAX_PROBLEMS = 3  # that a refusal lists
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{1,70}")  # RFC 2046, section 5.1.1
-# Named, because Pillow would otherwise try every decoder that it has.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+# Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
+# believes the compressed stream, not the size in the head that is checked here.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+# Those of TIFF that are bounded by the size of a strip or a tile.
+COMPRESSIONS = ("raw", "packbits", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate")
 MAX_SCANS = 32
 """Most scans of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
 """Most markers of a JPEG. Cameras write about twenty; 16 MB have 250 if all is metadata."""
 MAX_CHUNKS = 10_000
 """Most chunks of a PNG. 16 MB have 2,000 as libpng writes them, and 1,400,000 if all are empty."""
+TIFF_TILE_WIDTH, TIFF_TILE_LENGTH = 322, 323
 _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
@@ -316,7 +322,8 @@ class Decoder:
             check()
             place = f"image {number} of {len(files)}" if len(files) > 1 else None
             image = self._open(file, place)
-            total += self._size(image.size, place)
+            # Either way round, because it may be turned.
+            total += max(self._size(size, place) for size in (image.size, image.size[::-1]))
             if total > self.limits.max_request_pixels:
                 raise DataError(
                     f"The images of the request have too many pixels together ({total} and more; "
@@ -351,7 +358,17 @@ class Decoder:
             content = _BoundedFile(without_metadata(file))
             image = Image.open(content, formats=FORMATS)
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
+        if isinstance(image, TiffImageFile):
+            self._check_tiff(image, place)
         return image
+
+    def _check_tiff(self, image: TiffImageFile, place: str | None) -> None:
+        """Raises `DataError` for a tile larger than an image may be, and for other compressions."""
+        tile = [image.tag_v2.get(tag, 0) for tag in (TIFF_TILE_WIDTH, TIFF_TILE_LENGTH)]
+        if math.prod(tile) > self.limits.max_pixels:
+            raise _too_large(f"tiles of {tile[0]}x{tile[1]} pixels", place, self.limits.max_pixels)
+        if image.info.get("compression", "raw") not in COMPRESSIONS:
+            raise DataError("The TIFF file is compressed unusually", place=place, hint=_PLAIN_HINT)
 
     def _size(self, size: tuple[int, int], place: str | None) -> int:
         """Number of pixels of an image of this size, as it is or resized, whichever is more.
@@ -386,9 +403,9 @@ def without_metadata(file: bytes) -> bytes:
             raise ValueError("the image has too many chunks")
         kind = file[start + 4 : start + 8]
         end = start + 12 + int.from_bytes(file[start : start + 4])
-        # Upper case marks chunks that no decoder may skip. Transparency is kept too, because images
-        # are converted as in training.
-        if kind[:1].isupper() or kind == b"tRNS":
+        # Upper case marks chunks that no decoder may skip. Transparency and orientation are kept
+        # too, because images are converted as in training.
+        if kind[:1].isupper() or kind in (b"tRNS", b"eXIf"):
             parts.append(file[start:end])
         start = end
     return b"".join(parts)
