@@ -144,6 +144,9 @@ def test_one_sequential_order_and_the_members_stay_as_they_were():
 
 
 def test_nothing_to_score():
+    features = [donor for donor in donors_of("timm-vit", count=2) if not donor.reset_classifier(0)]
+    with refuses(UsageError):
+        evaluate_ensemble(features, BATCHES)
     donors = donors_of("timm-vit", count=2)
     with refuses(DataError):
         evaluate_ensemble(donors, [])
