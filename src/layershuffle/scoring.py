@@ -14,17 +14,20 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import parse_modes
+from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.class_names import have_names
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, choose_precision, device_of
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
+from layershuffle.models.origin import origin_of
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
-from layershuffle.text import Progress, unheard
+from layershuffle.text import Progress, shortened, unheard
 
 _IN_MEMORY_BYTES = 1 << 30
 
@@ -94,8 +97,20 @@ def open_scored(
     """
     options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
     data = open_data(spec, resized_as(image_view(model), settings.resize), options=options)
+    names = class_names_of(model)
+    if names is None and have_names(data.classes):
+        names, order = data.classes, "theirs"
+        if origin_of(backbone_of(model)).natural_classes:
+            from timm.utils import natural_key
+
+            names, order = tuple(sorted(names, key=natural_key)), "natural, as timm sorts folders"
+        note = (
+            f"{name} names no classes, so its outputs are taken for those of the data; the order "
+            f"is {order} ({shortened(names)})"
+        )
+        data = replace(data, notes=(*data.notes, note))
     # With other classes, or the same in another order, scores would be meaningless.
-    return match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
+    return match_classes(data, names, outputs=num_classes_of(model), place=name)
 
 
 def batches_of(

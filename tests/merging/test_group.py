@@ -236,6 +236,14 @@ def changed(name, **changes):
 
 
 VIT = "vit_tiny_patch16_224"
+
+
+def with_other_constants():
+    model = changed(VIT)
+    model.register_buffer("frequencies", torch.arange(3.0), persistent=False)
+    return model
+
+
 MISFITS = {
     "width": lambda: changed(VIT, embed_dim=64),
     "depth": lambda: changed(VIT, depth=5),
@@ -245,6 +253,8 @@ MISFITS = {
     "kind of timm": FAMILIES["timm-beit"].wrapped,
     "shape": lambda: changed(VIT, mlp_ratio=2.0),
     "heads": lambda: changed(VIT, num_heads=4),
+    "activation": lambda: changed(VIT, act_layer="relu"),
+    "constants": with_other_constants,
     "position": lambda: ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval(),
     "training": lambda: changed(VIT).train(),
     "base": lambda: with_record(changed(VIT), method="m", provenance={"base": "b", "data": "d"}),
@@ -267,15 +277,9 @@ def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
         MergeGroup([first, make()])
     if name in ("method", "data"):
         MergeGroup([first, make()], mixed=True)
-
-
-def test_prediction_against_encoding_and_another_form():
-    encoded = ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval()
-    predicting = ls.add_position(changed(VIT), prediction=ls.PredictionForm()).eval()
-    other = ls.add_position(changed(VIT), encoding=ls.EncodingForm(features=16)).eval()
-    for model in (predicting, other):
+    elif name not in ("training",):
         with refuses(UsageError):
-            MergeGroup([encoded, model])
+            ls.uniform_soup([first, make()])
 
 
 def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
@@ -308,29 +312,6 @@ def test_digest_of_weights():
     assert weights_digest(first) == weights_digest(copy.deepcopy(first)) != weights_digest(second)
     half = copy.deepcopy(first).to(torch.bfloat16)
     assert weights_digest(half) != weights_digest(first)
-
-
-def with_other_constants():
-    model = changed(VIT)
-    model.register_buffer("frequencies", torch.arange(3.0), persistent=False)
-    return model
-
-
-# Of one shape, and yet other functions.
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: changed(VIT, act_layer="relu"),
-        lambda: changed(VIT, norm_layer="layernorm", num_heads=4),
-        with_other_constants,
-    ],
-    ids=["activation", "heads", "constants"],
-)
-def test_donors_that_compute_something_else_are_neither_merged_nor_averaged(make):
-    donors = [changed(VIT), make()]
-    for combine in (MergeGroup, ls.uniform_soup):
-        with refuses(UsageError):
-            combine(donors)
 
 
 def test_donors_of_several_dtypes_become_float32(caplog):

@@ -325,22 +325,6 @@ def test_members_of_an_ensemble_may_differ(capsys, work):
     assert json.loads(out)["top1"]["mean"] == pytest.approx(100 * right / 50)
 
 
-@pytest.mark.parametrize(
-    ("change", "phrase"),
-    [
-        ("num_classes=7", "differ in number of classes (100 and 7)"),
-        ("img_size=16,20", "differ in image view "),
-    ],
-)
-def test_members_need_the_same_classes_and_images(capsys, work, change, phrase):
-    key = change.partition("=")[0]
-    old = next(word for word in SPEC.partition("?")[2].split("&") if word.startswith(key))
-    ls.save(redraw(ls.load(SPEC.replace(old, change)), seed=5), work / "other")
-    code, _, err = run(capsys, "ensemble", "runs/a", "other", "--data", DATA)
-    assert code == 2
-    assert phrase in err
-
-
 RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 

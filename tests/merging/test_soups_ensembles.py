@@ -11,9 +11,10 @@ from common import DEPTH, FAMILIES, images, logits_of, redraw
 from layershuffle.core.forwards import block_runs
 from layershuffle.core.stack import running
 from layershuffle.errors import DataError, UsageError
+from layershuffle.image_view import resized_as
 from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
-from layershuffle.models import set_class_names
+from layershuffle.models import image_view, replace_head, set_class_names, set_image_view
 from layershuffle.models.files import weights_digest
 from refusals import refuses
 
@@ -143,6 +144,9 @@ def test_one_sequential_order_and_the_members_stay_as_they_were():
 
 
 def test_nothing_to_score():
+    features = [donor for donor in donors_of("timm-vit", count=2) if not donor.reset_classifier(0)]
+    with refuses(UsageError):
+        evaluate_ensemble(features, BATCHES)
     donors = donors_of("timm-vit", count=2)
     with refuses(DataError):
         evaluate_ensemble(donors, [])
@@ -160,3 +164,9 @@ def test_members_whose_classes_stand_in_another_order_are_refused():
         evaluate_ensemble([first, second], BATCHES)
     set_class_names(second, names)
     assert len(evaluate_ensemble([first, second], BATCHES, num_orders=1)) == 1
+    set_image_view(second, resized_as(image_view(second), "crop"))
+    with refuses(UsageError):
+        evaluate_ensemble([first, second], BATCHES)
+    replace_head(second, 7, seed=0)
+    with refuses(UsageError):
+        evaluate_ensemble([first, second], BATCHES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,8 @@ from layershuffle.models import (
     class_names_of,
     image_view,
     num_classes_of,
-    read_record,
 )
 from layershuffle.models.files import (
-    MAX_JSON_BYTES,
-    read_json,
-    tensor_headers,
     weight_files,
     write_tensors,
 )
@@ -108,31 +103,6 @@ def test_wrong_image_processors_are_refused(settings: dict[str, Any], hf_directo
     (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelFileError):
         image_view(ls.load(f"hf:{hf_directory}"))
-
-
-def test_json_at_the_limit_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b'{"a": "' + b"x" * (MAX_JSON_BYTES - 9) + b'"}')
-    assert path.stat().st_size == MAX_JSON_BYTES
-    assert len(read_json(path)["a"]) == MAX_JSON_BYTES - 9
-
-
-def test_a_directory_or_a_pipe_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError):
-        read_json(tmp_path)
-    with pytest.raises(ModelFileError):
-        tensor_headers(tmp_path)
-    with pytest.raises(ModelFileError):
-        read_record(tmp_path / "absent")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    (tmp_path / "x.json").chmod(0)
-    with pytest.raises(ModelFileError) as caught:
-        read_json(tmp_path / "x.json")
-    assert caught.value.place == tmp_path / "x.json"
 
 
 def test_tensors_that_share_memory_are_written_whole(tmp_path: Path) -> None:

@@ -52,25 +52,15 @@ def header(entries: dict[str, Any], data: bytes = b"", *, length: int | None = N
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BROKEN_WEIGHTS = {
     "empty": put(WEIGHTS, b""),
-    "three bytes": put(WEIGHTS, b"abc"),
     "garbage": put(WEIGHTS, bytes(range(256)) * 64),
     "header longer than the file": put(WEIGHTS, header({}, length=1 << 20)),
-    "header of exabytes": put(WEIGHTS, header({}, length=(1 << 63) - 1)),
-    "header that is no JSON": put(WEIGHTS, struct.pack("<Q", 8) + b"{{{{{{{{"),
-    "header that is a list": put(WEIGHTS, struct.pack("<Q", 2) + b"[]"),
     "deeply nested header": put(WEIGHTS, struct.pack("<Q", 200_000) + b"[" * 200_000),
     "offsets beyond the file": put(
         WEIGHTS, header({"x": {**ENTRY, "data_offsets": [0, 1 << 40]}}, b"\0" * 8)
     ),
-    "offsets that do not fit the shape": put(
-        WEIGHTS, header({"x": {**ENTRY, "shape": [1 << 40]}}, b"\0" * 8)
-    ),
-    "negative shape": put(WEIGHTS, header({"x": {**ENTRY, "shape": [-2]}}, b"\0" * 8)),
     "shape that overflows": put(
         WEIGHTS, header({"x": {**ENTRY, "shape": [1 << 32, 1 << 32, 1 << 32]}}, b"\0" * 8)
     ),
-    "unknown type": put(WEIGHTS, header({"x": {**ENTRY, "dtype": "PICKLE"}}, b"\0" * 8)),
-    "overlapping tensors": put(WEIGHTS, header({"x": ENTRY, "y": ENTRY}, b"\0" * 8)),
     "cut in the header": cut(WEIGHTS, keep=0.01),
     "cut in the data": cut(WEIGHTS, keep=0.9),
     "bytes after the end": lambda place: put(WEIGHTS, (place / WEIGHTS).read_bytes() + b"x")(place),
@@ -112,9 +102,7 @@ BROKEN_JSON = {
     "empty": b"",
     "not JSON": b"{nope",
     "a list": b"[1, 2]",
-    "text that is no UTF-8": b'{"a": "\xff\xfe"}',
     "deeply nested": b'{"a":' * 100_000,
-    "nested, and closed": b'{"a":' * 200 + b"1" + b"}" * 200,
     "huge": b'{"a": "' + b"x" * MAX_JSON_BYTES + b'"}',
     "a number of a million digits": b'{"a": ' + b"9" * 1_000_000 + b"}",
 }
@@ -140,25 +128,15 @@ def test_missing_files(file: str, good: Callable[[str], Path]) -> None:
 # Of layershuffle.json: the file that the error names.
 WRONG_FACTS: dict[str, tuple[Change, str]] = {
     "schema of the future": (edit(FACTS, "schema", value=2), FACTS),
-    "no schema": (edit(FACTS, "schema", value=...), FACTS),
     "unknown key": (edit(FACTS, "polciy", value={}), FACTS),
-    "unknown library": (edit(FACTS, "library", value="pickle"), FACTS),
     "another library": (edit(FACTS, "library", value="torchvision"), CONFIG),
-    "name of another type": (edit(FACTS, "name", value=3), FACTS),
     "another name": (edit(FACTS, "name", value="vit_huge"), FACTS),
     "another depth": (edit(FACTS, "depth", value=12), FACTS),
-    "depth as text": (edit(FACTS, "depth", value="4"), FACTS),
-    "depth as truth": (edit(FACTS, "depth", value=True), FACTS),
     "absurd depth": (edit(FACTS, "depth", value=10**12), FACTS),
     "other classes": (edit(FACTS, "num_classes", value=1000), FACTS),
     "other blocks": (edit(FACTS, "blocks", value="head"), FACTS),
-    "no such blocks": (edit(FACTS, "blocks", value="a.b"), FACTS),
     "view without numbers": (edit(FACTS, "image_view", "mean", value="abc"), FACTS),
     "view with zero std": (edit(FACTS, "image_view", "std", value=[0, 0, 0]), FACTS),
-    "view with more keys": (edit(FACTS, "image_view", "evil", value=1), FACTS),
-    "view with text": (edit(FACTS, "image_view", "height", value="32"), FACTS),
-    "position that is none": (edit(FACTS, "position", value=[1]), FACTS),
-    "unknown part": (edit(FACTS, "position", "evil", value={}), FACTS),
     "encoding without a form": (edit(FACTS, "position", "encoding", value=None), PARTS),
     "no parts at all": (
         edit(FACTS, "position", value={"encoding": None, "prediction": None}), PARTS,
@@ -168,11 +146,6 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
     ),
     "absurd features": (edit(FACTS, "position", "encoding", "features", value=10**9), FACTS),
     "large features": (edit(FACTS, "position", "encoding", "features", value=10**7), PARTS),
-    "features as text": (edit(FACTS, "position", "encoding", "features", value="many"), FACTS),
-    "negative features": (edit(FACTS, "position", "encoding", "features", value=-4), FACTS),
-    "unknown table": (edit(FACTS, "position", "encoding", "table", value="x"), FACTS),
-    "unknown field": (edit(FACTS, "position", "prediction", "x", value=1), FACTS),
-    "dropout as text": (edit(FACTS, "position", "encoding", "dropout", value="x"), FACTS),
     "dropout beyond one": (edit(FACTS, "position", "encoding", "dropout", value=7), FACTS),
 }  # fmt: skip
 
@@ -189,13 +162,11 @@ WRONG_CONFIG: dict[str, dict[str, Change]] = {
     "timm-vit": {
         "unknown architecture": edit(CONFIG, "architecture", value="evil_net"),
         "architecture elsewhere": edit(CONFIG, "architecture", value="hf-hub:evil/net"),
-        "architecture of another type": edit(CONFIG, "architecture", value=["vit"]),
         "a checkpoint elsewhere": edit(CONFIG, "model_args", "checkpoint_path", value="evil.pth"),
         "unknown argument": edit(CONFIG, "model_args", "evil", value=1),
         "another depth": edit(CONFIG, "model_args", "depth", value=6),
         "depth of millions": edit(CONFIG, "model_args", "depth", value=10**7),
         "huge width": edit(CONFIG, "model_args", "embed_dim", value=1 << 22),
-        "width as text": edit(CONFIG, "model_args", "embed_dim", value="wide"),
         "an activation that is none": edit(CONFIG, "model_args", "act_layer", value="os.system"),
     },
     "hf-vit": {
@@ -205,10 +176,8 @@ WRONG_CONFIG: dict[str, dict[str, Change]] = {
         "another depth": edit(CONFIG, "num_hidden_layers", value=6),
         "depth of millions": edit(CONFIG, "num_hidden_layers", value=10**7),
         "huge width": edit(CONFIG, "hidden_size", value=1 << 22),
-        "width as text": edit(CONFIG, "hidden_size", value="wide"),
         "billions of labels": edit(CONFIG, "num_labels", value=10**10),
         "fewer labels": edit(CONFIG, "id2label", value={"0": "a"}),
-        "labels that are no names": edit(CONFIG, "id2label", value=3),
         "unknown activation": edit(CONFIG, "hidden_act", value="os.system"),
         "attention from a repository": edit(CONFIG, "attn_implementation", value="evil/kernels"),
         "hidden attention": edit(CONFIG, "_attn_implementation", value="evil/kernels"),

@@ -178,7 +178,7 @@ def evaluate(
     classifier and for a mode or an order that does not fit the depth, `DataError` if there is no
     image or not as many `groups`, and for labels that are not class numbers.
     """
-    _check_classifier(model)
+    check_classifier(model)
     depth = depth_of(model)
     columns = _columns(
         depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw
@@ -254,7 +254,8 @@ def _columns(
     return columns
 
 
-def _check_classifier(model: nn.Module) -> None:
+def check_classifier(model: nn.Module) -> None:
+    """Raises `UsageError` for a model without a classifier."""
     # The features of such a model would be scored as if they were classes.
     if getattr(getattr(model, "backbone", model), "num_classes", None) == 0:
         raise UsageError(

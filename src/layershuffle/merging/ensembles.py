@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.evaluation import Batches, Draw, Score, Tally, micro_batches
+from layershuffle.core.evaluation import (
+    Batches,
+    Draw,
+    Score,
+    Tally,
+    check_classifier,
+    micro_batches,
+)
 from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
@@ -47,8 +54,8 @@ def evaluate_ensemble(
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
     probabilities. `groups` as in `evaluate`; `mode` is a single mode. Raises `UsageError` for an
-    unsuitable mode and for donors with other classes (by name, where both have names) or another
-    image view, `DataError` if there is no image.
+    unsuitable mode, for a model without a classifier and for donors with other classes (by name,
+    where both have names) or another image view, `DataError` if there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
@@ -103,6 +110,7 @@ def evaluate_ensembles(
     image_groups = None if groups is None else ImageGroups(groups.numpy())
     tallies = {variant: [Tally(image_groups) for _ in range(draws)] for variant in variants}
     for donor in donors:
+        check_classifier(donor)
         forget(stack_of(donor))
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):

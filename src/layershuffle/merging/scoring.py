@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -41,8 +41,6 @@ from layershuffle.text import Progress, unheard
 
 # Kinds of models with orders of their own: merge 3 runs in other orders than donor 3.
 _KINDS = ("donor", "merge", "soup", "holdout", "ensemble")
-_COMBINE: tuple[Combine, ...] = ("logits", "probabilities")
-_ORDERS: tuple[EnsembleOrders, ...] = ("same", "independent")
 
 
 def score_merging(
@@ -60,9 +58,8 @@ def score_merging(
 
     `donors` and `base` are model specs, `base` is for "base" ends (default: the base that the
     donors name). `names` replace the specs in the rows. The greedy soup is chosen on the held-out
-    split. `progress` is called with the models scored.
-    Raises `UsageError` for donors that do not fit together or impossible settings, `DataError` if
-    the data have another number of classes than the models.
+    split. `progress` is called with the models scored. Raises `UsageError` for donors that do not
+    fit together or impossible settings, `DataError` if the data have other classes than the models.
     """
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
@@ -174,8 +171,8 @@ class _Scorer:
         # Of the greedy soup every donor alone, then a soup with each other donor, are held out.
         soups = count + (count - 1) + 2 if settings.soups else 0
         self.total = count + settings.merges * len(settings.variants) + soups + 1
-        # A compiled model in the settings' precision that gets the weights of each scored model:
-        # so averages are computed in fp32, merges need no memory, and only one model is compiled.
+        # It gets the weights of each scored model: so averages are computed in fp32, merges need no
+        # memory, and only one model is compiled.
         self.stand_in: nn.Module | None = None
         if settings.precision != "fp32" or self.compiler.on:
             copied = copy.deepcopy(self.group.donors[0])
@@ -201,7 +198,8 @@ class _Scorer:
             prepare(donor, settings.precision, compiler=self.compiler)
         drawn = self.mode.is_drawn(self.group.depth)
         # With a single order, "independent" would give the same scores again.
-        variants: list[Variant] = list(product(_COMBINE, _ORDERS if drawn else _ORDERS[:1]))
+        kinds = get_args(EnsembleOrders) if drawn else ("same",)
+        variants: list[Variant] = list(product(get_args(Combine), kinds))
         results = self.compiler.run(
             lambda: evaluate_ensembles(
                 donors, self.test, mode=self.mode, num_orders=self.draws,

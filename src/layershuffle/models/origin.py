@@ -39,13 +39,16 @@ class Origin:
 
     `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
     there. `view`: how it wants its images, where that is known better than the model can tell.
-    `class_names`: of a model that has no place for them. `record`: see `layershuffle.save`.
+    `class_names`: of a model that has no place for them. `natural_classes`: whether it numbers
+    classes without names as timm does, which sorts folders naturally (species2 before species10).
+    `record`: see `layershuffle.save`.
     """
 
     model_args: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
     view: ImageView | None = None
     class_names: tuple[str, ...] | None = None
+    natural_classes: bool = False
     record: Mapping[str, Any] = field(default_factory=dict)
 
 

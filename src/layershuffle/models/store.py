@@ -435,7 +435,8 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
     if "architecture" not in config or "model_type" in config:
         return wrap(hf_models.foreign(directory, seed=seed, base=base))
     backbone, _ = _library("timm").read(directory, seed=seed)
-    return wrap(remember(backbone, replace(origin_of(backbone), base_model=base)))
+    origin = replace(origin_of(backbone), base_model=base, natural_classes=True)
+    return wrap(remember(backbone, origin))
 
 
 def _model_directory(place: Path) -> Path:

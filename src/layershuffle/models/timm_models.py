@@ -117,7 +117,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         _name_imagenet(backbone)
     if classes is not None and classes != num_classes(backbone):
         resize_head(backbone, classes, seed=seed)
-    return remember(backbone, Origin(model_args=args, base_model=base))
+    natural = checkpoint is not None
+    return remember(backbone, Origin(model_args=args, base_model=base, natural_classes=natural))
 
 
 _NO_LOADER = {"custom_load": False}
