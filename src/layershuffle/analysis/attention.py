@@ -2,8 +2,8 @@
 
 Distance: the mean distance in patches between the centre of a query patch and those of the key
 patches, weighted by attention; tokens that are no patches (class, registers) are excluded on both
-sides. Entropy: that of a token's attention over all tokens, in nats; `even` is its share of the
-largest possible entropy, ln(tokens). Both are means over heads, tokens and images.
+sides. Evenness: the entropy of a token's attention over all tokens, as a share of the largest
+possible one, ln(tokens). Both are means over heads, tokens and images.
 
 Fused kernels do not return the attention matrix, so softmax(q k^T scale + mask) is computed again
 from their arguments. A TorchFunctionMode intercepts the calls; the hosts are not changed.
@@ -12,7 +12,6 @@ from their arguments. A TorchFunctionMode intercepts the calls; the hosts are no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,7 +31,6 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
-from layershuffle.plotting import INK, RULE, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,24 +42,16 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LARGEST_PREFIX = 32  # tokens before the patches: class, distillation, registers
 
 
-@dataclass(frozen=True)
-class Attention:
-    """`weights` `[batch, heads, tokens, tokens]` of one step; rows add up to 1."""
-
-    step: Step
-    weights: Tensor
-
-
 class AttentionWatch(TorchFunctionMode):
     """Records the attention of every block, as a block hook and a mode of torch.
 
-    `attentions` holds the records since it was last cleared; `grid` (rows, columns) is the output
-    shape of the last convolution before the blocks, which makes the patches.
+    `attentions` holds steps and their weights `[batch, heads, tokens, tokens]`; `grid` (rows,
+    columns) is the output shape of the last convolution before the blocks, which makes the patches.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attentions: list[Attention] = []
+        self.attentions: list[tuple[Step, Tensor]] = []
         self.grid: tuple[int, int] | None = None
         self._step: Step | None = None
 
@@ -89,13 +79,13 @@ class AttentionWatch(TorchFunctionMode):
         # timm, transformers and torchvision all end in one of these two functions.
         if func is F.scaled_dot_product_attention:
             arguments = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
-            self.attentions.append(Attention(self._step, _weights(arguments)))
+            self.attentions.append((self._step, _weights(arguments)))
         elif func is F.multi_head_attention_forward:
             # torch's own layer calls its kernel inside this function, which modes do not see, but
             # the function can return the weights.
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             out, weights = func(*args, **kwargs)
-            self.attentions.append(Attention(self._step, cast(Tensor, weights)))
+            self.attentions.append((self._step, cast(Tensor, weights)))
             return out, None  # the layer expects no weights
         return func(*args, **kwargs)
 
@@ -134,21 +124,22 @@ def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     return mean
 
 
-def entropies(weights: Tensor) -> Tensor:
-    """Entropy `[batch, heads, tokens]` of every token's attention, in nats."""
+def evenness(weights: Tensor) -> Tensor:
+    """Entropy `[batch, heads, tokens]` of every token's attention, as a share of the largest."""
     entropy: Tensor = torch.special.entr(weights).sum(-1)
-    return entropy
+    return entropy / math.log(weights.shape[-1])
 
 
 def measure(subject: Subject) -> Measurement:
-    """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T).
+    """attention.csv: block, position, distance (patches), even (share of the largest entropy).
 
-    distance_half, entropy_half and even_half are half their 95 % intervals. Numbers: distance and
-    even at the first and the last position, and how they change from one to the other.
+    distance_half and even_half are half their 95 % intervals. Numbers: both at the first and the
+    last position, and how they change from one to the other.
     """
     watch, depth = AttentionWatch(), subject.depth
-    means = {name: PositionMeans(depth) for name in ("distance", "entropy", "even")}
-    images = orders = tokens = 0
+    means = {"distance": PositionMeans(depth), "even": PositionMeans(depth)}
+    images = orders = 0
+    grid = (1, 1)
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
@@ -161,8 +152,13 @@ def measure(subject: Subject) -> Measurement:
                     "No block of this model computes attention between tokens by "
                     "scaled_dot_product_attention, so there is none to look at"
                 )
-            for attention in watch.attentions:
-                tokens = _add(means, attention, watch.grid, batch.first)
+            for step, weights in watch.attentions:
+                grid = _check_square(weights, watch.grid)
+                values = {"distance": distances(weights, grid), "even": evenness(weights)}
+                for name, value in values.items():
+                    # One value per image, because its heads and tokens are not independent.
+                    of_image = value.double().flatten(1).mean(1)
+                    means[name].add(step.block, step.position, values=of_image, first=batch.first)
     clusters = subject.clusters(images, by_batch=True)
     columns: dict[str, Floats] = {}
     for name, mean in means.items():
@@ -178,33 +174,10 @@ def measure(subject: Subject) -> Measurement:
     facts = {
         "images": images,
         "orders": orders,
-        "tokens": tokens,
-        "distance_if_even": float(patch_distances(watch.grid or (1, 1)).mean()),
+        "distance_if_even": float(patch_distances(grid).mean()),
         **weighted_means(numbers, clusters),
     }
     return Measurement(tables={"attention": position_table(columns)}, facts=facts)
-
-
-def _add(
-    means: dict[str, PositionMeans],
-    attention: Attention,
-    grid: tuple[int, int] | None,
-    first: int,
-) -> int:
-    """Add the attention of one step. Returns the number of tokens."""
-    weights, step = attention.weights, attention.step
-    grid, tokens = _check_square(weights, grid), weights.shape[-1]
-    entropy = entropies(weights)
-    values = {
-        "distance": distances(weights, grid),
-        "entropy": entropy,
-        "even": entropy / math.log(tokens),
-    }
-    for name, value in values.items():
-        # One value per image, because its heads and tokens are not independent.
-        of_image = value.double().flatten(1).mean(1)
-        means[name].add(step.block, step.position, values=of_image, first=first)
-    return tokens
 
 
 def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, int]:
@@ -218,18 +191,10 @@ def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, i
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
-    """attention.svg: maps of distance and entropy; attention-positions.svg: both by position."""
+    """attention.svg: maps of distance and evenness."""
     table = tables["attention"]
     maps = [
         read_map(table, "distance", title="attention distance", meaning="patches"),
-        read_map(table, "entropy", title="attention entropy", meaning="nats"),
+        read_map(table, "even", title="entropy of the attention", meaning="share of the largest"),
     ]
-    lines = new_figure(9.2, 3.6)
-    for axes, each in zip(lines.subplots(1, 2), maps, strict=True):
-        values, positions = each.values, range(len(each.values))
-        # The band is the range over blocks.
-        axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
-        axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
-        style_axes(axes, f"{each.title}: mean over blocks, and their range")
-        axes.set(xlabel="position", ylabel=each.meaning)
-    return {"attention": draw_maps(maps), "attention-positions": lines}
+    return {"attention": draw_maps(maps)}

@@ -11,7 +11,8 @@ fail the check and are refused.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,9 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.stack import running, with_hooks
-from layershuffle.models.ends import refuse_more_than_blocks, run_head
+from layershuffle.core.stack import running, tap
+from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,24 +96,6 @@ class LogitSplit:
     constant: Tensor
 
 
-@dataclass
-class _Updates:
-    """A block hook that records the state before the first block and after every block."""
-
-    states: list[Tensor] = field(default_factory=list)
-
-    def before(self, state: Tensor, step: Step) -> Tensor:
-        """Record the output of the stem."""
-        if step.position == 0:
-            self.states = [state]
-        return state
-
-    def after(self, state: Tensor, step: Step) -> None:
-        """Record the state after the block."""
-        del step
-        self.states.append(state)
-
-
 def split_logits(
     subject: Subject, images: Tensor, *, labels: Tensor, order: ExecutionOrder
 ) -> LogitSplit:
@@ -123,12 +105,14 @@ def split_logits(
     for a host that computes something between its blocks.
     """
     refuse_more_than_blocks(subject.model, images, forward=subject.logits)
-    updates = _Updates()
-    with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
+    with torch.no_grad(), running(subject.model, order), tap(subject.model) as tapped:
         logit = _centred(subject.logits(images), labels)
+    with torch.no_grad():
+        stem_state, _ = run_stem(subject.model, images, forward=subject.logits)
+    states = [stem_state, *(record.tensor for record in tapped.records)]
     # With a fixed scale of the final norm, everything after the blocks is affine in the last state:
     # its gradient projects every update, its value at zero is the constant.
-    last = updates.states[-1].detach().requires_grad_(True)
+    last = states[-1].detach().requires_grad_(True)
     with torch.enable_grad():
         frozen = _FrozenScale()
         again = _head(subject, images, labels, last, mode=frozen)
@@ -136,13 +120,8 @@ def split_logits(
     with torch.no_grad():
         replay = _FrozenScale(frozen.scales)
         constant = _head(subject, images, labels, torch.zeros_like(last), mode=replay)
-        stem, *blocks = (
-            (slope * part).flatten(1).sum(1)
-            for part in (
-                updates.states[0],
-                *(b - a for a, b in zip(updates.states, updates.states[1:], strict=False)),
-            )
-        )
+        updates = (after - before for before, after in pairwise(states))
+        stem, *blocks = ((slope * part).flatten(1).sum(1) for part in (stem_state, *updates))
     split = LogitSplit(logit=logit, blocks=tuple(blocks), stem=stem, constant=constant)
     _check_sum(split)
     return split

@@ -34,18 +34,11 @@ if TYPE_CHECKING:
 _TINY = 1e-300  # below any square that is not 0
 
 
-def linear_cka(first: Tensor, second: Tensor) -> float:
-    """CKA with a linear kernel of features `[images, width]` and `[images, other width]`.
-
-    |Y'X|^2 / (|X'X| |Y'Y|) for centred X and Y, Frobenius norms; 0 if one of them is constant.
-    """
-    x, y = (features.double() - features.double().mean(0) for features in (first, second))
-    below = float(torch.linalg.matrix_norm(x.T @ x) * torch.linalg.matrix_norm(y.T @ y))
-    return float((y.T @ x).square().sum()) / below if below else 0.0
-
-
 def cka_matrix(first: Tensor, second: Tensor) -> tuple[Floats, Floats]:
     """CKA `[positions, positions]` between features `[positions, images, width]`, and influences.
+
+    CKA with a linear kernel is |Y'X|^2 / (|X'X| |Y'Y|) for centred X and Y, Frobenius norms; 0 if
+    one of them is constant.
 
     Influences `[positions, positions, images]`: the derivative of each CKA by the weight of each
     image: CKA (2 x'(X'Y)y / |X'Y|^2 - x'(X'X)x / |X'X|^2 - y'(Y'Y)y / |Y'Y|^2).
@@ -82,7 +75,7 @@ def measure(subject: Subject) -> Measurement:
         # Neither of the two squares of orders has precedence, so both directions are averaged.
         matrix = (matrix + matrix.T) / 2
         rows += [(block, p, q, float(value)) for (p, q), value in np.ndenumerate(matrix)]
-        floors.append(linear_cka(ours[-1], others[-1][torch.from_numpy(shuffle)]))
+        floors.append(cka_matrix(ours[-1:], others[-1:, shuffle])[0].item())
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
     # All images share the two squares, so batches are no clusters.
@@ -139,9 +132,8 @@ def _matrix(table: DataFrame, block: int) -> Floats:
 
 
 def _mean_matrix(table: DataFrame) -> Floats:
-    matrices = [_matrix(table, block) for block in sorted(set(table.block))]
-    mean: Floats = np.mean(matrices, axis=0)
-    return mean
+    means = table.groupby(["position", "other"], as_index=False).cka.mean()
+    return grid(means, "cka", row="position", column="other")
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -23,7 +23,7 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from layershuffle.analysis.results import Tables
-    from layershuffle.stats import ImageGroups
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 
@@ -46,7 +45,8 @@ def without(order: ExecutionOrder, position: int) -> ExecutionOrder:
 
 
 def measure(subject: Subject) -> Measurement:
-    """leave-one-out.csv: block, position, cross_entropy and top1 (changes: without less with).
+    """leave-one-out.csv: block, position, cross_entropy and top1 (changes: without less with, so a
+    positive cross_entropy says that the answer is worse without the block).
 
     cross_entropy_half and top1_half are half their 95 % intervals.
     """
@@ -83,28 +83,20 @@ def measure(subject: Subject) -> Measurement:
     table = position_table(
         loss_changes.columns("cross_entropy", clusters) | top1_changes.columns("top1", clusters)
     )
+    numbers = {
+        "mean_cross_entropy": (loss_changes, evenly(depth)),
+        "mean_top1": (top1_changes, evenly(depth)),
+        "excess_at_home": (loss_changes, home_less_elsewhere(depth)),
+    }
     facts = {
         "images": images,
         "orders": orders,
         "block_runs": done,
         "whole_cross_entropy": whole_loss / runs,
         "whole_top1": whole_right / runs,
-        **_facts(loss_changes, top1_changes, clusters),
+        **weighted_means(numbers, clusters),
     }
     return Measurement(tables={"leave-one-out": table}, facts=facts)
-
-
-def _facts(
-    loss_changes: PositionMeans, top1_changes: PositionMeans, clusters: ImageGroups | None
-) -> Facts:
-    # Positive: the answer is worse without the block.
-    depth = len(loss_changes.mean())
-    numbers = {
-        "mean_cross_entropy": (loss_changes, evenly(depth)),
-        "mean_top1": (top1_changes, evenly(depth)),
-        "excess_at_home": (loss_changes, home_less_elsewhere(depth)),
-    }
-    return weighted_means(numbers, clusters)
 
 
 def _scores(

@@ -114,7 +114,7 @@ def _not_in_branches(block: nn.Module) -> DoesNotApply:
 
 @dataclass
 class _NormMeans:
-    """Running means per branch of the norms of update and stream, and of their ratio.
+    """A block hook with running means per branch of the norm of the update, and of its ratio.
 
     `first` is the number of the first image of the current batch.
     """
@@ -122,9 +122,7 @@ class _NormMeans:
     watch: BranchWatch
     depth: int
     first: int = 0
-    means: dict[str, tuple[PositionMeans, PositionMeans, PositionMeans]] = field(
-        default_factory=dict
-    )
+    means: dict[str, dict[str, PositionMeans]] = field(default_factory=dict)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Return the input unchanged."""
@@ -136,21 +134,19 @@ class _NormMeans:
         del state
         for branch in self.watch.branches:
             # In float64, because squares of 768 fp32 numbers are summed and then divided.
-            added = branch.added.double().norm(dim=-1)
-            stream = branch.stream.double().norm(dim=-1)
-            depth = self.depth
-            means = self.means.setdefault(
-                branch.name, (PositionMeans(depth), PositionMeans(depth), PositionMeans(depth))
-            )
-            for mean, value in zip(means, (added, stream, added / stream), strict=True):
+            norm = branch.added.double().norm(dim=-1)
+            ratio = norm / branch.stream.double().norm(dim=-1)
+            for name, value in (("norm", norm), ("ratio", ratio)):
+                means = self.means.setdefault(branch.name, {})
+                mean = means.setdefault(name, PositionMeans(self.depth))
                 mean.add(step.block, step.position, values=value.mean(-1), first=self.first)
 
 
 def measure(subject: Subject) -> Measurement:
-    """norms.csv: branch, block, position, norm (of what is added), stream, ratio.
+    """norms.csv: branch, block, position, norm (of what is added), ratio (to that of the stream).
 
-    norm_half, stream_half and ratio_half are half their 95 % intervals. Numbers of a branch: its
-    mean ratio, and how many times as large that is at home positions as elsewhere.
+    norm_half and ratio_half are half their 95 % intervals. Numbers of a branch: its mean ratio, and
+    how many times as large that is at home positions as elsewhere.
     """
     images = orders = 0
     with BranchWatch(subject.model) as watch:
@@ -164,16 +160,15 @@ def measure(subject: Subject) -> Measurement:
     tables, branches = [], {}
     for name, means in sums.means.items():
         columns: dict[str, Floats] = {}
-        for column, mean in zip(("norm", "stream", "ratio"), means, strict=True):
+        for column, mean in means.items():
             columns |= mean.columns(column, clusters)
         tables.append(position_table(columns, branch=name))
-        ratio = columns["ratio"]
-        # Of logarithms, because blocks and positions change a ratio by a factor.
-        factor = float((np.log(ratio) * home_less_elsewhere(depth)).sum())
-        ratio_half = means[2].half_width(clusters, evenly(depth))
-        # The derivative of a logarithm is 1 / ratio.
-        log_half = means[2].half_width(clusters, home_less_elsewhere(depth) / ratio)
-        log_bounds = interval(factor, log_half)
+        ratio, home = columns["ratio"], home_less_elsewhere(depth)
+        # Of logarithms, because blocks and positions change a ratio by a factor. Their derivative
+        # is 1 / ratio.
+        factor = float((np.log(ratio) * home).sum())
+        log_bounds = interval(factor, means["ratio"].half_width(clusters, home / ratio))
+        ratio_half = means["ratio"].half_width(clusters, evenly(depth))
         branches[name] = {
             "ratio": float(ratio.mean()),
             "home_factor": exp(factor),

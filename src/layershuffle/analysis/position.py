@@ -84,16 +84,9 @@ def _bounds(accuracy: PositionMeans, clusters: ImageGroups | None) -> Interval:
     return interval(float(values.mean()), half, limits=(0.0, 100.0))
 
 
-def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:
-    if isinstance(model, PositionedModel) and model.prediction is not None:
-        return model.guessing()
-    return nullcontext()
-
-
 def _token_of(model: nn.Module) -> Token:
-    if isinstance(model, PositionedModel) and model.prediction is not None:
-        return model.prediction.form.pooling
-    return "mean"
+    part = model.prediction if isinstance(model, PositionedModel) else None
+    return "mean" if part is None else part.form.pooling
 
 
 def _probed(turn: Turn, token: Token) -> dict[str, Tensor]:
@@ -144,7 +137,10 @@ def _score(
     token = _token_of(subject.model)
     for order in batch.orders:
         watch = FeatureWatch((token,), inputs=True)
-        with _guessing(subject.model) as guesses:
+        guessing: AbstractContextManager[Guesses | None] = nullcontext()
+        if isinstance(subject.model, PositionedModel) and subject.model.prediction is not None:
+            guessing = subject.model.guessing()
+        with guessing as guesses:
             subject.run(batch.images, order, watch)
         for turn in watch.turns:
             block, position = turn.step.block, turn.step.position

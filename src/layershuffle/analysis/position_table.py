@@ -170,11 +170,6 @@ class Map:
     limits: tuple[float, float] | None = None
 
     @property
-    def colours(self) -> str:
-        """The name of the colour map: diverging for signed values."""
-        return "RdBu_r" if self.signed else "cividis"
-
-    @property
     def colourless(self) -> bool:
         """Whether there were too few images to show differences by colours."""
         unknown = self.halves is not None and bool(np.isnan(self.halves).all())
@@ -198,10 +193,8 @@ class Map:
 
 
 def read_map(table: DataFrame, name: str, **words: Any) -> Map:
-    """The map of a column with its half intervals, if the table has them; `words` as in `Map`."""
-    # Tables of older versions have no intervals.
-    halves = grid(table, f"{name}_half") if f"{name}_half" in table else None
-    return Map(values=grid(table, name), halves=halves, **words)
+    """The map of a column with its half intervals; `words` as in `Map`."""
+    return Map(values=grid(table, name), halves=grid(table, f"{name}_half"), **words)
 
 
 def draw_maps(
@@ -239,7 +232,7 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     low, high = (0.0, 1.0) if each.colourless else each.colour_range()
     mesh = axes.pcolormesh(
         shades,
-        cmap="Greys" if each.colourless else each.colours,
+        cmap="Greys" if each.colourless else "RdBu_r" if each.signed else "cividis",
         vmin=low,
         vmax=high,
         # With hundreds of cells, vectors in an SVG would take megabytes.
@@ -258,19 +251,14 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     # By the luma of the cell, because signed maps are dark at both ends.
     colours = np.asarray(mesh.cmap(mesh.norm(shades)))[..., :3]
     light = colours @ np.array([0.299, 0.587, 0.114]) > _LIGHT
-    if written:
-        _write_numbers(axes, values, light)
+    largest = float(np.abs(values).max())
+    # At most three digits, for values of any size.
+    form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _DIGITS}
+    for (row, column), value in np.ndenumerate(values) if written else ():
+        colour = INK if light[row, column] else GROUND
+        axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)
     for home in range(depth):
         box = Rectangle((home + 0.05, home + 0.05), 0.9, 0.9, fill=False, lw=0.8)
         box.set_edgecolor(INK if light[home, home] else GROUND)
         axes.add_patch(box)
-
-
-def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None:
-    largest = float(np.abs(values).max())
-    # At most three digits, for values of any size.
-    form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
-    for (row, column), value in np.ndenumerate(values):
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _DIGITS}
-        colour = INK if light[row, column] else GROUND
-        axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)

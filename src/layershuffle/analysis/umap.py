@@ -76,9 +76,9 @@ def measure(subject: Subject) -> Measurement:
         for block in range(depth):
             subject.progress("embeddings", len(rows), every)
             at, outputs = positions[:, block], vectors[:, block]
-            images = range(len(at))
-            places = embed(outputs, neighbours, seed=seed)
-            points.append(_points(places, token=token, block=block, image=images, position=at))
+            x, y = embed(outputs, neighbours, seed=seed).astype("f8").round(3).T
+            columns = {"token": token, "block": block, "image": range(len(at)), "position": at}
+            points.append(DataFrame({**columns, "x": x, "y": y}))
             numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
@@ -150,22 +150,15 @@ def describe(
         silhouette = float(silhouette_score(vectors, positions))
     gap, early_neighbours = _early(vectors, positions, near)
     shares = close[np.arange(len(positions))[:, None], near].mean(1)
-    half = _half_width(shares, clusters)
+    influence = (shares - shares.mean()) / len(shares)
     return {
         "purity": float(shares.mean()),
-        "purity_half": float("nan") if half is None else half,
+        "purity_half": float("nan") if clusters is None else clusters.half_width(influence),
         "chance": float((close.sum() - len(positions)) / (close.size - len(positions))),
         "silhouette": silhouette,
         "early_gap": gap,
         "early_held": early_neighbours,
     }
-
-
-def _half_width(shares: Array, clusters: ImageGroups | None) -> float | None:
-    """Half the 95 % interval of the mean of a share per image."""
-    if clusters is None:
-        return None
-    return clusters.half_width((shares - shares.mean()) / len(shares))
 
 
 def _neighbours(vectors: Array, count: int) -> NDArray[np.int64]:
@@ -189,12 +182,6 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
     cut = int(gaps[:2].argmax())
     early = positions <= cut
     return float(gaps[cut] / np.median(gaps[2:])), float(early[near[early]].mean())
-
-
-def _points(places: Array, **columns: Any) -> DataFrame:
-    """A table of `columns`, then the coordinates `places` `[points, 2]`."""
-    x, y = places.astype("f8").round(3).T
-    return DataFrame({**columns, "x": x, "y": y})
 
 
 def _token_facts(blocks: DataFrame) -> Facts:

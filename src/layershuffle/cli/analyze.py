@@ -86,6 +86,6 @@ class AnalyzeCommand(ComputingCommand):
                 progress=progress,
             )
         if not self.json:
-            head, *rows = csv.reader((out / "numbers.csv").open(encoding="utf-8"))
+            head, *rows = csv.reader((out / "numbers.csv").read_text(encoding="utf-8").splitlines())
             print(f"{summary['title']}\n{table(head, rows)}\nAll of it: {out / 'index.html'}\n")
         return {**summary, "directory": str(out)}
