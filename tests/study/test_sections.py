@@ -84,20 +84,6 @@ def test_table_1_gives_differences_to_the_sequential_baseline(out):
     assert rows["LayerDrop", "sequential"]["The paper's"] == "-"
 
 
-def test_reduced_depth_models_share_a_row_and_a_line(out):
-    for kept, top1 in ((3, 60.0), (6, 80.0)):
-        backwards = ",".join(map(str, reversed(range(kept))))
-        scores = {
-            ("sequential", kept, "", FULL[: 2 * kept - 1]): top1,
-            ("arbitrary", kept, "", backwards): 1.0,
-        }
-        finish(out, f"truncated-{kept}-seed0", scores)
-    summary = summarise(read_study(out))
-    curve = summary.curve("truncated", "sequential")
-    assert [(cell.kept, cell.top1.mean) for cell in curve] == [(3, 60.0), (6, 80.0)]
-    assert summary.depth == 12
-
-
 def test_the_choice_of_blocks_is_a_table(out):
     assert choices_section(summarise(read_study(out)), no_figure) == ""
     scores = {

@@ -16,7 +16,6 @@ from layershuffle.study.paper.markdown import printable
 from layershuffle.study.paper.numbers import PaperNumber, paper_number
 from layershuffle.study.store import Study
 
-_MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
 # The paper's spelling; suffixes of a method's name are appended unchanged.
 _LABELS = {
@@ -153,23 +152,17 @@ class Summary:
     def columns(self) -> tuple[Column, ...]:
         """The main table's columns for which some arm was measured.
 
-        All blocks come first, in both modes; then arbitrary and sequential order with fewer blocks,
-        for at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
+        All blocks come first, in both modes; then arbitrary and sequential order with the numbers
+        of blocks that are nearest to 3/4, 1/2 and 1/4 of the depth; the figure shows every number.
         """
+        fewer = sorted({cell.kept for cell in self.cells if cell.kept < self.depth})
+        quarters = (self.depth * quarter / 4 for quarter in _QUARTERS if fewer)
+        levels = dict.fromkeys(min(fewer, key=lambda kept: abs(kept - q)) for q in quarters)
         columns = [Column(mode, self.depth) for mode in MODES]
         # Arbitrary order first, because it is the purpose of the method.
-        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
+        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in levels]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if (column.mode, column.kept) in measured)
-
-    def _levels(self) -> list[int]:
-        levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
-        # More columns would not fit on a page; the figure shows every level.
-        if len(levels) <= _MOST_LEVELS:
-            return levels
-        targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
-        nearest = {min(levels, key=lambda kept: abs(kept - target)) for target in targets}
-        return sorted(nearest, reverse=True)
 
 
 def summarise(study: Study) -> Summary:
