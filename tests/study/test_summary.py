@@ -28,7 +28,8 @@ def test_summary_means_equal_the_rows(out: Path):
     for cell in summary.cells:
         rows = [
             row.top1
-            for row in study.rows
+            for _, result in study.runs
+            for row in result.rows
             if (row.method, row.mode, row.kept) == (cell.arm, cell.mode, cell.kept)
         ]
         assert cell.top1.mean == pytest.approx(sum(rows) / len(rows), rel=1e-14)
@@ -38,10 +39,9 @@ def with_rows(out: Path, change: Callable[[ScoreRow], list[ScoreRow]]) -> Summar
     """The summary after every row was replaced."""
     study = read_study(out)
     runs = []
-    for run in study.runs:
-        assert run.result is not None
-        rows = tuple(new for row in run.result.rows for new in change(row))
-        runs.append(replace(run, result=run.result.model_copy(update={"rows": rows})))
+    for task, result in study.runs:
+        rows = tuple(new for row in result.rows for new in change(row))
+        runs.append((task, result.model_copy(update={"rows": rows})))
     return summarise(replace(study, runs=tuple(runs)))
 
 
