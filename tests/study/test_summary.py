@@ -11,7 +11,7 @@ from fixture import LEVELS, write_study
 
 from layershuffle.results import ScoreRow
 from layershuffle.study.paper.numbers import paper_number
-from layershuffle.study.paper.summary import Column, Summary, label, summarise
+from layershuffle.study.paper.summary import Column, Summary, summarise
 from layershuffle.study.store import read_study
 
 
@@ -90,20 +90,6 @@ def test_arms_of_another_depth_stand_under_their_number_of_blocks(out: Path):
     assert cell.top1.mean == 44.0
     assert summary.depth == 12
     assert summary.cell("layerdrop", Column("sequential", 12)) is None
-
-
-@pytest.mark.parametrize(
-    ("arm", "shown"),
-    [
-        ("layershuffle-depth", "LayerShuffle-depth"),
-        ("layerdrop-p0.5", "LayerDrop-p0.5"),
-        ("baseline", "baseline"),
-        ("layershuffled", "layershuffled"),
-        ("a\n\x1b[31mb", "a ?[31mb"),
-    ],
-)
-def test_labels(arm: str, shown: str):
-    assert label(arm) == shown
 
 
 @pytest.mark.parametrize(
