@@ -224,18 +224,6 @@ def facts(
             "sizes": {"train": 20000, "holdout": 2000, "test": 5000},
             "notes": [f"digits split by instance before pairs are made{hostile}"],
         },
-        "hardware": {
-            "processor": "x86_64, 2.5 GHz",
-            "cores": 2,
-            "threads": 1,
-            "gpu": None,
-            "precision": "fp32",
-        },
-        "versions": {
-            "layershuffle": "0.1.0",
-            "torch": "2.9.1",
-            "timm": "1.0.22",
-            "transformers": "5.9.0",
-            "python": "3.11.2",
-        },
+        "hardware": {"processor": "x86_64, 2.5 GHz", "cores": 2, "gpu": None},
+        "versions": {"layershuffle": "0.1.0", "torch": "2.9.1"},
     }

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
-import matplotlib
 import pytest
 from fixture import merging_rows, write_merging, write_study
 from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from layershuffle.plotting import figure_bytes
 from layershuffle.study.paper.figures import (
     STYLES,
     arm_style,
-    arms_drawn,
     draw_bars,
     draw_budget,
     draw_figure,
@@ -99,34 +95,6 @@ def test_a_method_has_one_look_in_every_study(summary: Summary, crowd: Summary):
     assert len({colour for colour, _, _ in STYLES}) == len({m for _, m, _ in STYLES}) == len(STYLES)
 
 
-def test_same_summary_same_bytes_and_nothing_global(summary: Summary):
-    before = dict(matplotlib.rcParams)
-    first, second = (figure_bytes(draw_figure(summary), "svg") for _ in range(2))
-    assert first == second
-    assert dict(matplotlib.rcParams) == before
-    texts = {element.text for element in ElementTree.fromstring(first.decode()).iter()}
-    assert {"blocks kept (of 12)", "LayerShuffle-depth", "baseline"} <= texts
-    assert b"<dc:date" not in first
-
-
-def test_hostile_arm_names_are_drawn_as_text(tmp_path: Path):
-    names = {"<b>$\\frac$&": "baseline", "_hidden": "layershuffle", "$x$\x01": "layerdrop"}
-    summary = summarise(read_study(write_study(tmp_path, orders=2, arms=names)))
-    for figure in (draw_figure(summary), draw_bars(summary)):
-        root = ElementTree.fromstring(figure_bytes(figure, "svg"))
-        texts = {element.text for element in root.iter() if element.text}
-        assert {"<b>$\\frac$&", "_hidden", "$x$?"} <= texts
-
-
-def test_thirteen_arms_take_three_rows_of_at_most_five(crowd: Summary):
-    shown = [
-        {name for name in lines_of(axes) if not name.startswith("paper ")}
-        for axes in draw_figure(crowd).axes
-    ]
-    assert [len(names) for names in shown] == [4, 4, 4, 4, 5, 5]
-    assert set().union(*shown) == set(crowd.arms)
-
-
 def outside(figure: Figure) -> list[object]:
     """Artists beyond the edge of the canvas, measured by matplotlib's renderer."""
     figure.canvas.draw()
@@ -144,12 +112,6 @@ def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary):
     for part in figures[0].subfigs:
         below = part.legends[0].get_window_extent().y1
         assert all(below <= axes.get_window_extent().y0 for axes in part.axes), "on the panel"
-
-
-def test_arms_that_were_scored_whole_alone_have_no_line(tmp_path: Path):
-    more = [{"method": "anyorder"}]
-    summary = summarise(read_study(write_study(tmp_path, orders=2, more_arms=more)))
-    assert arms_drawn(summary) == ("baseline", "layershuffle", "layerdrop", "layershuffle-depth")
 
 
 def test_no_dot_of_figure_5_is_lost(tmp_path: Path):

@@ -9,7 +9,7 @@ from fixture import TINY, facts, run_rows, tell
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
-from layershuffle.study.dry_run import forecast_text, plan_text
+from layershuffle.study.dry_run import forecast_text
 from layershuffle.study.paper.selection import artefacts_of, select
 from layershuffle.study.plan import check_plan, plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
@@ -91,16 +91,6 @@ def test_settings_of_the_runs(study, plan):
     assert runs["baseline-seed2"].evaluate == study.evaluate
 
 
-def test_what_tasks_need(plan):
-    (merging,), (umap, *positions) = plan.mergings, plan.analyses
-    assert merging.needs == ("baseline-seed0", "baseline-seed1", "baseline-seed2")
-    assert umap.needs == ("layershuffle-seed0",)
-    assert names(positions) == [
-        "position-layershuffle-predict-seed0",
-        "position-layershuffle-predict-seed1",
-    ]
-
-
 @pytest.mark.parametrize(
     ("only", "expected"),
     [
@@ -180,14 +170,6 @@ def test_changes_of_a_study_that_are_allowed(tmp_path):
     for changed in ({"seeds": [1]}, {"evaluate": {"modes": "sequential"}}, {"name": "other"}):
         with refuses(UsageError, tmp_path / "plan.json"):
             check(**changed)
-
-
-def test_the_plan_in_words(study, plan):
-    text = plan_text(study, plan)
-    assert "10 runs, 1 merging, 3 analyses" in text
-    assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
-    assert "scored under 5 orders, one per pass, on all test images" in text
-    assert "merging-baseline: 7 merges of 3 models" in text
 
 
 def test_work_is_counted(plan):

@@ -217,7 +217,8 @@ def test_the_papers_protocol_is_described_in_full(tmp_path: Path):
 
 def test_hostile_text_stays_text(tmp_path: Path):
     bad = "<script>alert(1)</script>`|*x*\x1b[31m\n# no [e](f) & $h$ \\ ~i~"
-    arms = {"<img src=x onerror=alert(1)>": "baseline", "layershuffle": "layershuffle"}
+    names = ("<img src=x onerror=alert(1)>", "$\\frac$&", "_hidden")
+    arms = dict.fromkeys(names, "baseline") | {"layershuffle": "layershuffle"}
     failed = {"layershuffle-seed0": bad}
     out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad)
     write_report(out)

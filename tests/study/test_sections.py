@@ -1,8 +1,9 @@
-"""Tables and claims beyond the main table, against numbers worked out by hand."""
+"""Tables and claims beyond the main table, against numbers worked out by hand.
+
+`tests/test_docs.py` compares every cell of the report of digits-paper, with all claims.
+"""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from fixture import facts, merging_rows, run_of, tell, write_merging, write_study
@@ -18,8 +19,6 @@ from layershuffle.study.paper.summary import Column, summarise
 from layershuffle.study.paper.tables import (
     budget_curves,
     budget_section,
-    choices_section,
-    merging_section,
     table_1,
 )
 from layershuffle.study.settings import StudySettings
@@ -71,51 +70,6 @@ def out(tmp_path):
     )
 
 
-def test_table_1_gives_differences_to_the_sequential_baseline(out):
-    summary = summarise(read_study(out))
-    rows = {(row["Method"], row["Order"]): row for row in table_of(table_1(summary))}
-    ours = rows["LayerShuffle", "arbitrary"]
-    means = [
-        summary.cell(arm, Column(mode, 12)).top1.mean
-        for arm, mode in (("layershuffle", "arbitrary"), ("baseline", "sequential"))
-    ]
-    assert ours["To sequential baseline"].split()[0] == f"{means[0] - means[1]:+.2f}"
-    assert ours["The paper's"] == "-19.84"
-    assert rows["LayerDrop", "sequential"]["The paper's"] == "-"
-
-
-def test_reduced_depth_models_share_a_row_and_a_line(out):
-    for kept, top1 in ((3, 60.0), (6, 80.0)):
-        backwards = ",".join(map(str, reversed(range(kept))))
-        scores = {
-            ("sequential", kept, "", FULL[: 2 * kept - 1]): top1,
-            ("arbitrary", kept, "", backwards): 1.0,
-        }
-        finish(out, f"truncated-{kept}-seed0", scores)
-    summary = summarise(read_study(out))
-    curve = summary.curve("truncated", "sequential")
-    assert [(cell.kept, cell.top1.mean) for cell in curve] == [(3, 60.0), (6, 80.0)]
-    assert summary.depth == 12
-
-
-def test_the_choice_of_blocks_is_a_table(out):
-    assert choices_section(summarise(read_study(out)), no_figure) == ""
-    scores = {
-        ("arbitrary", 3, choose, f"{i},1,2"): 10.0 * i
-        for i, choose in ((3, "random"), (4, "spaced"), (5, "first"), (6, "last"))
-    }
-    finish(out, "other-seed0", scores)
-    drawn = []
-    rows = table_of(
-        choices_section(summarise(read_study(out)), lambda name, *_: drawn.append(name) or "")
-    )
-    # The numbers of random choices stand in the main table, and nobody else has other ones.
-    assert {row["Arm"] for row in rows} == {"other"}
-    shown = {row["Blocks kept"]: row["3 kept"].split()[0] for row in rows}
-    assert shown == {"spaced": "40.0", "first": "50.0", "last": "60.0"}
-    assert drawn == ["figure1-spaced", "figure1-first", "figure1-last"]
-
-
 def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out):
     for seed, top1 in ((0, 40.0), (1, 50.0)):
         scores = {("sequential", 12, "", FULL): 60.0, ("arbitrary", 12, "", REVERSED): top1}
@@ -133,20 +87,6 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
     assert rows[1]["500 steps"].startswith("45.0 (")
     (axes,) = figures[0].axes
     assert [list(line.lines[0].get_xdata()) for line in axes.containers] == [[500, 1500]] * 2
-
-
-def test_table_2(tmp_path):
-    arms = {"layershuffle": "layershuffle"}
-    out = write_study(tmp_path, orders=2, arms=arms, merging={"arms": ["layershuffle"]})
-    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    table = table_of(merging_section(summarise(read_study(out)), no_figure))
-    rows = {row["Models"]: row for row in table}
-    merges = rows["LayerShuffle: merges"]
-    assert (merges["Number"], merges["Top-1"], merges["sd"]) == ("3", "68.00", "2.00")
-    assert (merges["Paper: top-1"], merges["Ours - paper"]) == ("59.68 +-1.15", "+8.32")
-    assert (merges["Lowest"], merges["Highest"]) == ("66.00", "70.00")
-    assert rows["LayerShuffle: ensemble, logits-independent"]["Paper: top-1"] == "69.20"
-    assert rows["LayerShuffle: ensemble, logits-same"]["Paper: top-1"] == "-"
 
 
 # --- claims --------------------------------------------------------------------------------------
@@ -174,34 +114,6 @@ def test_claims_are_judged_by_numbers(out):
         "does not hold",
         "single models 2.83, merged 2.00, both over single orders (over merges of these models)",
     )
-
-
-def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp_path):
-    out = write_study(
-        tmp_path,
-        arms={"baseline": "baseline", "layershuffle": "layershuffle", "slow": "layershuffle"},
-        seeds=(0, 1),
-        orders=2,
-        merging={"arms": ["baseline", "layershuffle", "slow"]},
-    )
-    own = [60.0, 60.5, 61.0]
-    random = [
-        replace(row, name="random slots", main=0, top1=top1)
-        for row, top1 in zip(merging_rows([], own)[:3], (2.0, 3.0, 10.0), strict=True)
-    ]
-    write_merging(out, "baseline", [*merging_rows([90.0, 90.2], own), *random])
-    write_merging(out, "layershuffle", merging_rows([70.0, 70.2], own))
-    write_merging(out, "slow", merging_rows([66.0, 66.2], [63.0, 63.1, 63.2]))
-    verdict, evidence = verdict_on("lose nothing", out)
-    assert verdict == "holds partly"  # 3 points; the other arm loses 9.6
-    assert "layershuffle single 70.10, merged 60.50: -9.60 points" in evidence
-    assert "slow single 66.10, merged 63.10: -3.00 points" in evidence
-    assert verdict_on("Merges of ordinary", out) == (
-        "holds partly",
-        "single 90.10, merged 60.50; with random slots 5.00 +-4.36 (over merges of these models)",
-    )
-    rows = table_of(merging_section(summarise(read_study(out)), no_figure))
-    assert {"baseline: merges", "baseline: merges, random slots"} <= {r["Models"] for r in rows}
 
 
 def test_the_start_of_the_position_encoding_is_picked_on_held_out_images(tmp_path):
@@ -237,15 +149,6 @@ def test_claims_that_were_not_measured_are_named_in_one_line(out):
     count = sum(verdict == "not measured" for _, verdict, _ in judgements)
     assert 0 < count < len(CLAIMS)
     assert any(f"{count} not measured. Top-1 in percent" in row for row in lines)
-
-
-def test_the_identity_draw_is_looked_for(out):
-    scores = {("arbitrary", 3, "", "0,1,2"): 60.0}
-    scores |= {("arbitrary", 3, "", order): 6.0 for order in ("1,0,2", "2,1,0")}
-    finish(out, "truncated-3-seed0", scores)
-    verdict, evidence = verdict_on("identity", out)
-    assert verdict == "holds"
-    assert evidence.startswith("identity 60.0 (1 draws), others 6.0 (2 draws)")
 
 
 def test_a_difference_has_its_interval(out):

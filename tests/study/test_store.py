@@ -26,14 +26,14 @@ def out(tmp_path: Path) -> Path:
     return write_study(tmp_path / "study", orders=3)
 
 
-def states(out: Path) -> list[str]:
-    return [run.state for run in read_study(out).runs]
+def done(out: Path) -> list[str]:
+    return [task.name for task, _ in read_study(out).runs]
 
 
 def test_every_row_and_fact_is_read(out: Path):
     study = read_study(out)
-    assert len(study.rows) == 4 * (1 + 7 * 3)
-    task, result = study.results[1]
+    assert [len(result.rows) for _, result in study.runs] == [1 + 7 * 3] * 4
+    task, result = study.runs[1]
     assert task.name == RUN
     assert result.rows == tuple(run_rows(task, 3, "pass"))
     assert result.rows == tuple(
@@ -41,7 +41,7 @@ def test_every_row_and_fact_is_read(out: Path):
     )
     assert result.selected.metric == "holdout cross-entropy, arbitrary orders"
     assert result.data.sizes["test"] == 5000
-    assert states(out) == ["done"] * 4
+    assert study.unfinished == {}
 
 
 def test_a_kept_study_is_the_same_without_its_work(tmp_path: Path):
@@ -60,9 +60,8 @@ def test_a_kept_study_is_the_same_without_its_work(tmp_path: Path):
 def test_half_done_study(tmp_path: Path):
     failed = {"layerdrop-seed0": "The loss became NaN.\n"}
     study = read_study(write_study(tmp_path, orders=2, undone=[RUN], failed=failed))
-    assert [run.state for run in study.runs] == ["done", "missing", "failed", "done"]
-    assert study.runs[2].failure == "The loss became NaN."
-    assert {row.method for row in study.rows} == {"baseline", "layershuffle-depth"}
+    assert study.unfinished == {RUN: "", "layerdrop-seed0": "The loss became NaN."}
+    assert [task.arm for task, _ in study.runs] == ["baseline", "layershuffle-depth"]
 
 
 def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
@@ -70,7 +69,7 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
     path = out / "tasks.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if f'"{RUN}"' not in line))
-    assert states(out) == ["done", "missing", "done", "done"]
+    assert done(out) == ["baseline-seed0", "layerdrop-seed0", "layershuffle-depth-seed0"]
     task = run_of(out, "baseline-seed0")
     tell(out, task.name, **facts(task), rows=run_rows(task, 3, "pass"))
     assert "layershuffle" not in {row.method for row in read_rows(out / "results.csv")}
@@ -79,11 +78,11 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
 def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
     out = write_study(tmp_path, orders=2, merging={"arms": ["layershuffle"]})
     write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
-    assert read_study(out).mergings[0].state == "done"
+    assert len(read_study(out).mergings) == 1
     stored = json.loads((out / "plan.json").read_text())
     stored["recipe"]["seeds"] = [0, 1]
     (out / "plan.json").write_text(json.dumps(stored))
-    assert read_study(out).mergings[0].state == "missing"
+    assert "merging-layershuffle" in read_study(out).unfinished
 
 
 def test_no_study_at_all(tmp_path: Path):
@@ -135,16 +134,6 @@ def test_files_that_are_cut_off_are_refused(
     text = (out / name).read_text()
     (out / name).write_text(text[:-cut])
     with refuses(error, out / name):
-        read_study(out)
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "100.5"])
-def test_impossible_scores_of_merges_are_refused(tmp_path: Path, value: str):
-    out = write_study(tmp_path, orders=2, merging={"arms": ["layershuffle"]})
-    write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
-    path = out / "merging.csv"
-    path.write_text(path.read_text().replace(",66.0,", f",{value},"))
-    with refuses(StudyError, path):
         read_study(out)
 
 

@@ -18,37 +18,30 @@ from layershuffle.text import counted
 
 def plan_text(study: StudySettings, plan: Plan) -> str:
     """The tasks in words: a line per arm, merging and analysis."""
-    analyses = len(plan.analyses)
-    parts = [
-        counted(len(plan.runs), "run"),
-        *([counted(len(plan.mergings), "merging")] if plan.mergings else []),
-        *([f"{analyses} {'analysis' if analyses == 1 else 'analyses'}"] if analyses else []),
-    ]
-    lines = [f"{study.name}: {', '.join(parts)}, on {study.data} from {study.model}"]
-    for arm in dict.fromkeys(run.arm for run in plan.runs):
-        lines.append(_arm_text([run for run in plan.runs if run.arm == arm], study))
+    kinds = ((plan.runs, "run"), (plan.mergings, "merging"), (plan.analyses, "analysis task"))
+    counts = (counted(len(tasks), noun) for tasks, noun in kinds if tasks)
+    lines = [f"{study.name}: {', '.join(counts)}, on {study.data} from {study.model}"]
+    arms: dict[str, list[RunSpec]] = {}
+    for run in plan.runs:
+        arms.setdefault(run.arm, []).append(run)
+    for arm, runs in arms.items():
+        first, fitted = runs[0], runs[0].settings
+        length = f"{fitted.steps:,} steps" if fitted.steps else f"{first.epochs:g} x all images"
+        seeds = ", ".join(str(run.settings.seed) for run in runs)
+        model = "" if fitted.model == study.model else f" from {fitted.model}"
+        images = "all" if first.images is None else f"{first.images:,}"
+        lines.append(
+            f"  {arm}: {fitted.method}{model}, seeds {seeds}; {length}, {fitted.batch_size} at a "
+            f"time; scored under {first.passes} orders on {images} test images"
+        )
     for merging in plan.mergings:
         merges = merging.options.options.merges
         lines.append(
             f"  {merging.name}: {counted(merges, 'merge')} of {len(merging.donors)} models"
         )
     for analysis in plan.analyses:
-        lines.append(f"  {analysis.name}: {analysis.options.options.images:,} images")
+        lines.append(f"  {analysis.name}: {analysis.images:,} images")
     return "\n".join(lines)
-
-
-def _arm_text(runs: Sequence[RunSpec], study: StudySettings) -> str:
-    first = runs[0]
-    fitted, scored = first.settings, first.evaluate
-    model = "" if fitted.model == study.model else f" from {fitted.model}"
-    length = f"{fitted.steps:,} steps" if fitted.steps else f"{first.epochs:g} x all images"
-    seeds = ", ".join(str(run.settings.seed) for run in runs)
-    images = "all" if scored.max_images is None else f"{scored.max_images:,}"
-    return (
-        f"  {first.arm}: {fitted.method}{model}, seed{'s' if len(runs) > 1 else ''} {seeds}; "
-        f"{length} of {fitted.batch_size} images at {fitted.lr:g}; scored under {first.passes} "
-        f"orders, one per {scored.draw}, on {images} test images"
-    )
 
 
 def forecast_text(plan: Plan, out: Path, *, workers: int | None) -> str:

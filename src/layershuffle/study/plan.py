@@ -139,6 +139,7 @@ def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> Merging
         images=options.max_images,
         # One for each merge; and the donors alone, as two soups and in ensembles.
         passes=options.merges * len(options.variants) + len(donors) * 4 * options.num_orders,
+        needs=tuple(run.name for run in donors),
         donors=tuple(donors),
         options=merging.model_copy(update={"options": options}),
     )
@@ -153,6 +154,7 @@ def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
         kind=analysis.name,
         images=options.images,
         passes=ANALYSIS_PASSES,
+        needs=(model.name,),
         model=model,
         options=analysis.model_copy(update={"options": options}),
     )

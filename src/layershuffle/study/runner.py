@@ -214,9 +214,11 @@ def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
             return TaskState(task.name, "failed", failure, weight=weight)
         if failed := [need for need in task.needs if failures.get(need)]:
             return TaskState(task.name, "waiting", f"held back, {failed[0]} failed", weight=weight)
-        progress = _progress(task.directory(out) / PROGRESS_FILE)
-        if progress is None:
+        try:
+            text = (task.directory(out) / PROGRESS_FILE).read_text(encoding="utf-8")
+        except FileNotFoundError:
             return TaskState(task.name, "waiting", weight=weight)
+        progress = json.loads(text)
         return TaskState(task.name, "running", progress["text"], progress["share"], weight)
 
     return [state(task) for task in tasks]
@@ -229,11 +231,3 @@ def known_sizes(facts: dict[str, dict[str, Any]]) -> dict[str, int]:
         if isinstance(data, dict) and data.get("sizes"):
             return {name: count for name, count in data["sizes"].items() if count is not None}
     return {}
-
-
-def _progress(path: Path) -> dict[str, Any] | None:
-    try:
-        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return progress

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 from filelock import FileLock
 from pydantic import ValidationError
@@ -26,12 +26,11 @@ from pydantic import ValidationError
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import explained, write_text
 from layershuffle.results import MergingRow, ScoreRow, read_rows, write_rows
-from layershuffle.study.plan import plan_of, read_plan, run_name
+from layershuffle.study.plan import Plan, plan_of, read_plan, run_name
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import (
     AnalysisResult,
     AnalysisSpec,
-    AnyTask,
     MergingResult,
     MergingSpec,
     RunResult,
@@ -46,53 +45,22 @@ TASKS_FILE, SCORES_FILE, MERGES_FILE = "tasks.jsonl", "results.csv", "merging.cs
 FAILURE_FILE = "failure.txt"
 _HINT = "restore the file, or run the study into a new --out"
 
-T = TypeVar("T", bound=AnyTask)
-R = TypeVar("R", RunResult, MergingResult, AnalysisResult)
-
 
 class StudyError(LayerShuffleError):
     """A file of a study is missing, cut off, or contradicts the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOutcome(Generic[T, R]):
-    """A planned task and its outcome: `result` if it is done, `failure` if it failed."""
-
-    task: T
-    result: R | None
-    failure: str
-
-    @property
-    def state(self) -> Literal["done", "failed", "missing"]:
-        """Whether it is done, has failed, or neither."""
-        if self.result is not None:
-            return "done"
-        return "failed" if self.failure else "missing"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study as it is on disk, finished or not."""
+    """A study as it is on disk: its plan, the results of the finished tasks in the plan's order,
+    and of the others why they failed ("" if they did not)."""
 
     settings: StudySettings
-    runs: tuple[TaskOutcome[RunSpec, RunResult], ...]
-    mergings: tuple[TaskOutcome[MergingSpec, MergingResult], ...]
-    analyses: tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...]
-
-    @property
-    def outcomes(self) -> tuple[TaskOutcome[Any, Any], ...]:
-        """The outcomes of all tasks, in the order of the plan."""
-        return (*self.runs, *self.mergings, *self.analyses)
-
-    @property
-    def results(self) -> tuple[tuple[RunSpec, RunResult], ...]:
-        """The finished runs."""
-        return tuple((run.task, run.result) for run in self.runs if run.result is not None)
-
-    @property
-    def rows(self) -> tuple[ScoreRow, ...]:
-        """The rows of all finished runs, in the order of the plan."""
-        return tuple(row for _, result in self.results for row in result.rows)
+    plan: Plan
+    runs: tuple[tuple[RunSpec, RunResult], ...]
+    mergings: tuple[tuple[MergingSpec, MergingResult], ...]
+    analyses: tuple[tuple[AnalysisSpec, AnalysisResult], ...]
+    unfinished: dict[str, str]
 
 
 def read_study(out: Path) -> Study:
@@ -114,15 +82,18 @@ def read_study(out: Path) -> Study:
             cause = f"{SCORES_FILE} has no scores of {run.name}, which is finished"
             raise StudyError(cause, place=out, hint=_HINT)
 
-    def outcome(task: T, read: R | None) -> TaskOutcome[T, R]:
-        return TaskOutcome(task=task, result=read, failure=failure_of(task, out))
-
     try:
         return Study(
             settings=settings,
-            runs=tuple(outcome(task, task.read(stored)) for task in plan.runs),
-            mergings=tuple(outcome(task, task.read(stored)) for task in plan.mergings),
-            analyses=tuple(outcome(task, task.read(stored)) for task in plan.analyses),
+            plan=plan,
+            runs=tuple((task, r) for task in plan.runs if (r := task.read(stored))),
+            mergings=tuple((task, m) for task in plan.mergings if (m := task.read(stored))),
+            analyses=tuple((task, a) for task in plan.analyses if (a := task.read(stored))),
+            unfinished={
+                task.name: failure_of(task, out)
+                for task in plan.tasks
+                if not task.is_done(stored.facts)
+            },
         )
     except ValidationError as error:
         first = error.errors()[0]

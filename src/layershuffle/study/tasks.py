@@ -121,8 +121,8 @@ class Stored:
 class Task(Generic[ResultT]):
     """A part of a study that runs by itself; tasks of a `kind` take about as long for their work.
 
-    `images`: test images that it asks for (`None`: all), each of which runs through a model in
-    scoring `passes` times.
+    `needs`: names of the tasks that must be done first. `images`: test images that it asks for
+    (`None`: all), each of which runs through a model in scoring `passes` times.
     """
 
     result: ClassVar[type[Any]]
@@ -131,11 +131,7 @@ class Task(Generic[ResultT]):
     kind: str
     images: int | None
     passes: int
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the tasks that must be done first."""
-        return ()
+    needs: tuple[str, ...] = ()
 
     def directory(self, out: Path) -> Path:
         """Where it works: checkpoints, models, log."""
@@ -244,10 +240,6 @@ class MergingSpec(Task[MergingResult]):
     donors: tuple[RunSpec, ...]
     options: Merging
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(run.name for run in self.donors)
-
     def run(self, out: Path, say: Say) -> MergingResult:
         from layershuffle.merging.scoring import score_merging
 
@@ -286,10 +278,6 @@ class AnalysisSpec(Task[AnalysisResult]):
     result = AnalysisResult
     model: RunSpec
     options: AnalysisTask
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.model.name,)
 
     def run(self, out: Path, say: Say) -> AnalysisResult:
         from layershuffle.analysis import run_analysis

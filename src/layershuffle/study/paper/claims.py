@@ -9,7 +9,7 @@ Welch's (1947).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -18,8 +18,8 @@ from layershuffle.stats import Difference, compare, deviation, equal_spreads, me
 from layershuffle.study.paper.summary import Column, Summary
 
 Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
-Judgement = tuple[Verdict, str] | None
-"""The verdict and the numbers behind it; `None` if the study lacks the scores."""
+Judgement = tuple[Verdict, str]
+"""The verdict and the numbers behind it."""
 Judge = Callable[[Summary], Judgement]
 SLIGHT = 2.0  # points that count as a slight difference
 PAR = 5.0  # points that still count as on a par
@@ -51,6 +51,14 @@ def claim(where: str, criterion: str) -> Callable[[Judge], None]:
     return add
 
 
+def fact_of(s: Summary, analysis: str, *, path: tuple[str, ...]) -> float:
+    """A number of an analysis of LayerShuffle. Raises `NotMeasured`."""
+    fact = s.fact(analysis, "layershuffle", path=path)
+    if fact is None:
+        raise NotMeasured
+    return fact
+
+
 def grade(holds: bool, partly: bool = False) -> Verdict:
     """The verdict of a criterion that was measured."""
     if holds:
@@ -58,12 +66,23 @@ def grade(holds: bool, partly: bool = False) -> Verdict:
     return "holds partly" if partly else "does not hold"
 
 
+class NotMeasured(Exception):
+    """The study lacks the scores that a claim is about."""
+
+
+def need(*scores: Sized, models: int = 1) -> None:
+    """Raises `NotMeasured` if one of them has fewer than so many models."""
+    if min(map(len, scores), default=0) < models:
+        raise NotMeasured
+
+
 def gap_of(
     s: Summary, arms: tuple[str, str], *, mode: str, kept: int | None = None, models: int = 1
-) -> Difference | None:
-    """The difference of two arms; `None` if one of them has fewer than so many models."""
+) -> Difference:
+    """The difference of two arms. Raises `NotMeasured`."""
     pair = [s.means(arm, mode, kept=kept) for arm in arms]
-    return compare(*pair) if min(map(len, pair)) >= models else None
+    need(*pair, models=models)
+    return compare(*pair)
 
 
 @claim(
@@ -74,8 +93,7 @@ def _works_in_any_order(s: Summary) -> Judgement:
     """With arbitrary order the ordinary model fails, LayerShuffle works."""
     base, shuffled = s.means("baseline", "sequential"), s.means("baseline", "arbitrary")
     ours = s.means("layershuffle", "arbitrary")
-    if not (base and shuffled and ours):
-        return None
+    need(base, shuffled, ours)
     top, low, high = mean(base), mean(shuffled), mean(ours)
     # Shares of the baseline, not points, because the level depends on the data.
     parts = (low <= top / 10, high >= top / 2)
@@ -91,8 +109,7 @@ def _price_of_arbitrary_order(s: Summary) -> Judgement:
     """The price of arbitrary order is about 20 % of accuracy (19.84 points)."""
     base, ours = s.means("baseline", "sequential"), s.means("layershuffle", "arbitrary")
     # Without a correct answer of the baseline there is no loss, and no share of its accuracy.
-    if not (base and ours) or mean(base) == 0:
-        return None
+    need(base if base and mean(base) else (), ours)
     loss = compare(base, ours)
     # A smaller loss than the paper's is no failure, but not the paper's claim either.
     verdict = grade(abs(loss.points - 19.84) < PAR, loss.points < 19.84)
@@ -108,8 +125,7 @@ def _sequential_in_between(s: Summary) -> Judgement:
     ordinary model."""
     ours, shuffled = (s.means("layershuffle", mode) for mode in ("sequential", "arbitrary"))
     base = s.means("baseline", "sequential")
-    if min(len(ours), len(shuffled), len(base)) < 2:
-        return None
+    need(ours, shuffled, base, models=2)
     # Both intervals must exclude 0: the differences are small against the spread over seeds.
     gain, loss = compare(ours, shuffled), compare(ours, base)
     parts = (gain.low > 0, loss.high < 0)
@@ -129,8 +145,8 @@ def _position_helps_slightly(s: Summary) -> Judgement:
     starts = s.held_out("layershuffle-position")
     ours = s.means("layershuffle", "arbitrary")
     scores = {arm: s.means(arm, "arbitrary") for arm in sorted(starts, key=starts.__getitem__)}
-    if not scores or min(map(len, (ours, *scores.values()))) < 2:
-        return None
+    need(scores)
+    need(ours, *scores.values(), models=2)
     gaps = {arm: compare(values, ours) for arm, values in scores.items()}
     best = next(iter(gaps.values()))
     texts = (f"{arm} {gap}" for arm, gap in gaps.items())
@@ -146,8 +162,6 @@ def _position_helps_slightly(s: Summary) -> Judgement:
 def _predict_costs_a_little(s: Summary) -> Judgement:
     """Predicting the position costs a little."""
     gap = gap_of(s, ("layershuffle-predict", "layershuffle"), mode="arbitrary", models=2)
-    if gap is None:
-        return None
     return grade(gap.low > -SLIGHT and gap.high < 0, -SLIGHT < gap.points < 0), str(gap)
 
 
@@ -159,15 +173,11 @@ def _predict_costs_a_little(s: Summary) -> Judgement:
 def _predict_varies_most(s: Summary) -> Judgement:
     """LayerShuffle-predict varies most between models."""
     arms = ("layershuffle", "layershuffle-position", "layershuffle-predict")
-    spreads = {
-        arm: spread for arm in arms if (spread := deviation(s.means(arm, "arbitrary"))) is not None
-    }
-    # A spread needs two models, and the comparison all three spreads.
-    if len(spreads) < len(arms):
-        return None
+    samples = [list(s.means(arm, "arbitrary").values()) for arm in arms]
+    need(*samples, models=2)
+    spreads = {arm: deviation(sample) or 0.0 for arm, sample in zip(arms, samples, strict=True)}
     most = max(spreads, key=lambda arm: spreads[arm])
     text = ", ".join(f"{arm} {spread:.2f}" for arm, spread in spreads.items())
-    samples = [list(s.means(arm, "arbitrary").values()) for arm in arms]
     if min(map(len, samples)) < 3:
         return "undecided", text
     # The spread of five models is known only to a factor of two to three.
@@ -188,8 +198,7 @@ def _position_is_predicted(s: Summary) -> Judgement:
     lengths = sorted(s.lengths("layershuffle-predict").items())
     shares = {n: s.fact("position", arm, path=heads) for n, arm in lengths}
     shown = {steps: share for steps, share in shares.items() if share is not None}
-    if not shown:
-        return None
+    need(shown)
     # The paper trained 20 times as long as most of our arms; the longest is the most similar.
     share = shown[max(shown)]
     curve = ", ".join(f"{value:.2f} % after {steps:,}" for steps, value in shown.items())
@@ -213,10 +222,7 @@ def _prunes_like_layerdrop(s: Summary) -> Judgement:
         kept: gap_of(s, ("layershuffle", "layerdrop"), mode="sequential", kept=kept, models=2)
         for kept in (9, 6, 3)
     }
-    nine, six, three = gaps.values()
-    if nine is None or six is None or three is None:
-        return None
-    parts = (abs(six.points) <= PAR, -2 * PAR <= nine.points <= 0, three.low > 0)
+    parts = (abs(gaps[6].points) <= PAR, -2 * PAR <= gaps[9].points <= 0, gaps[3].low > 0)
     text = ", ".join(f"{gap} with {kept}" for kept, gap in gaps.items())
     return grade(all(parts), any(parts)), f"LayerShuffle minus LayerDrop: {text}"
 
@@ -227,18 +233,14 @@ def _prunes_like_layerdrop(s: Summary) -> Judgement:
 def _layerdrop_keeps_accuracy(s: Summary) -> Judgement:
     """LayerDrop comes close to the ordinary model's accuracy with all blocks."""
     gap = gap_of(s, ("layerdrop", "baseline"), mode="sequential")
-    return None if gap is None else (grade(gap.points >= -SLIGHT, gap.points >= -PAR), str(gap))
+    return grade(gap.points >= -SLIGHT, gap.points >= -PAR), str(gap)
 
 
 @claim("Figure 1b", f"within {SLIGHT:g} points in sequential order; partly within 5")
 def _refined_at_nine(s: Summary) -> Judgement:
     """Models refined at 9 blocks are like LayerDrop pruned to 9."""
     gap = gap_of(s, ("truncated", "layerdrop"), mode="sequential", kept=9)
-    return (
-        None
-        if gap is None
-        else (grade(abs(gap.points) <= SLIGHT, abs(gap.points) <= PAR), str(gap))
-    )
+    return grade(abs(gap.points) <= SLIGHT, abs(gap.points) <= PAR), str(gap)
 
 
 @claim("Figure 1b", "above LayerShuffle and LayerDrop in sequential order at both, intervals apart")
@@ -248,8 +250,7 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
     for kept in (3, 6):
         refined = s.means("truncated", "sequential", kept=kept)
         others = [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
-        if len(refined) < 2 or not all(len(means) > 1 for means in others):
-            return None
+        need(refined, *others, models=2)
         # A model above the better of the two is above both.
         gap = compare(refined, max(others, key=mean))
         apart.append(gap.low > 0)
@@ -266,8 +267,7 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
 def _alone_in_arbitrary_order(s: Summary) -> Judgement:
     """In arbitrary order LayerShuffle alone survives pruning, and degrades gracefully."""
     full, nine = (s.means("layershuffle", "arbitrary", kept=kept) for kept in (None, 9))
-    if not (full and nine):
-        return None
+    need(full, nine)
     texts, alone = [f"LayerShuffle {mean(full):.1f} with all"], True
     for kept in (9, 6, 3):
         ours = s.means("layershuffle", "arbitrary", kept=kept)
@@ -276,8 +276,7 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
             for arm in ("layerdrop", "truncated")
             if (means := s.means(arm, "arbitrary", kept=kept))
         }
-        if not (ours and others):
-            return None
+        need(ours, others)
         # At 3 blocks the paper has an exception, the identity draw, which is a separate claim.
         alone = alone and (kept == 3 or max(others.values()) <= mean(ours) / 10)
         scores = ", ".join(f"{arm} {value:.1f}" for arm, value in others.items())
@@ -297,8 +296,7 @@ def _identity_draw(s: Summary) -> Judgement:
     rows = [] if cell is None else [row for row in cell.rows if row.order]
     straight = [row.top1 for row in rows if row.order == "0,1,2"]
     others = [row.top1 for row in rows if row.order != "0,1,2"]
-    if not (straight and others):
-        return None
+    need(straight, others)
     identity, other = mean(straight), mean(others)
     return grade(other <= identity / 3, other < identity), (
         f"identity {identity:.1f} ({len(straight)} draws), others {other:.1f} ({len(others)} "
@@ -314,10 +312,9 @@ def _outputs_depend_on_position(s: Summary) -> Judgement:
     """A block's output depends on its position."""
     # The mean token shows more than the class token: on digit pairs 58 % of its neighbours are at
     # most one position away, against 33 %.
-    share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
-    chance = s.fact("umap", "layershuffle", path=("tokens", "mean", "chance"))
-    if share is None or chance is None:
-        return None
+    share, chance = (
+        fact_of(s, "umap", path=("tokens", "mean", name)) for name in ("purity", "chance")
+    )
     text = f"{100 * share:.0f} % of neighbours (mean token), {100 * chance:.0f} % by chance"
     return grade(share >= 1.5 * chance, share > chance), text
 
@@ -329,15 +326,14 @@ def _outputs_depend_on_position(s: Summary) -> Judgement:
 )
 def _early_positions_lie_apart(s: Summary) -> Judgement:
     """Outputs at the first positions lie apart from the rest."""
-    blocks = s.fact("umap", "layershuffle", path=("blocks",))
+    blocks = fact_of(s, "umap", path=("blocks",))
     detached = {
         token: count
         for token in ("class", "mean")
         if (count := s.fact("umap", "layershuffle", path=("tokens", token, "detached_blocks")))
         is not None
     }
-    if blocks is None or not detached:
-        return None
+    need(detached)
     texts = (f"{count:.0f} of {blocks:.0f} blocks ({token})" for token, count in detached.items())
     most = max(detached.values())
     return grade(most >= blocks / 2, most > 0), f"detached in {', '.join(texts)}"
@@ -355,8 +351,7 @@ def _merges_lose_little(s: Summary) -> Judgement:
         arm: (s.merging(arm, "merge"), s.merging(arm, "donor"))
         for arm in s.merged_arms("layershuffle")
     }
-    if not pairs or any(min(map(len, pair)) < 2 for pair in pairs.values()):
-        return None
+    need(*(scores for pair in pairs.values() for scores in pair), models=2)
     # The loss of a merge depends on the learning rate, so the arm that loses least is judged.
     gaps = {arm: compare(*pair) for arm, pair in pairs.items()}
     best = max(gaps.values(), key=lambda gap: gap.points)
@@ -378,8 +373,7 @@ def _merged_baselines_fail(s: Summary) -> Judgement:
     """Merges of ordinary models are unusable."""
     merged, single = (s.merging("baseline", kind) for kind in ("merge", "donor"))
     random = s.merging("baseline", "merge", name="random slots")
-    if not (merged and single):
-        return None
+    need(merged, single)
     # No division: a model of a few steps may have an accuracy of 0.
     single_top1, merged_top1 = mean(single), mean(merged)
     text = f"single {single_top1:.2f}, merged {merged_top1:.2f}"
@@ -399,11 +393,9 @@ def _merges_vary_more(s: Summary) -> Judgement:
     """Merged LayerShuffle models vary more than single ones."""
     # Over single orders on both sides, because a merge is scored in one order, a model in several.
     rows = s.merging_rows("layershuffle")
-    single, merged = (
-        deviation([row.top1 for row in rows if row.kind == kind]) for kind in ("donor", "merge")
-    )
-    if single is None or merged is None:
-        return None
+    scores = [[row.top1 for row in rows if row.kind == kind] for kind in ("donor", "merge")]
+    need(*scores, models=2)
+    single, merged = (deviation(values) or 0.0 for values in scores)
     text = f"single models {single:.2f}, merged {merged:.2f}, both over single orders"
     return grade(merged > single), f"{text}{_OVER_MERGES}"
 
@@ -415,8 +407,7 @@ def _merges_vary_more(s: Summary) -> Judgement:
 def _ensemble_is_better(s: Summary) -> Judgement:
     """An ensemble of the 12 models is clearly better than one."""
     ensemble, single = (s.merging("layershuffle", kind) for kind in ("ensemble", "donor"))
-    if not (ensemble and single):
-        return None
+    need(ensemble, single)
     # No interval, because one ensemble shows no spread over ensembles of other models.
     points = mean(ensemble) - mean(single)
     text = f"ensemble {mean(ensemble):.2f}, {points:+.2f} points"
@@ -425,5 +416,10 @@ def _ensemble_is_better(s: Summary) -> Judgement:
 
 def judge(summary: Summary) -> list[tuple[PaperClaim, Verdict, str]]:
     """All claims with their verdicts and the numbers behind them."""
-    judgements = ((entry, entry.judge(summary)) for entry in CLAIMS)
-    return [(entry, *(judgement or ("not measured", "-"))) for entry, judgement in judgements]
+    judgements: list[tuple[PaperClaim, Verdict, str]] = []
+    for entry in CLAIMS:
+        try:
+            judgements.append((entry, *entry.judge(summary)))
+        except NotMeasured:
+            judgements.append((entry, "not measured", "-"))
+    return judgements

@@ -158,18 +158,16 @@ def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: 
 
 def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> Any:
     """Draw a hollow point, or a bar with its middle for a range."""
-    half = number.high - number.value
     if number.approximate:
         place = (x, number.value)
         axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
     return axes.errorbar(
         [x],
         [number.value],
-        yerr=[half] if half else None,
+        yerr=[number.high - number.value] if number.high > number.low else None,
         color=style[0],
         marker=style[1],
         markerfacecolor=GROUND,
-        markersize=5.5,
         linestyle="none",
         capsize=2.5,
         label=f"paper {number.method}",

@@ -96,8 +96,8 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         bars,
         literal(gain(summary)),
         literal(
-            f"Study {study.settings.name}: {sum(o.result is not None for o in study.outcomes)} of "
-            f"{len(study.outcomes)} tasks are finished, on {describe_data(study)}."
+            f"Study {study.settings.name}: {len(study.plan.tasks) - len(study.unfinished)} of "
+            f"{len(study.plan.tasks)} tasks are finished, on {describe_data(study)}."
         ),
         "\n".join(f"- {literal(line)}" for line in gaps(study)),
         section(
@@ -154,8 +154,9 @@ def gain(summary: Summary) -> str:
 
 def gaps(study: Study) -> list[str]:
     """A line for every unfinished task, those that failed first, because a reader has to act."""
-    failed = [f"{o.task.name} failed: {o.failure}" for o in study.outcomes if o.state == "failed"]
-    return failed + [f"{o.task.name} not done yet" for o in study.outcomes if o.state == "missing"]
+    left = study.unfinished.items()
+    failed = [f"{name} failed: {failure}" for name, failure in left if failure]
+    return failed + [f"{name} not done yet" for name, failure in left if not failure]
 
 
 # --- sections ------------------------------------------------------------------------------------
@@ -187,11 +188,10 @@ def _curves_section(summary: Summary, draw: DrawFigure) -> str:
 
 def _analysis_sections(summary: Summary, out: Path) -> list[str]:
     """A section per analysis of the main arms; those along a curve are in its table."""
-    arms = {run.task.arm for run in summary.study.runs if run.task.part == "main"}
+    arms = {run.arm for run in summary.study.plan.runs if run.part == "main"}
     blocks: dict[str, list[str]] = {}
-    for outcome in summary.study.analyses:
-        task, result = outcome.task, outcome.result
-        if result is None or task.arm not in arms:
+    for task, result in summary.study.analyses:
+        if task.arm not in arms:
             continue
         shown = blocks.setdefault(result.title, [])
         if result.paragraph:
@@ -230,7 +230,7 @@ def _selection(study: Study) -> list[str]:
     """How the checkpoints were picked, and whether on the reported images."""
     arms: dict[str, list[str]] = {}
     protocols: dict[bool, list[str]] = {}
-    for task, result in study.results:
+    for task, result in study.runs:
         arms.setdefault(result.selected.metric, []).append(label(task.arm))
         protocols.setdefault(result.paper_protocol, []).append(label(task.arm))
     picked = [
@@ -243,11 +243,11 @@ def _selection(study: Study) -> list[str]:
 
 def _facts_section(study: Study) -> str:
     """What every run had in common, and where they differ."""
-    if not study.results:
+    if not study.runs:
         return ""
-    training = sum(result.train_seconds for _, result in study.results)
-    scoring = sum(result.eval_seconds for _, result in study.results)
-    notes = unique(f"Note: {note}" for _, result in study.results for note in result.data.notes)
+    training = sum(result.train_seconds for _, result in study.runs)
+    scoring = sum(result.eval_seconds for _, result in study.runs)
+    notes = unique(f"Note: {note}" for _, result in study.runs for note in result.data.notes)
     differing, shared = settings_tables(
         # Without the seed, which differs in every run and is part of its name.
         study,
@@ -260,7 +260,7 @@ def _facts_section(study: Study) -> str:
     return section(
         "Settings",
         literal(
-            f"{len(study.results)} runs took {duration(training)} of training and "
+            f"{len(study.runs)} runs took {duration(training)} of training and "
             f"{duration(scoring)} of scoring. plan.json holds the whole recipe, tasks.jsonl the "
             "facts of every task, results.csv a row per run and order, with the order itself."
         ),

@@ -15,7 +15,6 @@ from layershuffle.study.paper.markdown import printable
 from layershuffle.study.paper.numbers import PaperNumber, paper_number
 from layershuffle.study.store import Study
 
-_MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
 # The paper's spelling; suffixes of a method's name are appended unchanged.
 _LABELS = {
@@ -93,7 +92,7 @@ class Summary:
         """
         values: dict[str, list[float]] = {}
         metrics, picked_on_test = set[str](), False
-        for task, result in self.study.results:
+        for task, result in self.study.runs:
             if task.settings.method == method and task.row in self.arms:
                 values.setdefault(task.arm, []).append(result.selected.value)
                 metrics.add(result.selected.metric)
@@ -106,14 +105,14 @@ class Summary:
         """The labels of an arm and of its curve, by the number of steps."""
         # The arm itself comes first in a plan, and is preferred to a curve with the same length.
         return {
-            run.result.steps: run.task.arm
-            for run in reversed(self.study.runs)
-            if run.result and run.task.curve == arm
+            result.steps: task.arm
+            for task, result in reversed(self.study.runs)
+            if task.curve == arm
         }
 
     def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
         """Rows of the arm's merging: the main variants, or those with `name`; empty until done."""
-        results = [m.result for m in self.study.mergings if m.task.arm == arm and m.result]
+        results = [result for task, result in self.study.mergings if task.arm == arm]
         rows = [row for result in results for row in result.rows]
         return [row for row in rows if (row.main if name is None else row.name == name)]
 
@@ -124,16 +123,14 @@ class Summary:
 
     def merged_arms(self, method: str) -> list[str]:
         """The arms of a method whose models were merged."""
-        methods = {run.task.arm: run.task.settings.method for run in self.study.runs}
-        merged = [m.task.arm for m in self.study.mergings if m.result]
-        return [arm for arm in merged if methods[arm] == method]
+        tasks = [task for task, _ in self.study.mergings]
+        return [task.arm for task in tasks if task.donors[0].settings.method == method]
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
         """A number of an analysis by its path in the facts, averaged over the analysed models."""
         numbers = []
-        for outcome in self.study.analyses:
-            task, result = outcome.task, outcome.result
-            if (task.options.name, task.arm) == (analysis, arm) and result is not None:
+        for task, result in self.study.analyses:
+            if (task.options.name, task.arm) == (analysis, arm):
                 value: Any = result.facts
                 for key in path:
                     value = value.get(key) if isinstance(value, dict) else None
@@ -152,23 +149,17 @@ class Summary:
     def columns(self) -> tuple[Column, ...]:
         """The main table's columns for which some arm was measured.
 
-        All blocks come first, in both modes; then arbitrary and sequential order with fewer blocks,
-        for at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
+        All blocks come first, in both modes; then arbitrary and sequential order with the numbers
+        of blocks that are nearest to 3/4, 1/2 and 1/4 of the depth; the figure shows every number.
         """
+        fewer = sorted({cell.kept for cell in self.cells if cell.kept < self.depth})
+        quarters = (self.depth * quarter / 4 for quarter in _QUARTERS if fewer)
+        levels = dict.fromkeys(min(fewer, key=lambda kept: abs(kept - q)) for q in quarters)
         columns = [Column(mode, self.depth) for mode in MODES]
         # Arbitrary order first, because it is the purpose of the method.
-        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
+        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in levels]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if (column.mode, column.kept) in measured)
-
-    def _levels(self) -> list[int]:
-        levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
-        # More columns would not fit on a page; the figure shows every level.
-        if len(levels) <= _MOST_LEVELS:
-            return levels
-        targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
-        nearest = {min(levels, key=lambda kept: abs(kept - target)) for target in targets}
-        return sorted(nearest, reverse=True)
 
 
 def summarise(study: Study) -> Summary:
@@ -177,13 +168,12 @@ def summarise(study: Study) -> Summary:
     The reduced-depth models share one row, each in the column of its own depth, as in the paper's
     Figure 1b.
     """
-    runs = [run for run in study.runs if run.task.part == "main"]
-    arms = tuple(dict.fromkeys(run.task.row for run in runs))
+    arms = tuple(dict.fromkeys(run.row for run in study.plan.runs if run.part == "main"))
     groups: dict[tuple[str, str, int, str, str], list[ScoreRow]] = {}
-    for run in runs:
-        for row in run.result.rows if run.result else ():
+    for task, result in study.runs:
+        for row in result.rows if task.part == "main" else ():
             if row.parallel == row.passes == 1:
-                key = (run.task.row, row.mode, row.kept, row.choose, row.draw)
+                key = (task.row, row.mode, row.kept, row.choose, row.draw)
                 groups.setdefault(key, []).append(row)
 
     def place(cell: ScoreCell) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ def unique(texts: Iterable[str]) -> tuple[str, ...]:
 def describe_data(study: Study) -> str:
     """The study's data and model in a few words, from the finished runs or else the recipe."""
     # The data of the runs, because the recipe may have changed since.
-    specs = sorted({result.data.spec for _, result in study.results})
+    specs = sorted({result.data.spec for _, result in study.runs})
     data = " and ".join(specs) or study.settings.data
     return printable(f"{data.replace('digit-pairs', 'digit pairs', 1)} with {study.settings.model}")
 
@@ -172,7 +172,7 @@ def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     # Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
     models = {
         task.row: (task.settings.model, task.settings.method)
-        for task, _ in summary.study.results
+        for task, _ in summary.study.runs
         if task.part == "main"
     }
     model = models.get(cell.arm, (None, ""))[0]
@@ -229,11 +229,11 @@ def _text(cell: ScoreCell) -> str:
 
 def budget_curves(study: Study) -> dict[tuple[str, str], dict[int, Estimate]]:
     """Top-1 by number of steps for every (arm, mode) of the curves, those of the main part too."""
-    arms = dict.fromkeys(run.task.curve for run in study.runs if run.task.part == "budget")
+    arms = dict.fromkeys(run.curve for run in study.plan.runs if run.part == "budget")
     rows: dict[tuple[str, str], dict[int, list[ScoreRow]]] = {
         (arm, mode): {} for arm in arms for mode in MODES
     }
-    for task, result in study.results:
+    for task, result in study.runs:
         for row in result.rows:
             # Scores of pruned models are not part of the curve.
             if row.choose == "" and (task.curve, row.mode) in rows:
@@ -280,11 +280,14 @@ def budget_section(summary: Summary, draw: DrawFigure) -> str:
 
 def _positions(summary: Summary, lengths: Sequence[int]) -> list[tuple[str, ...]]:
     """How often the position is predicted correctly at each length, if analysed."""
-    answers = (a.result for a in summary.study.analyses if a.task.options.name == "position")
-    by_model = (result.facts.get("sources", {}) for result in answers if result is not None)
+    by_model = (
+        result.facts.get("sources", {})
+        for task, result in summary.study.analyses
+        if task.options.name == "position"
+    )
     rows = []
     sources = unique(source for each in by_model for source in each)
-    for arm in unique(run.task.curve for run in summary.study.runs):
+    for arm in unique(run.curve for run in summary.study.plan.runs):
         labels = summary.lengths(arm)
         for source in sources:
             path = ("sources", source, "accuracy")
@@ -298,9 +301,9 @@ def _positions(summary: Summary, lengths: Sequence[int]) -> list[tuple[str, ...]
 def merging_section(summary: Summary, draw: DrawFigure) -> str:
     """Table 2 and Figure 5; "" if no merging is done."""
     rows, dots = [], []
-    for merging in summary.study.mergings:
-        arm = merging.task.arm
-        for group in group_rows(merging.result.rows if merging.result else ()).values():
+    for task, result in summary.study.mergings:
+        arm = task.arm
+        for group in group_rows(result.rows).values():
             first = group[0]
             words = (_KINDS[first.kind], "" if first.kind == "donor" else first.name)
             name = f"{label(arm)}: {', '.join(filter(None, words))}"
@@ -348,7 +351,7 @@ def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
 
 def settings_tables(study: Study, of: Callable[[RunResult], Mapping[str, Any]]) -> tuple[str, str]:
     """Settings of the runs: those that differ, with the arms, and those that all share."""
-    settings = [(task.arm, flatten(of(result))) for task, result in study.results]
+    settings = [(task.arm, flatten(of(result))) for task, result in study.runs]
     shared, differing = [], []
     for key in unique(key for _, values in settings for key in values):
         arms_with: dict[str, list[str]] = {}
