@@ -54,14 +54,16 @@ def test_single_orders_are_uniform():
     ("orders", "share", "expected"), [(None, 1.0, 4), (None, 0.25, 2), (3, 1.0, 3)]
 )
 def test_batches_carry_orders_of_their_own(orders, share, expected):
-    batches = list(subject_of(FAMILIES["timm-vit"].wrapped(), orders=orders).batches(share=share))
+    batches = list(
+        subject_of(FAMILIES["timm-vit"].wrapped(), num_orders=orders).batches(share=share)
+    )
     drawn = [order for batch in batches for order in batch.orders]
     assert drawn == balanced_orders(4, first=0, count=2 * expected, seed=0)
     assert [len(batch.images) for batch in batches] == [4, 4]
 
 
 def test_no_more_images_than_asked_for():
-    subject = subject_of(FAMILIES["timm-vit"].wrapped(), images=6)
+    subject = subject_of(FAMILIES["timm-vit"].wrapped(), max_images=6)
     assert [len(batch.labels) for batch in subject.batches()] == [4, 2]
 
 
@@ -217,7 +219,7 @@ def test_a_map_without_intervals_has_only_numbers_and_the_reason():
         ({"low": 0.01, "high": 0.03}, "a block adds more at its home position"),
         ({"low": -0.05, "high": -0.01}, "a block adds less at its home position"),
         ({"low": -0.01, "high": 0.05}, "cannot be told apart: +0.02 (-0.01 to +0.05)."),
-        (None, "; too few images for intervals: raise --images or lower --batch-size."),
+        (None, "; too few images for intervals: raise --max-images or lower --batch-size."),
     ],
 )
 def test_findings_name_only_differences_beyond_the_interval(bounds, words):

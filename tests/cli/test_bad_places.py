@@ -37,7 +37,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"fit {SHORT} --data {DATA} --out file", "A file stands where a directory is needed"),
         (f"fit {SHORT} --data {DATA} --out file/x", "A file stands where a directory is needed"),
         (f"fit {SHORT} --data {DATA} --out /proc/x", "There is no such place"),
-        (f"analyze norms {MODEL} --data {DATA} --images 8 --out /proc/x", "There is no such place"),
+        (
+            f"analyze norms {MODEL} --data {DATA} --max-images 8 --out /proc/x",
+            "There is no such place",
+        ),
         ("reproduce digits-quick --out file", "A file stands where a directory is needed"),
         ("cache folder:images --out file", "cannot read this file of the cache"),
         ("swarm drain x --state file", "A file stands where a directory is needed"),

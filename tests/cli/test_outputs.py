@@ -30,7 +30,7 @@ COMMANDS = {
     "fit": f"fit --method baseline --model {{MODEL}} --data {DATA} --steps 1 --batch-size 8",
     "pretrain": "pretrain base.yaml --model {MODEL}",
     "cache": f"cache {DATA}",
-    "analyze": f"analyze norms {{MODEL}} --data {DATA} --images 8",
+    "analyze": f"analyze norms {{MODEL}} --data {DATA} --max-images 8",
     "merge": "merge merge.yaml",
     "merge --overwrite": "merge merge.yaml --overwrite",
     "merge --random": f"merge runs/a runs/b --random 1 --data {DATA}",

@@ -58,9 +58,9 @@ def drawn(mode_kept: int, seed: int) -> str:
     ("flags", "order"),
     [
         ([], "0,1,2,3"),
-        (["--mode", "sequential"], "0,1,2,3"),
+        (["--modes", "sequential"], "0,1,2,3"),
         (["--order", "2,0"], "2,0"),
-        (["--mode", "kept:3:arbitrary", "--seed", "5"], drawn(3, 5)),
+        (["--modes", "kept:3:arbitrary", "--seed", "5"], drawn(3, 5)),
     ],
 )
 def test_predictions_equal_those_of_a_model_in_that_order(
@@ -114,12 +114,12 @@ def test_an_unreadable_file_does_not_stop_the_others(
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [
-        (["model"], 2, "There is no image to answer for"),
+        (["model"], 2, "--image requires an argument"),
         (["model", "0.png", "--top", "0"], 2, "top is 1 or more"),
         (["model", "0.png", "--order", "9"], 2, "9 is not a block"),
-        (["model", "0.png", "--mode", "kept:9"], 2, "Cannot keep 9 blocks"),
-        (["model", "0.png", "--mode", "kept:1-2"], 2, "one order mode; 'kept:1-2' names 2"),
-        (["model", "0.png", "--mode", "arbitrary", "--order", "1"], 2, "exclude each other"),
+        (["model", "0.png", "--modes", "kept:9"], 2, "Cannot keep 9 blocks"),
+        (["model", "0.png", "--modes", "kept:1-2"], 2, "one order mode; 'kept:1-2' names 2"),
+        (["model", "0.png", "--modes", "arbitrary", "--order", "1"], 2, "exclude each other"),
         (["model", "none.png"], 1, "none.png"),
         (["model", "model/config.json"], 1, "Where: model/config.json. Next: name image files"),
         (["nowhere", "0.png"], 2, "nowhere"),

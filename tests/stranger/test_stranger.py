@@ -97,14 +97,14 @@ def test_arriving(stranger: Stranger, repository: Path) -> None:
     flags = ("--json", "--device", "cpu", "--threads", "1")
     same = types("predict", "bundled:digits-swarm", PICTURE, *flags).json()
     assert same["images"][0]["top"][0]["index"] == 42
-    words = ("predict", "bundled:digits-swarm", PICTURE, "--mode", "kept:9:arbitrary")
+    words = ("predict", "bundled:digits-swarm", PICTURE, "--modes", "kept:9:arbitrary")
     drawn = types(*words, "--seed", "1").out
     assert "9 of 12 blocks in the order" in drawn
     assert drawn == types(*words, "--seed", "1").out
 
     refused("predict", "bundled:digits-swarm", "cat.png", saying="Where: cat.png")
     refused("predict", "bundled:digit-swarm", PICTURE, saying="digits-swarm")
-    refused("predict", "bundled:digits-swarm", PICTURE, "--mode", "arbitary", saying="'arbitrary'")
+    refused("predict", "bundled:digits-swarm", PICTURE, "--modes", "arbitary", saying="'arbitrary'")
     refused("predict", "bundled:digits-swarm", PICTURE, "--order", "0,12", saying="12")
     types("predict", "bundled:digits-swarm", PICTURE, "--topp", "3", code=2)
 
@@ -175,7 +175,7 @@ def test_own_pictures(stranger: Stranger) -> None:
     assert answer["files"] == ["norms.csv", "norms.svg"]
     assert "20 images" not in types("cache", "folder:photos", "--size", "32", "--out", "small").out
     assert types("eval", "a", "--data", "folder:small", "--json").json()["modes"][0]["images"] == 8
-    calibrated = types("swarm", "calibrate", "a", *data, "--orders", "2", "--json").json()
+    calibrated = types("swarm", "calibrate", "a", *data, "--num-orders", "2", "--json").json()
     queue = [row for row in calibrated["rows"] if (row["passes"], row["parallel"]) == (1, 1)]
     assert [row["kept"] for row in queue] == [1, 2, 3]
 

@@ -53,7 +53,7 @@ class Analysis:
 
     def load(self) -> _Module:
         """Import the module."""
-        # Imported late, because `analyze --list` must not wait for torch and UMAP.
+        # Imported late, because `analyze --help` must not wait for torch and UMAP.
         return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 Interval = dict[str, float] | None
 """Bounds `low` and `high`, or `None` for too few images."""
-TOO_FEW = "too few images for intervals: raise --images or lower --batch-size"
+TOO_FEW = "too few images for intervals: raise --max-images or lower --batch-size"
 
 
 def interval(

@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, read_analysis, run_analysis
-from layershuffle.cli.command import ComputingCommand, Inline, required
-from layershuffle.errors import UsageError
+from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.extras import require
-from layershuffle.text import listing
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AnalyzeCommand(ComputingCommand):
     """Analyse what the blocks of a model learnt: one question, or all that apply."""
 
-    name: Annotated[str | None, tyro.conf.Positional, required(metavar="NAME")] = None
+    name: str
     """The question: umap, norms, attention, attribution, leave-one-out, cka or position; all asks
     every one that applies."""
-    model: Annotated[str | None, tyro.conf.Positional, required(metavar="MODEL")] = None
+    model: str
     """Directory of a fit, or any model spec."""
-    data: Annotated[str | None, required()] = None
+    _: KW_ONLY
+    data: str
     """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
-    out: Annotated[Path | None, required()] = None
+    out: Path
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
-    # --list needs no other argument, so tyro does not require the arguments above.
-    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the questions and stop; nothing else is needed."""
     json: bool = False
     """Print JSON: the sentence, the numbers and the files of every question."""
-    settings: Inline[AnalysisSettings]
+    settings: Inline[AnalysisSettings] = field(default_factory=AnalysisSettings)
 
     def run(self) -> int:
         """Run the analyses; print their sentences and the paths of their files."""
-        if self.list:
-            print(listing([(name, analysis.question) for name, analysis in ANALYSES.items()]))
-            return 0
-        if self.name is None or self.model is None or self.data is None or self.out is None:
-            raise UsageError(
-                "analyze needs the name of an analysis, a model, --data SPEC and --out DIR",
-                hint="layershuffle analyze --list shows the names",
-            )
         require("study")
         if self.name != "all":
             answer = self._answer(self.name, model=self.model, data=self.data, out=self.out)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated
-
-import tyro
+from dataclasses import KW_ONLY, asdict, dataclass, field
 
 from layershuffle.bench.settings import KINDS, BenchSettings
 from layershuffle.cli.command import Command, Inline, threads_of
@@ -14,15 +11,16 @@ from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BenchCommand(Command):
     """Measure speed and memory with random weights and generated images, without downloads."""
 
-    kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
+    kind: str
     """What is measured: train, eval, orders, input or merge."""
+    _: KW_ONLY
     json: bool = False
     """Print JSON with every number and the versions."""
-    settings: Inline[BenchSettings]
+    settings: Inline[BenchSettings] = field(default_factory=BenchSettings)
 
     def run(self) -> int:
         """Measure and print a report or JSON."""

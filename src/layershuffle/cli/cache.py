@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
-
-import tyro
 
 from layershuffle.cli.command import Command, Inline
 from layershuffle.settings import CacheSettings
 from layershuffle.text import counted, shortened
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CacheCommand(Command):
     """Copy image data as JPEG files of the size that training needs, to read them faster.
 
@@ -22,13 +19,14 @@ class CacheCommand(Command):
     continue.
     """
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    data: str
     """The images: folder:DIR, hf:NAME_OR_DIR, wds:SHARDS or cifar100:DIR."""
+    _: KW_ONLY
     out: Path | None = None
     """Directory of the copy (default: the source's name with the size, beside it or here)."""
     verify: bool = False
     """Read every image of the copy back and compare checksums."""
-    settings: Inline[CacheSettings]
+    settings: Inline[CacheSettings] = field(default_factory=CacheSettings)
 
     def run(self) -> int:
         """Make the cache, or report that it exists; verify it if --verify is given."""

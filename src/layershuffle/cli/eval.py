@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.errors import UsageError
@@ -21,15 +19,16 @@ if TYPE_CHECKING:
     from layershuffle.scoring import Evaluation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvalCommand(ComputingCommand):
     """Score a model under many execution orders, in one pass over the data.
 
     Prints a table with a row per mode.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
+    _: KW_ONLY
     data: str
     """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
     hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
@@ -37,7 +36,7 @@ class EvalCommand(ComputingCommand):
     """Score this one execution order ("3,0,2") instead of drawn ones."""
     json: bool = False
     """Print JSON with every drawn order and its scores."""
-    settings: Inline[EvalSettings]
+    settings: Inline[EvalSettings] = field(default_factory=EvalSettings)
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
-from layershuffle.cli.command import ComputingCommand, Inline, required
+from layershuffle.cli.command import ComputingCommand, Inline, Models
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
@@ -21,7 +21,7 @@ from layershuffle.text import counted, counted_as, table
 _TABLE_WIDTH = 120  # ten columns
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MergeCommand(ComputingCommand):
     """Build models from the blocks of several models.
 
@@ -30,25 +30,26 @@ class MergeCommand(ComputingCommand):
     them beside their donors, soups and ensembles.
     """
 
-    # tyro cannot require one form or the other, so `run` checks what a form needs.
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")] = ()
+    models: Models
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
-    out: Annotated[Path | None, required("with a recipe")] = None
-    """Directory of the model that a recipe makes; with --random a CSV file for every score."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    _: KW_ONLY
+    out: Path | None = None
+    """Directory of the model that a recipe makes, which needs it; with --random a CSV file for
+    every score."""
+    overwrite: bool = False
     """Replace an older model at --out, or with --random a file. Donors are never replaced."""
-    merges: Annotated[int | None, tyro.conf.arg(aliases=["--random"])] = None
+    merges: Annotated[int | None, Parameter(name="--random")] = None
     """Draw this many merges, no two alike, and score them (the paper: 100)."""
-    data: Annotated[str | None, required("with --random")] = None
-    """--random: images to score; their test split is read (and held-out images for greedy
-    soups)."""
-    mode: Literal["sequential", "arbitrary"] = "arbitrary"
+    data: str | None = None
+    """--random, which needs it: images to score; their test split is read (and held-out images for
+    greedy soups)."""
+    modes: Literal["sequential", "arbitrary"] = "arbitrary"
     """--random: order mode in which every model runs."""
     base: str | None = None
     """--random: the base checkpoint, for donors that do not name it."""
     json: bool = False
     """--random: print JSON with settings, summaries and scores."""
-    options: Inline[MergingOptions]
+    options: Inline[MergingOptions] = field(default_factory=MergingOptions)
 
     def run(self) -> int:
         """Merge as a recipe says, or at random."""
@@ -63,9 +64,9 @@ class MergeCommand(ComputingCommand):
         return _merge_by_recipe(Path(self.models[0]), self.out, overwrite=self.overwrite)
 
     def _run_random(self, merges: int) -> int:
-        if self.data is None or not self.models:
+        if self.data is None:
             raise UsageError(
-                "merge --random needs models and --data SPEC",
+                "merge --random needs --data SPEC",
                 hint="layershuffle merge MODEL... --random N --data SPEC",
             )
         # Built anew, because a copy would not refuse a count of 0.
@@ -90,7 +91,7 @@ class MergeCommand(ComputingCommand):
                 list(self.models),
                 self.data,
                 settings=settings,
-                mode=self.mode,
+                mode=self.modes,
                 base=self.base,
                 device=self.device,
                 progress=progress,
@@ -102,7 +103,7 @@ class MergeCommand(ComputingCommand):
         report = {
             "donors": list(self.models),
             "data": self.data,
-            "mode": self.mode,
+            "mode": self.modes,
             "settings": settings.model_dump(mode="json"),
             "groups": [_merging_group(group) for group in group_rows(rows).values()],
             "notes": notes,
@@ -178,23 +179,21 @@ def _merging_text(report: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EnsembleCommand(ComputingCommand):
     """Score the ensemble of several models: the mean of their answers."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")]
+    models: Models
     """Members of the ensemble: directories of fits or model specs."""
+    _: KW_ONLY
     data: str
     """Images to score; their test split is read."""
     json: bool = False
     """Print JSON with every draw and the orders of its members."""
-    settings: Inline[EnsembleSettings]
+    settings: Inline[EnsembleSettings] = field(default_factory=EnsembleSettings)
 
     def run(self) -> int:
         """Score and print a paragraph or JSON."""
-        if not self.models:
-            raise UsageError("ensemble needs models", hint="layershuffle ensemble --help")
-
         from layershuffle.merging.scoring import score_ensemble
 
         models = list(self.models)
@@ -234,10 +233,10 @@ def _ensemble_text(report: dict[str, Any]) -> str:
         over = f"images (Wilson), {counted_as([top1['effective']])}"
     spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
     # In sequential order there is only one order to draw.
-    orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"
+    orders = "" if settings["modes"] == "sequential" else f" {settings['ensemble_orders']}"
     lines = [
         f"Ensemble of {counted(len(report['models']), 'model')} on {report['data']}, mean "
-        f"{settings['combine']}, {settings['mode']}{orders} orders, "
+        f"{settings['ensemble_combine']}, {settings['modes']}{orders} orders, "
         f"{counted(count, 'draw')}, {counted(report['images'], 'image')}, {settings['precision']}",
         f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
         f"{over}; top-5 {report['top5']['mean']:.2f} %; "

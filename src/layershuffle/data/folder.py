@@ -133,6 +133,13 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | 
     if (root / TEST_NAME).is_dir():
         reported.append(root / TEST_NAME)
     if (train is None and need_train) or not reported:
+        splits = {"train", *VALIDATION_NAMES, TEST_NAME}
+        if root.name in splits and any((root.parent / n).is_dir() for n in splits - {root.name}):
+            raise DataError(
+                "This is the folder of one split; others lie beside it",
+                place=root,
+                hint=f"did you mean folder:{root.parent}?",
+            )
         raise _missing_splits(root, train is None, not reported)
     return train, reported[0] if len(reported) == 2 else None, reported[-1]
 

@@ -142,13 +142,13 @@ def score_ensemble(
     place = device_of(device)
     choose_precision(settings.precision, device=place, training=False)
     batches = _batches(opened, "test", settings.batch_size, device=place)
-    variant: Variant = (settings.combine, settings.orders)
+    variant: Variant = (settings.ensemble_combine, settings.ensemble_orders)
     compiler = compiler_for(settings.compile)
     for model in models:
         prepare(model.to(place), settings.precision, compiler=compiler)
     scores = compiler.run(
         lambda: evaluate_ensembles(
-            models, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
+            models, batches, mode=Mode(order=settings.modes), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
             groups=batches.split.groups,
             on_images=lambda done: progress("images", done, batches.split.size),

@@ -113,7 +113,7 @@ def plan_text(
             merges = task.options.options.merges
             lines.append(f"  {task.name}: {counted(merges, 'merge')} of {len(task.needs)} models")
         elif isinstance(task, AnalysisSpec):
-            lines.append(f"  {task.name}: {task.options.options.images:,} images")
+            lines.append(f"  {task.name}: {task.options.options.max_images:,} images")
     return "\n".join(lines)
 
 
@@ -331,7 +331,7 @@ def work_of(task: Task, subject: StudySubject) -> Work | None:
         if images is None:
             return None
         return Work(block_runs=passes_of(task) * subject.depth * images)
-    images = scored(task.options.options.images) or 0
+    images = scored(task.options.options.max_images) or 0
     return Work(block_runs=passes_of(task) * subject.depth * images)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import Interrupted
 from layershuffle.files import locked, write_text
 from layershuffle.machine import stop_signals
@@ -196,8 +195,7 @@ def weights_of(tasks: Sequence[Task], out: Path) -> dict[str, float]:
         if isinstance(task, RunSpec):
             weight = float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
         else:
-            options = task.options.options
-            asked = options.images if isinstance(options, AnalysisSettings) else options.max_images
+            asked = task.options.options.max_images
             available = facts.get(settings.data, {}).get("sizes", {}).get("test")
             images = min((count for count in (asked, available) if count), default=_TEST_IMAGES)
             weight = passes_of(task) * images / (_TRAINING_COST * settings.batch_size)
