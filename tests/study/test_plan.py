@@ -224,7 +224,7 @@ def test_work_is_counted(study):
     merging, umap = (task for task in tasks_of(study) if task.name in (
         "merging-baseline", "umap-layershuffle-seed0"))  # fmt: skip
     assert work_of(merging, SUBJECT).block_runs == (7 + 3 * 4 * 5) * 12 * 1000
-    assert work_of(umap, SUBJECT).block_runs == 40 * 12 * umap.options.options.images
+    assert work_of(umap, SUBJECT).block_runs == 40 * 12 * umap.options.options.max_images
     few = replace(SUBJECT, test_images=60)
     assert work_of(umap, few).block_runs == 40 * 12 * 60
 
@@ -258,7 +258,7 @@ def test_time_comes_from_finished_runs(tmp_path):
 
 
 def test_the_time_of_an_analysis_comes_from_a_finished_one_of_its_kind(tmp_path):
-    options = {"name": "norms", "options": {"images": 20}}
+    options = {"name": "norms", "options": {"max_images": 20}}
     arms = ("baseline", "layershuffle")
     study = StudySettings(**TINY, analyses=[{**options, "arm": arm} for arm in arms])
     write_plan(study, tmp_path)

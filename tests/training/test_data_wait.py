@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from layershuffle.cli.progress import LOADER_BOUND, loader_bound
 from layershuffle.data.digits import DigitPairs
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
@@ -39,12 +38,6 @@ def test_the_share_is_of_the_time_of_the_steps():
         clock.now += 2
     assert meter.reset() == 100
     assert meter.reset() == 0  # no time has passed
-
-
-def test_a_slow_loader_is_reported():
-    assert loader_bound({"waiting": LOADER_BOUND - 0.1}) == ""
-    text = loader_bound({"waiting": 34.4})
-    assert text == ", loader-bound: 34 % of the time waiting for data"
 
 
 def run(out, monkeypatch, *, reading, scoring, **changes):
