@@ -188,7 +188,7 @@ FLAGS = {
     "classify": "address api-key api-key-file authority deadline-ms image json min-blocks order "
     "top",
     "completion": "shell",
-    "doctor": "json",
+    "doctor": "",
     "swarm up": "hosts https-certificate https-key model page page-may-break plan port replicas "
     "reports routing state threads wire",
     "swarm demo": "deadline-ms hosts requests seed",

@@ -82,9 +82,9 @@ def write_photos(folder: Path, *, classes: tuple[str, ...] = ("cat", "dog")) -> 
 def test_arriving(stranger: Stranger, repository: Path) -> None:
     types, refused = stranger.types, stranger.refused
     assert types("--version").out == f"{ls.__version__}\n"
-    first = re.search(r"Start here: layershuffle (.+)", types("--help").out)
+    first = re.search(r"Start here: layershuffle (.+?) *\n", types("--help").out)
     assert first is not None
-    refused("evla", "x", saying="did you mean 'eval'?")
+    refused("evla", "x", saying='Did you mean "eval"?')
     doctor = types("doctor").out
     assert f"Next: layershuffle {first[1]} " in doctor
     assert "NO " not in doctor

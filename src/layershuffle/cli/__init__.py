@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -110,10 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [word for word in arguments if word != "--debug"]
     try:
         with _log_to_stderr():
-            try:
-                command = parse(arguments)
-            except SystemExit:  # of rich, where the reader of the help has gone
-                return 141
+            command = parse(arguments)
             code = 0 if command is None else command.run()
         # A closed pipe must fail here, inside the `try`, and not when Python exits.
         print(end="", flush=True)
@@ -127,14 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # 130 is 128 and the number of SIGINT, as shells report it.
         print("stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Python flushes its buffers when it exits, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A user who pipes help into `head` expects the pipe to break.
+        if arguments and not set(HELP_FLAGS) & set(arguments):
+            print("stopped: broken pipe, the reader of the output has gone", file=sys.stderr)
+        return 141
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
-        # A lost connection raises the same error, but is an ordinary failure.
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            # A user who pipes help into `head` expects the pipe to break.
-            if arguments and not set(HELP_FLAGS) & set(arguments):
-                print("stopped: broken pipe, the reader of the output has gone", file=sys.stderr)
-            return 141
         if debug:
             raise
         print(
@@ -158,6 +155,8 @@ def parse(words: Sequence[str]) -> Command | None:
     try:
         command: Command | None = APP(words)
         return command
+    except SystemExit:  # of rich, where the reader of the help has gone
+        raise BrokenPipeError from None
     except SettingsError as error:
         # Not chained: the first error has the same text without the next command.
         raise SettingsError(
@@ -179,21 +178,6 @@ def _cause(error: CycloptsError) -> CycloptsError:
                 token = Token(keyword=flag, source="cli")
                 return UnknownOptionError(verbose=False, token=token, argument_collection=arguments)
     return error
-
-
-def _output_is_closed() -> bool:
-    """Whether the reader of the output has closed the pipe, as `head` does; if so, stop writing."""
-    try:
-        output, poll = sys.stdout.fileno(), select.poll()
-    except OSError:  # not a file, as in a notebook
-        return False
-    poll.register(output, 0)
-    # On the writing end of a pipe, POLLERR means that the reader has closed its end.
-    closed = any(event & select.POLLERR for _, event in poll.poll(0))
-    if closed:
-        # Python flushes its buffers when it exits, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return closed
 
 
 @contextmanager

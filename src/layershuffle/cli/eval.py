@@ -15,7 +15,6 @@ from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
-    from layershuffle.merging.ensembles import EnsembleScore
     from layershuffle.scoring import Evaluation
 
 
@@ -68,96 +67,96 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
     groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
     for score in evaluation.scores:
         groups.setdefault(score.label, []).append(score)
+    why = evaluation.precision_why
     return {
         "model": model,
         "data": evaluation.data.spec,
         "split": "test",
-        "notes": [*evaluation.data.notes, *_precision_note(evaluation)],
+        "notes": [
+            *evaluation.data.notes,
+            *([f"precision {evaluation.precision}: {why}"] if why else []),
+        ],
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
-        "modes": [_mode_report(name, group) for name, group in groups.items()],
+        "modes": [
+            score_report(name, scores, kept=scores[0].kept) for name, scores in groups.items()
+        ],
         "hardware": hardware(evaluation.precision),
         "versions": versions(),
     }
 
 
-def _precision_note(evaluation: Evaluation) -> list[str]:
-    why = evaluation.precision_why
-    return [f"precision {evaluation.precision}: {why}"] if why else []
+def score_report(name: str, scores: Sequence[Score], *, kept: int | None) -> dict[str, Any]:
+    """The scores of one model as JSON values: mean, spread and interval of each metric, and each
+    score with its orders."""
+    from layershuffle.stats import estimate
 
-
-def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
+    metrics = ("top1", "top5", "cross_entropy")
     return {
         "mode": name,
-        "kept": scores[0].kept,
+        "kept": kept,
         "orders": len(scores),
         "images": scores[0].images,
-        **estimates(scores),
+        **{
+            metric: asdict(
+                estimate(
+                    # One model: its interval covers orders, or images where there is one order.
+                    {0: [getattr(score, metric) for score in scores]},
+                    images=scores[0].images,
+                    effective=getattr(scores[0], f"{metric}_n", None),
+                    percent=metric != "cross_entropy",
+                )
+            )
+            for metric in metrics
+        },
         "scores": [
             {
                 # With an order per batch there is no single one; such passes list batch_orders.
                 "order": None if score.order is None else str(score.order),
                 "batch_orders": [str(order) for order in score.batch_orders],
-                "top1": score.top1,
-                "top5": score.top5,
-                "cross_entropy": score.cross_entropy,
+                **{metric: getattr(score, metric) for metric in metrics},
             }
             for score in scores
         ],
     }
 
 
-def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
-    """Mean, spread and interval of each metric over the scores of one model, as JSON values."""
-    from layershuffle.stats import estimate
-
-    return {
-        metric: asdict(
-            estimate(
-                # One model: its interval covers orders, or images where there is a single order.
-                {0: [getattr(score, metric) for score in scores]},
-                images=scores[0].images,
-                effective=getattr(scores[0], f"{metric}_n", None),
-                percent=metric != "cross_entropy",
-            )
-        )
-        for metric in ("top1", "top5", "cross_entropy")
-    }
-
-
-def _text(report: dict[str, Any]) -> str:
-    reason = report["blocks"]["reason"]
+def score_table(reports: Sequence[dict[str, Any]]) -> str:
+    """A row for each report of `score_report`, and what the columns mean."""
     rows = []
-    for mode in report["modes"]:
-        top1, spread = mode["top1"], mode["top1"]["sd_orders"]
+    for report in reports:
+        top1, spread = report["top1"], report["top1"]["sd_orders"]
         rows.append(
             (
                 # Broken at a colon, because a table wraps anywhere: "passes=2:paralle" and "l=3".
-                re.sub(r"(.{20,30}:)", r"\1\n", mode["mode"]),
-                str(mode["kept"]),
-                str(mode["orders"]),
+                re.sub(r"(.{20,30}:)", r"\1\n", report["mode"]),
+                "-" if report["kept"] is None else str(report["kept"]),
+                str(report["orders"]),
                 f"{top1['mean']:.2f}",
                 # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
                 f"{top1['low']:.1f} to {top1['high']:.1f}",
-                f"{mode['top5']['mean']:.2f}",
-                f"{mode['cross_entropy']['mean']:.3f}",
+                f"{report['top5']['mean']:.2f}",
+                f"{report['cross_entropy']['mean']:.3f}",
             )
         )
-    over_images = [m["top1"]["effective"] for m in report["modes"] if m["top1"]["kind"] == "images"]
+    over_images = [r["top1"]["effective"] for r in reports if r["top1"]["kind"] == "images"]
     single = f"; of one order or equal scores Wilson over the images, {counted_as(over_images)}"
-    images = counted(report["modes"][0]["images"], "image")
     header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
-    return "\n".join(
-        [
-            f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
-            f"{report['hardware']['precision']}, "
-            + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
-            table(header, rows),
-            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images"
-            f"{single if over_images else ''}. --json lists the orders.",
-            *report["notes"],
-        ]
+    return (
+        f"{table(header, rows)}\n{counted(reports[0]['images'], 'image')} each. sd: over orders. "
+        f"95 %: t-interval over orders, of these images{single if over_images else ''}. --json "
+        "lists the orders."
     )
+
+
+def _text(report: dict[str, Any]) -> str:
+    reason = report["blocks"]["reason"]
+    head = (
+        f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
+        f"{report['hardware']['precision']}, "
+        + ("compiled blocks" if reason is None else f"eager mode: {reason}")
+    )
+    return "\n".join([head, score_table(report["modes"]), *report["notes"]])

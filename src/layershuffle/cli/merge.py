@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from layershuffle.cli.command import ComputingCommand, Inline, Models
-from layershuffle.cli.eval import estimates
+from layershuffle.cli.eval import score_report, score_table
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
@@ -205,41 +205,17 @@ class EnsembleCommand(ComputingCommand):
                 device=self.device,
                 progress=progress,
             )
-        report = {
-            "models": models,
-            "data": self.data,
-            "settings": self.settings.model_dump(mode="json"),
-            "images": scores[0].images,
-            **estimates(scores),
-            "scores": [
-                {
-                    "orders": [str(order) for order in score.member_orders],
-                    "top1": score.top1,
-                    "top5": score.top5,
-                    "cross_entropy": score.cross_entropy,
-                }
-                for score in scores
-            ],
-            "notes": list(notes),
-        }
-        print(json.dumps(report, indent=2) if self.json else _ensemble_text(report))
+        how = self.settings
+        report = score_report(how.modes, scores, kept=None)
+        for shown, score in zip(report["scores"], scores, strict=True):
+            shown["orders"] = [str(order) for order in score.member_orders]
+        if self.json:
+            facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}
+            print(json.dumps({**facts, **report, "notes": notes}, indent=2))
+            return 0
+        head = (
+            f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "
+            f"{how.ensemble_combine}, {how.ensemble_orders} orders, {how.precision}"
+        )
+        print("\n".join([head, score_table([report]), *notes]))
         return 0
-
-
-def _ensemble_text(report: dict[str, Any]) -> str:
-    settings, top1, count = report["settings"], report["top1"], len(report["scores"])
-    over = "orders (t-interval)"
-    if top1["kind"] == "images":
-        over = f"images (Wilson), {counted_as([top1['effective']])}"
-    spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
-    # In sequential order there is only one order to draw.
-    orders = "" if settings["modes"] == "sequential" else f" {settings['ensemble_orders']}"
-    lines = [
-        f"Ensemble of {counted(len(report['models']), 'model')} on {report['data']}, mean "
-        f"{settings['ensemble_combine']}, {settings['modes']}{orders} orders, "
-        f"{counted(count, 'draw')}, {counted(report['images'], 'image')}, {settings['precision']}",
-        f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
-        f"{over}; top-5 {report['top5']['mean']:.2f} %; "
-        f"cross-entropy {report['cross_entropy']['mean']:.3f}",
-    ]
-    return "\n".join([*lines, *report["notes"]])
