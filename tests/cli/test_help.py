@@ -161,7 +161,7 @@ def test_commands_and_flags_in_the_docs_exist(repository):
 
 
 FLAGS = {
-    "demo": "browser port swarm",
+    "demo": "browser port",
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose clip "
     "compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs eval-batch-size "

@@ -54,10 +54,7 @@ SWARM_COMMANDS = {
     "drill": ("Rehearse failures on a running swarm.", "swarm.drill:DrillCommand"),
     "plan": ("Find which host should hold which blocks.", "swarm.planning:PlanCommand"),
     "simulate": ("Run a plan in virtual time.", "swarm.planning:SimulateCommand"),
-    "calibrate": (
-        "Measure the accuracy to expect with any number of blocks.",
-        "swarm.planning:CalibrateCommand",
-    ),
+    "calibrate": ("Measure what to expect of fewer blocks.", "swarm.planning:CalibrateCommand"),
 }
 
 

@@ -81,14 +81,15 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
         "modes": [
-            score_report(name, scores, kept=scores[0].kept) for name, scores in groups.items()
+            {**score_report(name, scores), "kept": scores[0].kept}
+            for name, scores in groups.items()
         ],
         "hardware": hardware(evaluation.precision),
         "versions": versions(),
     }
 
 
-def score_report(name: str, scores: Sequence[Score], *, kept: int | None) -> dict[str, Any]:
+def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
     """The scores of one model as JSON values: mean, spread and interval of each metric, and each
     score with its orders."""
     from layershuffle.stats import estimate
@@ -96,7 +97,6 @@ def score_report(name: str, scores: Sequence[Score], *, kept: int | None) -> dic
     metrics = ("top1", "top5", "cross_entropy")
     return {
         "mode": name,
-        "kept": kept,
         "orders": len(scores),
         "images": scores[0].images,
         **{
@@ -123,32 +123,39 @@ def score_report(name: str, scores: Sequence[Score], *, kept: int | None) -> dic
     }
 
 
-def score_table(reports: Sequence[dict[str, Any]]) -> str:
-    """A row for each report of `score_report`, and what the columns mean."""
-    rows = []
-    for report in reports:
-        top1, spread = report["top1"], report["top1"]["sd_orders"]
-        rows.append(
+def score_table(
+    rows: Sequence[tuple[str, int, dict[str, Any]]], *, columns: tuple[str, str]
+) -> str:
+    """A row for each name, number and estimates of the three metrics, and a legend; `columns` are
+    the heads of name and number."""
+    lines = []
+    for name, number, metrics in rows:
+        top1 = metrics["top1"]
+        spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
+        lines.append(
             (
                 # Broken at a colon, because a table wraps anywhere: "passes=2:paralle" and "l=3".
-                re.sub(r"(.{20,30}:)", r"\1\n", report["mode"]),
-                "-" if report["kept"] is None else str(report["kept"]),
-                str(report["orders"]),
+                re.sub(r"(.{20,30}:)", r"\1\n", name),
+                str(number),
+                str(top1["orders"]),
                 f"{top1['mean']:.2f}",
                 # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
                 f"{top1['low']:.1f} to {top1['high']:.1f}",
-                f"{report['top5']['mean']:.2f}",
-                f"{report['cross_entropy']['mean']:.3f}",
+                f"{metrics['top5']['mean']:.2f}",
+                f"{metrics['cross_entropy']['mean']:.3f}",
             )
         )
-    over_images = [r["top1"]["effective"] for r in reports if r["top1"]["kind"] == "images"]
+    estimates = [metrics["top1"] for _, _, metrics in rows]
+    over = "orders"
+    if any(top1["models"] > 1 for top1 in estimates):
+        over = "models, of one model over its orders"
+    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
     single = f"; of one order or equal scores Wilson over the images, {counted_as(over_images)}"
-    header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
+    header = (*columns, "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return (
-        f"{table(header, rows)}\n{counted(reports[0]['images'], 'image')} each. sd: over orders. "
-        f"95 %: t-interval over orders, of these images{single if over_images else ''}. --json "
-        "lists the orders."
+        f"{table(header, lines)}\n{counted(estimates[0]['images'], 'image')} each. sd, and 95 % "
+        f"(t-interval): over {over}{single if over_images else ''}. --json lists every score."
     )
 
 
@@ -159,4 +166,5 @@ def _text(report: dict[str, Any]) -> str:
         f"{report['hardware']['precision']}, "
         + ("compiled blocks" if reason is None else f"eager mode: {reason}")
     )
-    return "\n".join([head, score_table(report["modes"]), *report["notes"]])
+    rows = [(mode["mode"], mode["kept"], mode) for mode in report["modes"]]
+    return "\n".join([head, score_table(rows, columns=("mode", "kept")), *report["notes"]])

@@ -16,9 +16,7 @@ from layershuffle.cli.eval import score_report, score_table
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
-from layershuffle.text import counted, counted_as, table
-
-_TABLE_WIDTH = 120  # ten columns
+from layershuffle.text import counted
 
 
 @dataclass(frozen=True)
@@ -142,41 +140,16 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
 
 
 def _merging_text(report: dict[str, Any]) -> str:
-    rows = []
-    for group in report["groups"]:
-        top1 = group["top1"]
-        # A single model differs only between orders, as the legend below the table says.
-        spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
-        rows.append(
-            (
-                group["what"] + (" *" if group["main"] else ""),
-                str(top1["models"]),
-                str(top1["orders"]),
-                f"{top1['mean']:.2f}",
-                "-" if spread is None else f"{spread:.2f}",
-                f"{top1['least']:.1f}",
-                f"{top1['most']:.1f}",
-                f"{top1['low']:.1f} to {top1['high']:.1f}",
-                f"{group['top5']['mean']:.2f}",
-                f"{group['cross_entropy']['mean']:.3f}",
-            )
-        )
-    estimates = [group["top1"] for group in report["groups"]]
-    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
-    independent = f", {counted_as(over_images)}" if over_images else ""
-    donors, images = len(report["donors"]), report["groups"][0]["top1"]["images"]
-    header = ("", "models", "orders", "top-1 %", "sd", "min", "max", "95 %", "top-5 %", "CE")
-    return "\n".join(
-        [
-            f"{counted(donors, 'donor')} on {report['data']}, {report['mode']} order, "
-            f"seed {report['settings']['seed']}, {report['settings']['precision']}",
-            table(header, rows, width=_TABLE_WIDTH),
-            f"{counted(images, 'image')} each. *: what the settings name first. sd and 95 %: "
-            "over models (t-interval), of a single model over its orders, of a single order or "
-            f"equal scores over images (Wilson{independent}). min, max: single scores.",
-            *report["notes"],
-        ]
+    head = (
+        f"{counted(len(report['donors']), 'donor')} on {report['data']}, {report['mode']} order, "
+        f"seed {report['settings']['seed']}, {report['settings']['precision']}. *: what the "
+        "settings name first"
     )
+    rows = [
+        (group["what"] + (" *" if group["main"] else ""), group["top1"]["models"], group)
+        for group in report["groups"]
+    ]
+    return "\n".join([head, score_table(rows, columns=("", "models")), *report["notes"]])
 
 
 @dataclass(frozen=True)
@@ -206,7 +179,7 @@ class EnsembleCommand(ComputingCommand):
                 progress=progress,
             )
         how = self.settings
-        report = score_report(how.modes, scores, kept=None)
+        report = score_report(how.modes, scores)
         for shown, score in zip(report["scores"], scores, strict=True):
             shown["orders"] = [str(order) for order in score.member_orders]
         if self.json:
@@ -217,5 +190,13 @@ class EnsembleCommand(ComputingCommand):
             f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "
             f"{how.ensemble_combine}, {how.ensemble_orders} orders, {how.precision}"
         )
-        print("\n".join([head, score_table([report]), *notes]))
+        print(
+            "\n".join(
+                [
+                    head,
+                    score_table([(how.modes, len(models), report)], columns=("mode", "models")),
+                    *notes,
+                ]
+            )
+        )
         return 0

@@ -108,11 +108,6 @@ class _ServingCommand(HttpsOptions):
     reports: Path | None = None
     """Directory of studies whose reports the page links."""
 
-    def announce(self, text: str, url: str) -> None:
-        """Print that the server answers at `url`."""
-        del url
-        print(text, flush=True)
-
     def serving(self) -> Serving:
         """The settings of these flags. Raises `UsageError` if a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import free_socket, state_directory
@@ -144,7 +139,7 @@ class _ServingCommand(HttpsOptions):
 
         def ready(service: Service, url: str) -> None:
             keyed = bool(serving.keys)
-            self.announce(describe_service(service, url, state=self.state, keyed=keyed), url)
+            print(describe_service(service, url, state=self.state, keyed=keyed), flush=True)
 
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_plan(plan, session, serving=serving, say=say, ready=ready))
