@@ -174,7 +174,7 @@ FLAGS = {
     "eval": "batch-size compile data device draw json max-images model modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
     "cache": "data out quality size skip-corrupt verify workers",
-    "analyze": "batch-size block data device json max-images model name neighbours num-orders "
+    "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt streaming threads",
     "merge": "base batch-size compile data device draw ends ensemble-combine ensemble-orders "
     "json max-images mixed model modes num-orders out overwrite precision random replacement "

@@ -170,9 +170,9 @@ def test_own_pictures(stranger: Stranger) -> None:
     assert "8 images each" in types("merge", "a", "b", *random, *few).out
     assert "Ensemble of 2 models" in types("ensemble", "a", "b", *few).out
 
-    answer = types("analyze", "norms", "a", *data, "--out", "norms", "--json").json()
+    answer = types("analyze", "norms", "a", *data, "--out", "norms").out
     assert (folder / "norms" / "norms.svg").is_file()
-    assert answer["files"] == ["norms.csv", "norms.svg"]
+    assert "In norms: norms.csv, norms.svg\n" in answer
     assert "20 images" not in types("cache", "folder:photos", "--size", "32", "--out", "small").out
     assert types("eval", "a", "--data", "folder:small", "--json").json()["modes"][0]["images"] == 8
     calibrated = types("swarm", "calibrate", "a", *data, "--num-orders", "2", "--json").json()

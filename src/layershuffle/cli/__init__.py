@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token, UnknownOptionError
 
 from layershuffle._version import __version__
-from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
+from layershuffle.errors import (
+    LayerShuffleError,
+    SettingsError,
+    UsageError,
+    of_the_machine,
+)
 from layershuffle.text import one_line
 
 if TYPE_CHECKING:
@@ -131,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(
-            f"error: {type(error).__name__}: {one_line(error)} This is a fault of layershuffle or "
-            "of a library that it uses. Next: run the same command with --debug to see where.",
-            file=sys.stderr,
+        text = (
+            f"{type(error).__name__}: {one_line(error)} This is a fault of layershuffle or of a "
+            "library that it uses. Next: run the same command with --debug to see where."
         )
+        print(f"error: {of_the_machine(error) or text}", file=sys.stderr)
         return 1
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from layershuffle.training.loop import Listener
 
 Clock = Callable[[], float]
-Draw = Callable[[str, float, float | None], object]
-"""Draws a text about the work that is done, of a total that may be unknown."""
 LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
 _LINE_SECONDS, _DRAW_SECONDS = 20.0, 0.5  # between lines in a pipe, and drawings on a terminal
 _COMPLETE = (
@@ -54,7 +52,7 @@ class Shown:
 
     def __init__(
         self,
-        draw: Draw,
+        draw: Callable[[str, float, float | None], object],
         say: Callable[[str], object],
         *,
         every: float,
