@@ -61,7 +61,7 @@ class UsageError(LayerShuffleError, ValueError):
 class SettingsError(LayerShuffleError):
     """A setting is unknown or has an impossible value. Exit code 2.
 
-    Not a `ValueError`: pydantic and tyro would wrap it in reports of their own.
+    Not a `ValueError`: pydantic and cyclopts would wrap it in reports of their own.
     """
 
     exit_code = 2

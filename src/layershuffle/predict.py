@@ -49,7 +49,9 @@ def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
     """
     modes = parse_modes(mode)
     if len(modes) > 1:
-        raise UsageError(f"predict takes one order mode; {mode!r} names {len(modes)}")
+        raise UsageError(
+            f"predict takes one order mode; {mode!r} names {len(modes)}", hint="give one of them"
+        )
     return modes[0].policy().draw(depth, seed=seed, step=0)
 
 

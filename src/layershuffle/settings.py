@@ -55,6 +55,12 @@ class Settings(BaseModel):
             problems = (_problem(type(self), dict(details)) for details in error.errors())
             raise SettingsError("; ".join(problems)) from error
 
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        # The word of a flag, as in `--epochs None`.
+        return {name: None if value == "None" else value for name, value in fields.items()}
+
 
 class FitSettings(Settings):
     """One training run. The defaults are those of the paper's section 4, if it gives them."""

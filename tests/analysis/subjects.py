@@ -23,6 +23,6 @@ def subject_of(model, *, count=8, classes=CLASSES, **settings):
         model=model,
         spec="pico",
         data=data,
-        settings=AnalysisSettings(**{"images": count, "batch_size": 4, **settings}),
+        settings=AnalysisSettings(**{"max_images": count, "batch_size": 4, **settings}),
         progress=unheard,
     )

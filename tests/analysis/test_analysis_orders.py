@@ -45,7 +45,9 @@ def test_depth_orders_in_a_row_are_a_latin_square(depth, square):
     ("orders", "share", "expected"), [(None, 1.0, 4), (None, 0.25, 2), (3, 1.0, 3)]
 )
 def test_batches_carry_orders_of_their_own(orders, share, expected):
-    batches = list(subject_of(FAMILIES["timm-vit"].wrapped(), orders=orders).batches(share=share))
+    batches = list(
+        subject_of(FAMILIES["timm-vit"].wrapped(), num_orders=orders).batches(share=share)
+    )
     drawn = [order for batch in batches for order in batch.orders]
     assert drawn == balanced_orders(4, first=0, count=2 * expected, seed=0)
     assert [len(batch.images) for batch in batches] == [4, 4]

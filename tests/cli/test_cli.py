@@ -2,14 +2,12 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from layershuffle.cli import main
-from layershuffle.cli.doctor import is_free
 from layershuffle.errors import SettingsError
 from layershuffle.extras import EXTRAS
 from layershuffle.stats import wilson_interval
@@ -38,12 +36,10 @@ def fitted(tmp_path_factory):
 
 
 def test_fit_prints_lines_and_the_next_command(capsys, tmp_path):
-    code, out, _ = run(
-        capsys, *FIT, "--batch-size", "16", "--log-every", "1", "--out", str(tmp_path)
-    )
+    words = ("--batch-size", "16", "--log-every", "1", "--out", str(tmp_path))
+    code, out, err = run(capsys, *FIT, *words)
     assert code == 0
-    assert re.search(r"step 1/2: loss \d\.\d{4}, accuracy \d+\.\d %, 0:00:\d\d left", out)
-    assert "held-out top-1" in out
+    assert re.search(r"step 2/2: loss \d\.\d{4}, accuracy \d+\.\d %, .*held-out top-1 ", err)
     assert f"Next: layershuffle eval {tmp_path} --data '{DATA}'" in out
 
 
@@ -91,52 +87,6 @@ def test_eval_per_batch_says_so(capsys):
     assert "Wilson" not in table
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "phrase"),
-    [
-        (["evel"], 2, "did you mean 'eval'"),
-        (["swarm", "upp"], 2, "There is no command 'swarm upp'. Next: did you mean 'up'?"),
-        (["eval", "FITTED", "--data", DATA, "--modes", "kept:9"], 2, "Cannot keep 9 blocks"),
-        (["eval", "FITTED", "--data", DATA, "--modes", "shuffled"], 2, "not an evaluation mode"),
-        (["eval", "FITTED", "--data", DATA, "--order", "0,7"], 2, "7 is not a block"),
-        (["eval", "FITTED", "--data", DATA, "--order", "a"], 2, "'a' in the execution order"),
-        (["eval", "M", "--data", "D", "--order", "0", "--modes", "kept:2"], 2, "exclude"),
-        (["eval", "M", "--data", "D", "--order", "0", "--num-orders", "3"], 2, "and --num-orders"),
-        (["eval", "M", "--data", "D", "--order", "0", "--seed", "1"], 2, "and --seed exclude"),
-        (["eval", "M", "--data", "D", "--order", "0", "--draw", "batch"], 2, "and --draw exclude"),
-        (
-            ["eval", MODEL.replace("classes=100", "classes=0"), "--data", DATA],
-            1,
-            "the model has no classifier, the data has 100 classes",
-        ),
-        (["eval", "nowhere", "--data", DATA], 2, "nowhere"),
-        (["eval", "FITTED", "--data", "folder:/nowhere"], 1, "/nowhere"),
-        (["eval", "FITTED", "--data", "digits-pairs"], 2, "digit-pairs"),
-        (["fit", "--recipe", "none.yaml", "--out", "x"], 2, "none.yaml"),
-        ([*FIT, "--lr", "-1", "--out", "x"], 2, "lr: Input should be greater than 0"),
-        ([*FIT, "--epochs", "3", "--out", "x"], 2, "steps and epochs exclude each other"),
-        (["pretrain"], 2, "No recipe was given"),
-        (["reproduce", "none.yaml"], 2, "none.yaml"),
-        (
-            ["report", "/nowhere"],
-            2,
-            "no readable study here: no plan.json. Where: /nowhere. Next: ",
-        ),
-        (["merge", "a", "--random", "2"], 2, "--random needs models and --data"),
-        (["eval", "FITTED", "--data", DATA, "--threads", "0"], 2, "--threads must be at least 1"),
-    ],
-)
-def test_errors_are_one_paragraph(capsys, fitted, words, code, phrase):
-    words = [str(fitted) if word == "FITTED" else word for word in words]
-    got, out, err = run(capsys, *words)
-    assert got == code, err
-    assert phrase in err
-    assert err.startswith("error: ")
-    assert " Next: " in err
-    assert err.count("\n") == 1
-    assert "Traceback" not in out + err
-
-
 @pytest.mark.parametrize("place", [0, 1, 2, 6])
 def test_debug_shows_the_traceback_from_any_position(fitted, place):
     words = ["eval", str(fitted), "--data", DATA, "--modes", "shuffled"]
@@ -150,30 +100,6 @@ def test_flags_may_come_first(capsys, fitted):
     code, out, err = run(capsys, *words)
     assert code == 0, err
     assert [mode["orders"] for mode in json.loads(out)["modes"]] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("words", "phrase"),
-    [
-        ([*FIT, "--lrr", "1", "--out", "x"], "--lr FLOAT"),
-        (FIT, "--out PATH"),
-        (["eval"], "MODEL"),
-        (["eval", "bundled:digits"], "--data STR"),
-        (["swarm", "drain"], "HOST"),
-        (["pretrain", "RECIPE", "--method", "baseline"], "--out PATH"),
-        ([*FIT, "--recipe"], "--recipe"),
-    ],
-)
-def test_unknown_and_missing_arguments_exit_with_two(capsys, tmp_path, words, phrase):
-    """tyro names the nearest or the missing argument."""
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("steps: 3\n")
-    with pytest.raises(SystemExit) as caught:
-        main([str(recipe) if word == "RECIPE" else word for word in words])
-    assert caught.value.code == 2
-    output = capsys.readouterr()
-    assert phrase in output.err
-    assert output.out == ""
 
 
 @pytest.mark.parametrize("form", ["--recipe FILE", "--recipe=FILE"])
@@ -191,61 +117,6 @@ def test_flags_override_the_recipe(tmp_path, form):
     assert settings["encoding"]["table"] == "shared"
 
 
-def test_unknown_key_in_a_recipe(capsys, tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("method: layershuffle\nmodel: m\ndata: d\nstepz: 3\n")
-    code, _, err = run(capsys, "fit", "--recipe", str(recipe), "--out", str(tmp_path / "o"))
-    assert code == 2
-    assert "'stepz' is not a setting, did you mean 'steps'" in err
-    assert "r.yaml" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "cause", "next_command"),
-    [
-        ("reproduce digits-base", "the recipe of a single training", "layershuffle fit --recipe "),
-        ("pretrain digits-quick", "the recipe of a study", "layershuffle reproduce digits-quick"),
-        ("fit --recipe digits-quick", "the recipe of a study", "layershuffle reproduce digits-qui"),
-    ],
-)
-def test_a_recipe_of_another_command(capsys, tmp_path, words, cause, next_command):
-    code, _, err = run(capsys, *words.split(), "--out", str(tmp_path / "o"))
-    assert code == 2
-    assert f"This is {cause}, not of " in err
-    assert f"Next: {next_command}" in err
-
-
-def test_a_key_that_belongs_to_a_group_is_named_with_it(capsys, tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("arms: [{method: baseline}]\nnum_orders: 3\n")
-    code, _, err = run(capsys, "reproduce", str(recipe), "--out", str(tmp_path / "o"))
-    assert code == 2
-    assert "'num_orders' is not a setting, did you mean 'evaluate.num_orders'?" in err
-    recipe.write_text("arms: [{method: layershuffle, drop: 0.2}]\nname: n\nmodel: m\ndata: d\n")
-    code, _, err = run(capsys, "reproduce", str(recipe), "--out", str(tmp_path / "o"))
-    assert code == 2
-    assert "'drop' is not a setting, did you mean 'fit.drop'?" in err
-
-
-def test_absent_files(capsys, tmp_path):
-    for words in ("swarm plan", "swarm simulate", f"merge --out {tmp_path / 'm'}"):
-        code, _, err = run(capsys, *words.split(), str(tmp_path / "no.yaml"))
-        assert code == 2
-        assert f"There is no such file. Where: {tmp_path / 'no.yaml'}. Next: name a " in err
-    code, _, err = run(capsys, "predict", "bundled:digits", str(tmp_path))
-    assert code == 1
-    assert f"Cannot read image (Is a directory). Where: {tmp_path}." in err
-
-
-@pytest.mark.parametrize("command", ["fit --recipe", "reproduce"])
-def test_a_misspelt_key_is_named_before_what_is_missing(capsys, tmp_path, command):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("modle: bundled:digits\n")
-    code, _, err = run(capsys, *command.split(), str(recipe), "--out", str(tmp_path / "o"))
-    assert code == 2
-    assert f"'modle' is not a setting, did you mean 'model'? Where: {recipe}. Next: " in err
-
-
 def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0, out
@@ -253,13 +124,6 @@ def test_doctor(capsys):
     assert "Next: layershuffle predict" in out
     for name, extra in EXTRAS.items():
         assert re.search(rf"ok  extra {name} +{extra.brings}\n", out)
-    code, out, _ = run(capsys, "doctor", "--json")
-    report = json.loads(out)
-    assert code == 0
-    assert all(finding["ok"] for finding in report["findings"])
-    assert [(extra["name"], extra["missing"]) for extra in report["extras"]] == [
-        (name, []) for name in EXTRAS
-    ]
 
 
 def test_doctor_runs_without_torch(tmp_path):
@@ -271,13 +135,6 @@ def test_doctor_runs_without_torch(tmp_path):
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "cannot be loaded without torch, timm" in done.stdout
-
-
-def test_doctor_reports_ports_in_use():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert not is_free(port)
-    assert is_free(port)
 
 
 @pytest.mark.parametrize("words", [[], ["fit", "--help"]])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 import torch
-from rich.console import Console
 
 import layershuffle as ls
 from common import FAMILIES, images
 from layershuffle.cli.progress import (
+    LOADER_BOUND,
     pace_text,
-    progress_bar,
-    progress_lines,
+    shown_progress,
     study_watcher,
-    training_lines,
+    training_listener,
 )
 from layershuffle.study.runner import TaskState
 from layershuffle.text import Progress
@@ -27,7 +27,6 @@ from layershuffle.text import Progress
         (1234.4, "1,234 passes/s"),
         (10.0, "10 passes/s"),
         (9.0, "540 passes/min"),
-        (0.4, "24 passes/min"),
         (0.16, "576 passes/h"),
         (1 / 7200, "0.5 passes/h"),
     ],
@@ -53,95 +52,96 @@ class Clock:
             self.now += each
 
 
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
 def test_a_pipe_gets_a_line_every_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    show = progress_lines("eval", clock=clock)
-    clock.work(show, "images", each=0.5, numbers=range(121))
-    # Seconds 20, 40 and 60 of images at 2 per second, and no line for what is shorter.
-    assert capsys.readouterr().err.splitlines() == [
-        "eval: 40 of 120 images, 120 images/min, 0:00:40 left",
-        "eval: 80 of 120 images, 120 images/min, 0:00:20 left",
-        "eval: 120 of 120 images, 120 images/min, 0:00:00 left",
-    ]
-
-
-def test_a_training_with_slow_steps_gets_a_line_every_twenty_seconds(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    clock = Clock()
-    listen = training_lines(clock=clock)
-    listen({"kind": "start", "steps": 100, "at": 0})
-    for step in range(1, 13):
-        clock.now += 5.0
-        log = {"accuracy": 50.0, "waiting": 0.0} if step == 6 else {}
-        loss = {"loss": 1.0} if step in (4, 6, 10) else {}
-        listen({"kind": "log" if log else "step", "step": step, **log, **loss})
-    for scored in range(100, 1000, 100):
-        clock.now += 5.0
-        listen({"kind": "scoring", "step": 12, "images": scored, "total": 5000})
-    assert capsys.readouterr().out.splitlines() == [
-        "step 0/100: starts",
-        "step 4/100: loss 1.0000, 0:08:00 left",
-        "step 6/100: loss 1.0000, accuracy 50.0 %, 0:07:50 left",
-        "step 10/100: loss 1.0000, 0:07:30 left",
-        "step 12/100: 200 of 5,000 held-out images scored",
-        "step 12/100: 600 of 5,000 held-out images scored",
-    ]
-
-
-def test_a_run_that_was_complete_says_that_nothing_was_trained(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    training_lines()({"kind": "complete", "steps": 8})
-    assert capsys.readouterr().out.startswith(
-        "This run of 8 steps was complete already, so nothing was trained. To train more, "
-    )
-
-
-def test_a_new_stage_is_counted_from_its_own_beginning(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    show = progress_lines("merge", clock=clock)
-    clock.work(show, "images", each=1.0, numbers=range(1000, 1010))
-    # What an earlier command did is not counted: 20 in 10 seconds, not 500.
-    clock.work(show, "probes", each=0.5, numbers=range(480, 601))
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "merge: 500 of 600 probes, 120 probes/min, 0:00:50 left",
-        "merge: 540 of 600 probes, 120 probes/min, 0:00:30 left",
-    ]
+    with shown_progress("eval", clock=clock) as show:
+        clock.work(show, "images", each=0.5, numbers=range(121))
+        # Seconds 20, 40 and 60 of images at 2 per second.
+        assert lines(capsys) == [
+            "eval: 40 of 120 images, 120 images/min, 0:00:40 left",
+            "eval: 80 of 120 images, 120 images/min, 0:00:20 left",
+            "eval: 120 of 120 images, 120 images/min, 0:00:00 left",
+        ]
+        # What an earlier command did is not counted: 78 in 19.5 seconds, not 558.
+        clock.work(show, "probes", each=0.25, numbers=range(480, 601))
+        assert lines(capsys) == ["eval: 558 of 600 probes, 240 probes/min, 0:00:10 left"]
 
 
 def test_streams_and_parts_of_passes(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    show = progress_lines("merge", clock=clock)
-    show("images", 0, None)
-    clock.now = 20.0
-    show("images", 250_000, None)
-    show("passes", 0.0, 12)
-    clock.now = 40.0
-    show("passes", 2.5, 12)
-    assert capsys.readouterr().err.splitlines() == [
+    with shown_progress("merge", clock=clock) as show:
+        show("images", 0, None)
+        clock.now = 20.0
+        show("images", 250_000, None)
+        show("passes", 0.0, 12)
+        clock.now = 40.0
+        show("passes", 2.5, 12)
+    assert lines(capsys) == [
         "merge: 250,000 images, 12,500 images/s",
         "merge: 2.5 of 12 passes, 450 passes/h, 0:01:16 left",
     ]
 
 
-def test_a_terminal_gets_a_bar_that_disappears_at_the_end() -> None:
+def test_a_training_shows_its_loss_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
-    with progress_bar("analyze [norms]", console, clock=clock) as show:
+    with shown_progress("fit", clock=clock) as show:
+        listen = training_listener(show)
+        listen({"kind": "start", "steps": 100, "at": 0})
+        for step in range(1, 13):
+            clock.now += 5.0
+            log = {"loss": 1.0, "accuracy": 50.0, "waiting": LOADER_BOUND} if step == 6 else {}
+            listen({"kind": "log" if log else "step", "step": step, **log})
+        for scored in range(100, 1000, 100):
+            clock.now += 5.0
+            listen({"kind": "scoring", "step": 12, "images": scored})
+        scores = {"eval_sequential_top1": 90.0, "eval_arbitrary_top1": 80.0}
+        listen({"kind": "scores", "step": 12, **scores})
+        listen({"kind": "best", "step": 12, "cross_entropy": 0.5})
+        listen({"kind": "complete", "steps": 100})
+    loss = "loss 1.0000, accuracy 50.0 %, loader-bound: 10 % of the time waiting for data"
+    assert lines(capsys)[:-1] == [
+        "step 0/100: starts",
+        "fit: 4 of 100 steps, 12 steps/min, 0:08:00 left",
+        f"fit: 8 of 100 steps, 12 steps/min, 0:07:40 left, {loss}",
+        f"fit: 12 of 100 steps, 12 steps/min, 0:07:20 left, {loss}",
+        f"fit: 400 held-out images, 20 held-out images/s, {loss}",
+        f"fit: 800 held-out images, 20 held-out images/s, {loss}",
+        f"step 12/100: {loss}, held-out top-1 90.0 % sequential, 80.0 % arbitrary",
+        "step 12/100: best so far (cross-entropy 0.5000), model saved",
+    ]
+
+
+def test_a_study_tells_what_begins_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with study_watcher() as watch:
+        watch([TaskState("a", "waiting"), TaskState("b", "running")], 1.0)
+        watch([TaskState("a", "failed", "out of memory"), TaskState("b", "done")], 3661.0)
+    assert lines(capsys) == [
+        "[0:00:01] b: running",
+        "[1:01:01] a: failed: out of memory",
+        "[1:01:01] b: done",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_disappears_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, screen = Clock(), io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    for name, value in {"TERM": "xterm", "COLUMNS": "90"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with shown_progress("analyze [norms]", clock=clock) as show:
         clock.work(show, "images", each=0.25, numbers=range(41))
+        show.say("[a line]")
     text = screen.getvalue()
     assert "analyze [norms]" in text
     assert "10 of 40 images, 240 images/min, 0:00:08 left" in text
     assert "11 of 40 images" not in text, "drawn twice a second, not at every call"
+    assert "[a line]" in text
     assert text.endswith("\x1b[2K"), "the line is erased"
-
-
-def test_between_two_tasks_a_study_tells_the_time_alone(capsys) -> None:
-    with study_watcher() as watch:
-        watch([TaskState("a", "waiting")], 25.0)
-    assert capsys.readouterr().out == "[0:00:25] time left not known yet\n"
 
 
 def test_scores_report_the_images_that_all_orders_have_run() -> None:

@@ -114,6 +114,11 @@ def test_a_missing_folder(tmp_path: Path) -> None:
         opened(tmp_path / "file")
 
 
+def test_the_folder_of_one_split_is_not_all_of_the_data(root: Path) -> None:
+    with refuses(DataError, root / "train"):
+        opened(root / "train")
+
+
 def test_class_folders_without_splits_are_counted_and_the_next_step_is_named(
     tmp_path: Path,
 ) -> None:

@@ -267,7 +267,6 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
     words += ["--num-orders", "2", "--max-images", "30"]
     code, table, err = run(capsys, *words, "--out", "scores.csv")
     assert code == 0, err
-    words[words.index("--random")] = "--merges"  # the same flag
     report = json.loads(run(capsys, *words, "--json")[1])
     groups = {group["what"]: group for group in report["groups"]}
     assert list(groups) == [
@@ -286,21 +285,22 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
 
 def test_ensemble_command(capsys, work):
     words = ["ensemble", "runs/a", "runs/b", "--data", DATA, "--num-orders", "3"]
-    code, text, _ = run(capsys, *words, "--orders", "same", "--combine", "probabilities")
+    code, text, _ = run(
+        capsys, *words, "--ensemble-orders", "same", "--ensemble-combine", "probabilities"
+    )
     assert code == 0
-    assert "mean probabilities, arbitrary same orders, 3 draws, 50 images" in text
+    assert f"Ensemble of 2 models on {DATA}, mean probabilities, same orders, fp32\n" in text
     report = json.loads(run(capsys, *words, "--json")[1])
     scores, _ = score_ensemble(["runs/a", "runs/b"], DATA, settings=EnsembleSettings(num_orders=3))
     assert [s["top1"] for s in report["scores"]] == [s.top1 for s in scores]
     assert [len(s["orders"]) for s in report["scores"]] == [2, 2, 2]
     assert report["top1"]["mean"] == pytest.approx(sum(s.top1 for s in scores) / 3)
-    _, text, _ = run(capsys, *words, "--mode", "sequential")
-    assert "sequential orders, 1 draw, 50 images" in text
-    report = json.loads(run(capsys, *words, "--mode", "sequential", "--json")[1])["top1"]
+    assert (report["images"], report["orders"]) == (50, 3)
+    _, text, _ = run(capsys, *words, "--modes", "sequential")
+    report = json.loads(run(capsys, *words, "--modes", "sequential", "--json")[1])["top1"]
     assert (report["kind"], report["images"]) == ("images", 50)
-    assert 1 <= report["effective"] <= 50
     count = round(report["effective"])
-    assert f"over images (Wilson), which count as {count} independent ones" in text
+    assert f"Wilson over the images, which count as {count} independent ones" in text
     assert [report["low"], report["high"]] == pytest.approx(
         wilson_interval(report["mean"], report["effective"])
     )
@@ -310,7 +310,7 @@ def test_members_of_an_ensemble_may_differ(capsys, work):
     """In depth, method and base, on which the mean of their outputs does not depend."""
     other = redraw(ls.load(SPEC.replace("depth=3", "depth=2")), seed=5)
     ls.save(other, work / "other", record={"method": "baseline", "provenance": {"base": "x"}})
-    words = ["ensemble", "runs/a", "other", "--data", DATA, "--mode", "sequential", "--json"]
+    words = ["ensemble", "runs/a", "other", "--data", DATA, "--modes", "sequential", "--json"]
     code, out, err = run(capsys, *words)
     assert code == 0, err
     models = [ls.load("runs/a"), ls.load("other")]
@@ -331,12 +331,12 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [
-        (["merge"], 2, "merge needs RECIPE.yaml and --out DIR"),
+        (["merge"], 2, "--model requires an argument"),
         (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
         (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
         (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
         ([*RANDOM[:3], *RANDOM[4:]], 2, "merge needs RECIPE.yaml"),
-        ([*RANDOM[:5]], 2, "merge --random needs models and --data SPEC"),
+        ([*RANDOM[:5]], 2, "merge --random needs --data SPEC"),
         (["merge", "runs/a", *RANDOM[3:]], 2, "At least two models are needed"),
         (["merge", "runs/a", "runs/a", *RANDOM[3:]], 2, "runs/a is named twice"),
         (
@@ -344,10 +344,13 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
             2,
             "2 donors of 3 blocks make 6",
         ),
-        # The same flag: the last one counts.
-        ([*RANDOM, "--merges", "0"], 2, "merges: Input should be greater than or equal to 1"),
+        (
+            [*RANDOM[:3], "--random", "0", *RANDOM[5:]],
+            2,
+            "merges: Input should be greater than or equal to 1",
+        ),
         (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
-        (["ensemble", "--data", DATA], 2, "ensemble needs models"),
+        (["ensemble", "--data", DATA], 2, "--model requires an argument"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
     ],
 )

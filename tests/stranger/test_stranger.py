@@ -82,9 +82,9 @@ def write_photos(folder: Path, *, classes: tuple[str, ...] = ("cat", "dog")) -> 
 def test_arriving(stranger: Stranger, repository: Path) -> None:
     types, refused = stranger.types, stranger.refused
     assert types("--version").out == f"{ls.__version__}\n"
-    first = re.search(r"Start here: layershuffle (.+)", types("--help").out)
+    first = re.search(r"Start here: layershuffle (.+?) *\n", types("--help").out)
     assert first is not None
-    refused("evla", "x", saying="did you mean 'eval'?")
+    refused("evla", "x", saying='Did you mean "eval"?')
     doctor = types("doctor").out
     assert f"Next: layershuffle {first[1]} " in doctor
     assert "NO " not in doctor
@@ -97,14 +97,14 @@ def test_arriving(stranger: Stranger, repository: Path) -> None:
     flags = ("--json", "--device", "cpu", "--threads", "1")
     same = types("predict", "bundled:digits-swarm", PICTURE, *flags).json()
     assert same["images"][0]["top"][0]["index"] == 42
-    words = ("predict", "bundled:digits-swarm", PICTURE, "--mode", "kept:9:arbitrary")
+    words = ("predict", "bundled:digits-swarm", PICTURE, "--modes", "kept:9:arbitrary")
     drawn = types(*words, "--seed", "1").out
     assert "9 of 12 blocks in the order" in drawn
     assert drawn == types(*words, "--seed", "1").out
 
     refused("predict", "bundled:digits-swarm", "cat.png", saying="Where: cat.png")
     refused("predict", "bundled:digit-swarm", PICTURE, saying="digits-swarm")
-    refused("predict", "bundled:digits-swarm", PICTURE, "--mode", "arbitary", saying="'arbitrary'")
+    refused("predict", "bundled:digits-swarm", PICTURE, "--modes", "arbitary", saying="'arbitrary'")
     refused("predict", "bundled:digits-swarm", PICTURE, "--order", "0,12", saying="12")
     types("predict", "bundled:digits-swarm", PICTURE, "--topp", "3", code=2)
 
@@ -170,10 +170,10 @@ def test_own_pictures(stranger: Stranger) -> None:
     assert "8 images each" in types("merge", "a", "b", *random, *few).out
     assert "Ensemble of 2 models" in types("ensemble", "a", "b", *few).out
 
-    answer = types("analyze", "norms", "a", *data, "--out", "norms", "--json").json()
+    answer = types("analyze", "norms", "a", *data, "--out", "norms").out
     assert (folder / "norms" / "norms.svg").is_file()
-    assert answer["files"] == ["norms.csv", "norms.svg"]
-    calibrated = types("swarm", "calibrate", "a", *data, "--orders", "2", "--json").json()
+    assert "All of it: norms/index.html\n" in answer
+    calibrated = types("swarm", "calibrate", "a", *data, "--num-orders", "2", "--json").json()
     queue = [row for row in calibrated["rows"] if (row["passes"], row["parallel"]) == (1, 1)]
     assert [row["kept"] for row in queue] == [1, 2, 3]
 

@@ -88,7 +88,7 @@ def shrunk(recipe, *, model, data, seeds):
         }
         options = {**recipe["merging"]["options"], **options}
         shrunk["merging"] = {**recipe["merging"], "options": options}
-    small = {"images": 12, "neighbours": 3, "batch_size": 6}
+    small = {"max_images": 12, "neighbours": 3, "batch_size": 6}
     shrunk["analyses"] = [
         {**analysis, "seeds": seeds[:1], "options": small} for analysis in recipe["analyses"]
     ]

@@ -193,7 +193,7 @@ def test_work_is_counted(plan):
 
 def test_time_comes_from_finished_tasks_of_the_same_kind(tmp_path):
     """With one of two equal runs done, the other takes as long."""
-    options = {"name": "norms", "options": {"images": 20}}
+    options = {"name": "norms", "options": {"max_images": 20}}
     analyses = [{**options, "arm": arm} for arm in ("baseline", "layershuffle")]
     study = StudySettings(**TINY, analyses=analyses)
     plan = plan_of(study)

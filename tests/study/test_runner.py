@@ -37,7 +37,7 @@ FOUR_TASKS = {
     "fit": {**RECIPE["fit"], "steps": 30, "eval_every": 5, "checkpoint_every": 3},
     "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
     "merging": {"arms": ["layershuffle"], "options": {"merges": 2, "num_orders": 1}},
-    "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"images": 20}}],
+    "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"max_images": 20}}],
 }
 
 

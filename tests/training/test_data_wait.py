@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from layershuffle.cli.progress import LOADER_BOUND, training_lines
 from layershuffle.data.digits import DigitPairs
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
@@ -39,15 +38,6 @@ def test_the_share_is_of_the_time_of_the_steps():
         clock.now += 2
     assert meter.reset() == 100
     assert meter.reset() == 0  # no time has passed
-
-
-def test_a_slow_loader_is_reported(capsys):
-    for waiting in (LOADER_BOUND - 0.1, 34.4):
-        log = {"kind": "log", "step": 1, "loss": 1.0, "accuracy": 50.0, "waiting": waiting}
-        training_lines()(log)
-    quick, slow = capsys.readouterr().out.splitlines()
-    assert "loader-bound" not in quick
-    assert ", loader-bound: 34 % of the time waiting for data, " in slow
 
 
 def run(out, monkeypatch, *, reading, scoring, **changes):

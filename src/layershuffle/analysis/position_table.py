@@ -58,7 +58,7 @@ class PositionMeans:
         if missing:
             raise UsageError(
                 f"{missing} of {self._counts.size} pairs of block and position were never run",
-                hint="raise --orders or --images, or lower --batch-size",
+                hint="raise --num-orders or --max-images, or lower --batch-size",
             )
         return self._sums / self._counts
 

@@ -12,11 +12,11 @@ from layershuffle.settings import Positive, Seed, Settings
 class AnalysisSettings(Settings):
     """The images and orders of an analysis, and the options of single analyses."""
 
-    images: Positive = 1000
+    max_images: Positive = 1000
     """Test images (of a fixed shuffle); the probe is fitted on as many held-out ones."""
     seed: Seed = 0
     """Seed of the drawn orders and of UMAP."""
-    orders: Positive | None = None
+    num_orders: Positive | None = None
     """Orders that each image runs in. `depth` successive orders have each block at each position
     once. Default: depth; a quarter of it for leave-one-out, half of it for fitting the probe."""
     batch_size: Positive = 20

@@ -110,9 +110,9 @@ class Subject:
         settings = self.settings
         part = self._split(split)
         # The size of a stream is unknown: it is read up to the number in the settings.
-        count = math.ceil((part.size or settings.images) / settings.batch_size)
+        count = math.ceil((part.size or settings.max_images) / settings.batch_size)
         # Every batch takes the next rows of the square; all batches together must fill the table.
-        orders = settings.orders or max(
+        orders = settings.num_orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
         )
         number = -1
@@ -121,7 +121,7 @@ class Subject:
                 self.depth, first=number * orders, count=orders, seed=settings.seed
             )
             first = number * settings.batch_size
-            self.progress(f"{split} images", first, part.size or settings.images)
+            self.progress(f"{split} images", first, part.size or settings.max_images)
             yield Batch(first=first, images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
@@ -159,7 +159,7 @@ class Subject:
             return self.data.splits[name]
         # Opened only if needed, because most analyses use no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
-        return limited_test(split.dataset, split.size, limit=self.settings.images)
+        return limited_test(split.dataset, split.size, limit=self.settings.max_images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of images and labels on the device of the model."""
@@ -194,7 +194,7 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
     options = DataOptions(
         train=train,
         holdout=trained_with(backbone_of(model)).get("holdout", DataOptions.holdout),
-        max_test=settings.images,
+        max_test=settings.max_images,
         skip_corrupt=settings.skip_corrupt,
     )
     view = resized_as(image_view(model), settings.resize)

@@ -65,7 +65,7 @@ def measure(subject: Subject) -> Measurement:
     if len(positions) <= 2 * neighbours:
         raise UsageError(
             f"{len(positions)} images are too few for {neighbours} neighbours",
-            hint="raise --images or lower --neighbours",
+            hint="raise --max-images or lower --neighbours",
         )
     # Every image has its own order, so batches are no clusters.
     clusters = subject.clusters(len(positions), by_batch=False)

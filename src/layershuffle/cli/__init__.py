@@ -8,85 +8,110 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token, UnknownOptionError
 
 from layershuffle._version import __version__
-from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.text import did_you_mean, listing, one_line
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandGroup:
-    """A group of commands, each with a line of description.
-
-    A command is named as "module:class" and imported only when it is chosen, so that `--help` stays
-    under half a second.
-    """
-
-    about: str
-    first_step: str
-    commands: dict[str, tuple[str, str | CommandGroup]]
-
-
-SWARM = CommandGroup(
-    about="Inference that goes on while hosts fail. Needs pip install 'layershuffle[swarm]'.",
-    first_step="layershuffle swarm demo",
-    commands={
-        "up": ("start a whole swarm on this machine", "swarm.serving:UpCommand"),
-        "demo": ("classify, kill a third of the hosts, classify again", "swarm.demo:DemoCommand"),
-        "head": ("start the head of a swarm of several machines", "swarm.machines:HeadCommand"),
-        "host": ("serve blocks on this machine for a head", "swarm.machines:HostCommand"),
-        "deploy": ("serve a plan from the machines of a head", "swarm.serving:DeployCommand"),
-        "status": ("show the hosts of a running swarm", "swarm.asking:StatusCommand"),
-        "drain": ("let a host finish its work and take no more", "swarm.admin:DrainCommand"),
-        "readmit": ("start an excluded, drained or dead host", "swarm.admin:ReadmitCommand"),
-        "swap": ("take a block of a host from a sibling model", "swarm.admin:SwapCommand"),
-        "drill": ("rehearse failures on a running swarm", "swarm.drill:DrillCommand"),
-        "plan": ("find which host should hold which blocks", "swarm.planning:PlanCommand"),
-        "simulate": ("run a plan in virtual time", "swarm.planning:SimulateCommand"),
-        "calibrate": (
-            "measure the accuracy to expect with any number of blocks",
-            "swarm.planning:CalibrateCommand",
-        ),
-    },
+from layershuffle.errors import (
+    LayerShuffleError,
+    SettingsError,
+    UsageError,
+    of_the_machine,
 )
-ROOT = CommandGroup(
-    about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
-    first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
-    commands={
-        "demo": ("rearrange a model's blocks on a page and watch it answer", "demo:PageCommand"),
-        "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
-        "predict": ("name the classes of images", "predict:PredictCommand"),
-        "eval": ("score a model under many execution orders", "eval:EvalCommand"),
-        "analyze": ("analyse what the blocks of a model learnt", "analyze:AnalyzeCommand"),
-        "merge": ("build models from the blocks of several models", "merge:MergeCommand"),
-        "ensemble": ("score the mean of several models' answers", "merge:EnsembleCommand"),
-        "reproduce": ("run a study of the paper and write its report", "study:ReproduceCommand"),
-        "report": ("write the report of a study again", "study:ReportCommand"),
-        "pretrain": ("train a base model from a recipe", "fit:PretrainCommand"),
-        "bench": ("measure how fast this machine trains and evaluates", "bench:BenchCommand"),
-        "swarm": ("serve a model from hosts that may fail", SWARM),
-        "classify": ("classify images on a running swarm", "swarm.asking:ClassifyCommand"),
-        "completion": ("complete commands and flags in a shell", "completion:CompletionCommand"),
-        "doctor": ("check this machine and say what to type next", "doctor:DoctorCommand"),
-    },
+from layershuffle.text import one_line
+
+if TYPE_CHECKING:
+    from layershuffle.cli.command import Command
+
+HELP_FLAGS = ("--help", "-h")
+# A command is imported once it is chosen: that keeps `--help` under half a second (decision 038).
+COMMANDS = {
+    "demo": ("Rearrange a model's blocks on a page and watch it answer.", "demo:PageCommand"),
+    "fit": ("Refine a model so that its blocks run in any order.", "fit:FIT"),
+    "predict": ("Name the classes of images.", "predict:PredictCommand"),
+    "eval": ("Score a model under many execution orders.", "eval:EvalCommand"),
+    "analyze": ("Analyse what the blocks of a model learnt.", "analyze:AnalyzeCommand"),
+    "merge": ("Build models from the blocks of several models.", "merge:MergeCommand"),
+    "ensemble": ("Score the mean of several models' answers.", "merge:EnsembleCommand"),
+    "reproduce": ("Run a study of the paper and write its report.", "study:ReproduceCommand"),
+    "report": ("Write the report of a study again.", "study:ReportCommand"),
+    "pretrain": ("Train a base model from a recipe.", "fit:PRETRAIN"),
+    "bench": ("Measure how fast this machine trains and evaluates.", "bench:BenchCommand"),
+    "classify": ("Classify images on a running swarm.", "swarm.asking:ClassifyCommand"),
+    "completion": ("Complete commands and flags in a shell.", "completion:CompletionCommand"),
+    "doctor": ("Check this machine and say what to type next.", "doctor:DoctorCommand"),
+}
+SWARM_COMMANDS = {
+    "up": ("Start a whole swarm on this machine.", "swarm.serving:UpCommand"),
+    "demo": ("Classify, kill a third of the hosts, classify again.", "swarm.demo:DemoCommand"),
+    "head": ("Start the head of a swarm of several machines.", "swarm.machines:HeadCommand"),
+    "host": ("Serve blocks on this machine for a head.", "swarm.machines:HostCommand"),
+    "deploy": ("Serve a plan from the machines of a head.", "swarm.serving:DeployCommand"),
+    "status": ("Show the hosts of a running swarm.", "swarm.asking:StatusCommand"),
+    "drain": ("Let a host finish its work and take no more.", "swarm.admin:DrainCommand"),
+    "readmit": ("Start an excluded, drained or dead host.", "swarm.admin:ReadmitCommand"),
+    "swap": ("Take a block of a host from a sibling model.", "swarm.admin:SwapCommand"),
+    "drill": ("Rehearse failures on a running swarm.", "swarm.drill:DrillCommand"),
+    "plan": ("Find which host should hold which blocks.", "swarm.planning:PlanCommand"),
+    "simulate": ("Run a plan in virtual time.", "swarm.planning:SimulateCommand"),
+    "calibrate": ("Measure what to expect of fewer blocks.", "swarm.planning:CalibrateCommand"),
+}
+
+
+def _shown(default: Any) -> str | None:
+    """A default in `--help`; "off" needs no words."""
+    if isinstance(default, tuple):
+        return " ".join(default)
+    return None if default is None or default is False else str(default)
+
+
+def _group(about: str, commands: dict[str, tuple[str, str]], **options: Any) -> App:
+    group = App(help=about, help_flags=HELP_FLAGS, **options)
+    for place, (name, (summary, target)) in enumerate(commands.items()):
+        group.command(f"layershuffle.cli.{target}", name=name, help=summary, sort_key=place)
+    return group
+
+
+APP = _group(
+    "Vision transformers whose blocks run in any order (arXiv 2407.04513).\n\n"
+    "Start here: layershuffle predict bundled:digits-swarm bundled:digit-pair.png\n\n"
+    "COMMAND --help shows the options of a command; --debug shows the traceback of a failure.",
+    COMMANDS,
+    name="layershuffle",
+    version=__version__,
+    version_flags="--version",
+    help_format="markdown",
+    default_parameter=Parameter(consume_multiple=1, negative_iterable=(), show_default=_shown),
+    # `main` prints errors and decides on the exit code.
+    print_error=False,
+    exit_on_error=False,
+    suppress_keyboard_interrupt=False,
+    result_action="return_value",
+)
+APP.command(
+    _group(
+        "Serve a model from hosts that may fail.\n\n"
+        "Needs pip install 'layershuffle[swarm]'. Start here: layershuffle swarm demo",
+        SWARM_COMMANDS,
+        name="swarm",
+    )
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Removed by hand, because parsing itself may fail, and groups have no parser.
+    # Removed by hand, because parsing itself may fail.
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
     try:
         with _log_to_stderr():
-            code = _dispatch(arguments)
+            command = parse(arguments)
+            code = 0 if command is None else command.run()
         # A closed pipe must fail here, inside the `try`, and not when Python exits.
         print(end="", flush=True)
         return code
@@ -99,76 +124,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         # 130 is 128 and the number of SIGINT, as shells report it.
         print("stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Python flushes its buffers when it exits, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A user who pipes help into `head` expects the pipe to break.
+        if arguments and not set(HELP_FLAGS) & set(arguments):
+            print("stopped: broken pipe, the reader of the output has gone", file=sys.stderr)
+        return 141
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
-        # A lost connection raises the same error, but is an ordinary failure.
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            # A user who pipes help into `head` expects the pipe to break.
-            if arguments and not {"-h", "--help"} & set(arguments):
-                print("stopped: broken pipe, the reader of the output has gone", file=sys.stderr)
-            return 141
         if debug:
             raise
-        print(
-            f"error: {type(error).__name__}: {one_line(error)} This is a fault of layershuffle or "
-            "of a library that it uses. Next: run the same command with --debug to see where.",
-            file=sys.stderr,
+        text = (
+            f"{type(error).__name__}: {one_line(error)} This is a fault of layershuffle or of a "
+            "library that it uses. Next: run the same command with --debug to see where."
         )
+        print(f"error: {of_the_machine(error) or text}", file=sys.stderr)
         return 1
 
 
-def _dispatch(arguments: Sequence[str]) -> int:
-    """Find the command that the first words name, parse the rest of the words and run it."""
-    group, path, words = ROOT, ["layershuffle"], list(arguments)
-    if words == ["--version"]:
-        print(__version__)
-        return 0
-    while words and words[0] not in ("-h", "--help"):
-        name = words.pop(0)
-        if name == "help":  # `help fit` says what `fit --help` does
-            words.append("--help")
-            continue
-        if name not in group.commands:
-            unknown = " ".join([*path[1:], name])
-            listed = f"{' '.join(path)} --help lists all commands"
-            hint = did_you_mean(name, group.commands, otherwise=listed)
-            raise UsageError(f"There is no command {unknown!r}", hint=hint)
-        path.append(name)
-        _, target = group.commands[name]
-        if isinstance(target, CommandGroup):
-            group = target
-            continue
-        module, _, kind = target.partition(":")
-        # Only the chosen one: importing all costs --help 0.6 to 0.8 s (decision 018).
-        command = getattr(import_module(f"layershuffle.cli.{module}"), kind)
-        code: int = command.parse(words, prog=" ".join(path)).run()
-        return code
-    print(_group_help(group, " ".join(path)))
-    return 0
-
-
-def _group_help(group: CommandGroup, path: str) -> str:
-    summaries = [(name, summary) for name, (summary, _) in group.commands.items()]
-    return (
-        f"usage: {path} COMMAND [options]\n\n{group.about}\n\n{listing(summaries)}\n\n"
-        f"{path} COMMAND --help shows the options of a command; --debug shows the traceback of a "
-        f"failure.\nStart here: {group.first_step}"
-    )
-
-
-def _output_is_closed() -> bool:
-    """Whether the reader of the output has closed the pipe, as `head` does; if so, stop writing."""
+def parse(words: Sequence[str]) -> Command | None:
+    """The command that `words` name, with its arguments; `None` where help or the version was
+    printed. Raises `UsageError` or `SettingsError` for what cannot be understood."""
+    words = list(words)
+    if words[:1] == ["help"]:  # `help fit` says what `fit --help` does
+        words = [*words[1:], "--help"]
+    path, apps, _ = APP.parse_commands([word for word in words if word not in HELP_FLAGS])
+    if (kind := apps[-1].default_command) is not None:
+        apps[-1].help = kind.__doc__  # in place of its line in the list of commands
+    next_command = " ".join(["layershuffle", *path, "--help"])
     try:
-        output, poll = sys.stdout.fileno(), select.poll()
-    except OSError:  # not a file, as in a notebook
-        return False
-    poll.register(output, 0)
-    # On the writing end of a pipe, POLLERR means that the reader has closed its end.
-    closed = any(event & select.POLLERR for _, event in poll.poll(0))
-    if closed:
-        # Python flushes its buffers when it exits, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return closed
+        command: Command | None = APP(words)
+        return command
+    except SystemExit:  # of rich, where the reader of the help has gone
+        raise BrokenPipeError from None
+    except SettingsError as error:
+        # Not chained: the first error has the same text without the next command.
+        raise SettingsError(
+            error.cause, place=error.place, hint=error.hint or next_command
+        ) from None
+    except CycloptsError as error:
+        # Without all commands, which `next_command` lists with what they do.
+        cause, _, _ = str(_cause(error)).partition(" Available commands: ")
+        raise UsageError(cause, hint=next_command) from None
+
+
+def _cause(error: CycloptsError) -> CycloptsError:
+    """A misspelt flag is the cause of the argument that is then missing."""
+    if isinstance(error, MissingArgumentError) and error.app is not None:
+        arguments = error.app.assemble_argument_collection()
+        for word in error.unused_tokens or ():
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and arguments.get(flag, None) is None:
+                token = Token(keyword=flag, source="cli")
+                return UnknownOptionError(verbose=False, token=token, argument_collection=arguments)
+    return error
 
 
 @contextmanager

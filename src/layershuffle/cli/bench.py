@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
-
-import tyro
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import Literal
 
 from layershuffle.bench.settings import BenchSettings
 from layershuffle.cli.command import Command, Inline, threads_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BenchCommand(Command):
     """Measure speed and memory with random weights and generated images, without downloads."""
 
-    kind: Annotated[Literal["train", "eval"], tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
+    kind: Literal["train", "eval"]
     """train: training steps as fit takes them; eval: forwards, each batch in its own order."""
+    _: KW_ONLY
     json: bool = False
     """Print JSON with every number and the versions."""
-    settings: Inline[BenchSettings]
+    settings: Inline[BenchSettings] = field(default_factory=BenchSettings)
 
     def run(self) -> int:
         """Measure and print a report or JSON."""
+        # Imported after the check: torch takes seconds, and a misspelt kind should not.
         from layershuffle.bench.kinds import bench
         from layershuffle.bench.report import report_text
         from layershuffle.bench.settings import resolve

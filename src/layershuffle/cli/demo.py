@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.extras import require
 from layershuffle.machine import collector_paused
 
@@ -29,16 +28,9 @@ class PageCommand(Command):
     """Port of the page; 0 takes a free one."""
     browser: bool = True
     """Open the page in a browser."""
-    swarm: int | None = None
-    """Run a swarm of so many hosts as well, whose hosts the page may break."""
 
     def run(self) -> int:
         """Serve the page until Ctrl-C."""
-        if self.swarm is not None:
-            swarm = _SwarmOfPage(
-                port=self.port, hosts=self.swarm, page_may_break=True, browser=self.browser
-            )
-            return swarm.run()
         require("swarm", "starlette", "uvicorn", "fastapi", "python_multipart")
         with suppress(KeyboardInterrupt):
             asyncio.run(self._serve())
@@ -62,24 +54,8 @@ class PageCommand(Command):
     def _announce(self, url: str) -> None:
         print(f"The page is at {url} (Ctrl-C ends it)", flush=True)
         if self.browser:
-            _open(url)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SwarmOfPage(UpCommand):
-    """`swarm up` whose page opens by itself."""
-
-    browser: bool = True
-
-    def announce(self, text: str, url: str) -> None:
-        super().announce(text, url)
-        if self.browser:
-            _open(url)
-
-
-def _open(url: str) -> None:
-    # In a thread: a browser for terminals would hold up the page that it shows.
-    asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
+            # In a thread: a browser for terminals would hold up the page that it shows.
+            asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
 
 
 def _load() -> Workbench:

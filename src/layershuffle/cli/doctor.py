@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,26 +15,17 @@ from layershuffle.cli.command import Command
 from layershuffle.extras import EXTRAS, missing
 from layershuffle.text import listing, shortened
 
-# Default ports, and what listens there.
-_PORTS = {8000: "swarm up and deploy", 6400: "swarm head"}
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand(Command):
-    """Show what this machine has: versions, extras, GPU, bf16, caches, writable places, ports; and
-    what to type next."""
-
-    json: bool = False
-    """Print JSON."""
+    """Show what this machine has: versions, extras, GPU, bf16, writable places; and what to type
+    next."""
 
     def run(self) -> int:
         """Print the findings; exit code 1 if something needed is missing."""
         findings = list(_findings())
-        code = 0 if all(good for _, good, _ in findings) else 1
-        if self.json:
-            print(json.dumps(_as_json(findings), indent=2))
-            return code
         rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
         rows += [_extra(name) for name in EXTRAS]
         install = "pip install 'layershuffle[study]' && " if missing("study") else ""
@@ -49,17 +38,7 @@ class DoctorCommand(Command):
             "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
             "--out DIR"
         )
-        return code
-
-
-def _as_json(findings: list[tuple[str, bool, str]]) -> dict[str, object]:
-    return {
-        "findings": [{"name": name, "ok": good, "text": text} for name, good, text in findings],
-        "extras": [
-            {"name": name, "missing": list(missing(name)), "brings": extra.brings}
-            for name, extra in EXTRAS.items()
-        ],
-    }
+        return 0 if all(good for _, good, _ in findings) else 1
 
 
 def _extra(name: str) -> tuple[str, str]:
@@ -86,7 +65,6 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield "memory", True, f"{memory:.1f} GiB"
     yield from _accelerator()
-    yield "hub cache", find_spec("huggingface_hub") is not None, _hub_cache()
     # Runs go below the working directory, caches and the swarm's token below the home, Ray's files
     # and sockets into the temporary directory.
     places = {
@@ -98,22 +76,7 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
         free = shutil.disk_usage(path).free / 2**30
         writable = os.access(path, os.W_OK)
         yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
-    for port, user in _PORTS.items():
-        # In use is no fault: what uses it may be a swarm of ours.
-        yield f"port {port}", True, f"{'free' if is_free(port) else 'IN USE'} ({user})"
     yield "bundled:digits", *_bundled()
-
-
-def is_free(port: int) -> bool:
-    """Whether a server could listen at this port of the loopback network."""
-    with socket.socket() as probe:
-        # As servers do: a port that was in use a moment ago can be taken again.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
@@ -139,23 +102,6 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
     yield "gpu", True, unused if driver else "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used by default"
-
-
-def _hub_cache() -> str:
-    if find_spec("huggingface_hub") is None:
-        return "not known without huggingface_hub"
-
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        cached = sorted(f"{r.repo_type}:{r.repo_id}" for r in scan_cache_dir().repos)
-    # This is no fault: nothing was ever downloaded here.
-    except CacheNotFound:
-        cached = []
-    offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
-    return f"{HF_HUB_CACHE}: {shortened(cached, limit=8) or 'no weights or data yet'}{offline}"
 
 
 def _bundled() -> tuple[bool, str]:

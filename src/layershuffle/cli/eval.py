@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.errors import UsageError
@@ -17,19 +15,19 @@ from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
-    from layershuffle.merging.ensembles import EnsembleScore
     from layershuffle.scoring import Evaluation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvalCommand(ComputingCommand):
     """Score a model under many execution orders, in one pass over the data.
 
     Prints a table with a row per mode.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
+    _: KW_ONLY
     data: str
     """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
     hf:NAME_OR_DIR, torchvision:NAME."""
@@ -37,7 +35,7 @@ class EvalCommand(ComputingCommand):
     """Score this one execution order ("3,0,2") instead of drawn ones."""
     json: bool = False
     """Print JSON with every drawn order and its scores."""
-    settings: Inline[EvalSettings]
+    settings: Inline[EvalSettings] = field(default_factory=EvalSettings)
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
@@ -78,82 +76,91 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
-        "modes": [_mode_report(name, group) for name, group in groups.items()],
+        "modes": [
+            {**score_report(name, scores), "kept": scores[0].kept}
+            for name, scores in groups.items()
+        ],
         "hardware": hardware(settings.precision),
         "versions": versions(),
     }
 
 
-def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
+def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
+    """The scores of one model as JSON values: mean, spread and interval of each metric, and each
+    score with its orders."""
+    from layershuffle.stats import estimate
+
+    metrics = ("top1", "top5", "cross_entropy")
     return {
         "mode": name,
-        "kept": scores[0].kept,
         "orders": len(scores),
         "images": scores[0].images,
-        **estimates(scores),
+        **{
+            metric: asdict(
+                estimate(
+                    # One model: its interval covers orders, or images where there is one order.
+                    {0: [getattr(score, metric) for score in scores]},
+                    images=scores[0].images,
+                    effective=getattr(scores[0], f"{metric}_n", None),
+                    percent=metric != "cross_entropy",
+                )
+            )
+            for metric in metrics
+        },
         "scores": [
             {
                 # With an order per batch there is no single one; such passes list batch_orders.
                 "order": None if score.order is None else str(score.order),
                 "batch_orders": [str(order) for order in score.batch_orders],
-                "top1": score.top1,
-                "top5": score.top5,
-                "cross_entropy": score.cross_entropy,
+                **{metric: getattr(score, metric) for metric in metrics},
             }
             for score in scores
         ],
     }
 
 
-def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
-    """Mean, spread and interval of each metric over the scores of one model, as JSON values."""
-    from layershuffle.stats import estimate
-
-    return {
-        metric: asdict(
-            estimate(
-                # One model: its interval covers orders, or images where there is a single order.
-                {0: [getattr(score, metric) for score in scores]},
-                images=scores[0].images,
-                effective=getattr(scores[0], f"{metric}_n", None),
-                percent=metric != "cross_entropy",
-            )
-        )
-        for metric in ("top1", "top5", "cross_entropy")
-    }
-
-
-def _text(report: dict[str, Any]) -> str:
-    reason = report["blocks"]["reason"]
-    rows = []
-    for mode in report["modes"]:
-        top1, spread = mode["top1"], mode["top1"]["sd_orders"]
-        rows.append(
+def score_table(
+    rows: Sequence[tuple[str, int, dict[str, Any]]], *, columns: tuple[str, str]
+) -> str:
+    """A row for each name, number and estimates of the three metrics, and a legend; `columns` are
+    the heads of name and number."""
+    lines = []
+    for name, number, metrics in rows:
+        top1 = metrics["top1"]
+        spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
+        lines.append(
             (
                 # Broken at a colon, because a table wraps anywhere: "passes=2:paralle" and "l=3".
-                re.sub(r"(.{20,30}:)", r"\1\n", mode["mode"]),
-                str(mode["kept"]),
-                str(mode["orders"]),
+                re.sub(r"(.{20,30}:)", r"\1\n", name),
+                str(number),
+                str(top1["orders"]),
                 f"{top1['mean']:.2f}",
                 # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
                 f"{top1['low']:.1f} to {top1['high']:.1f}",
-                f"{mode['top5']['mean']:.2f}",
-                f"{mode['cross_entropy']['mean']:.3f}",
+                f"{metrics['top5']['mean']:.2f}",
+                f"{metrics['cross_entropy']['mean']:.3f}",
             )
         )
-    over_images = [m["top1"]["effective"] for m in report["modes"] if m["top1"]["kind"] == "images"]
+    estimates = [metrics["top1"] for _, _, metrics in rows]
+    over = "orders"
+    if any(top1["models"] > 1 for top1 in estimates):
+        over = "models, of one model over its orders"
+    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
     single = f"; of one order or equal scores Wilson over the images, {counted_as(over_images)}"
-    images = counted(report["modes"][0]["images"], "image")
-    header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
-    return "\n".join(
-        [
-            f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
-            f"{report['hardware']['precision']}, "
-            + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
-            table(header, rows),
-            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images"
-            f"{single if over_images else ''}. --json lists the orders.",
-            *report["notes"],
-        ]
+    header = (*columns, "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
+    return (
+        f"{table(header, lines)}\n{counted(estimates[0]['images'], 'image')} each. sd, and 95 % "
+        f"(t-interval): over {over}{single if over_images else ''}. --json lists every score."
     )
+
+
+def _text(report: dict[str, Any]) -> str:
+    reason = report["blocks"]["reason"]
+    head = (
+        f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
+        f"{report['hardware']['precision']}, "
+        + ("compiled blocks" if reason is None else f"eager mode: {reason}")
+    )
+    rows = [(mode["mode"], mode["kept"], mode) for mode in report["modes"]]
+    return "\n".join([head, score_table(rows, columns=("mode", "kept")), *report["notes"]])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, ClassVar, Self
 
-import tyro
-from pydantic_core import PydanticUndefined
+from cyclopts import App, ArgumentCollection
+from cyclopts.argument import update_argument_collection
 
 from layershuffle.bundled import recipe_file
-from layershuffle.cli.command import TYRO_RULES, Command, Inline, asked
+from layershuffle.cli.command import Command, Inline
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import FitSettings, check_known, field_value, read_recipe
 
@@ -23,31 +21,7 @@ class _Training(Command):
 
     out: Path
     """Directory of the run: model, results, checkpoints."""
-    recipe: Path | None
     settings: Inline[FitSettings]
-
-    no_recipe: ClassVar[Any] = None
-
-    @classmethod
-    def recipe_in(cls, words: Sequence[str]) -> Path | None:
-        """The recipe that `words` name. It is read before they are parsed, as it sets defaults."""
-        raise NotImplementedError
-
-    @classmethod
-    def parse(cls, words: Sequence[str], *, prog: str) -> Self:
-        """As `Command.parse`, with the recipe's settings as defaults.
-
-        A misspelt key is refused here, before tyro reports the missing setting that it causes.
-        """
-        recipe = cls.recipe_in(words)
-        try:
-            # MISSING makes tyro require the value as if the field had no default.
-            default = cls(
-                out=tyro.MISSING, recipe=recipe or cls.no_recipe, settings=_defaults(recipe)
-            )
-            return tyro.cli(cls, args=asked(words), prog=prog, default=default, registry=TYRO_RULES)
-        except SettingsError as error:
-            raise SettingsError(error.cause, place=recipe, hint=f"{prog} --help") from None
 
     def run(self) -> int:
         """Train, then print the result and the next command."""
@@ -85,23 +59,8 @@ class FitCommand(_Training):
     """YAML file of settings with the names of the flags, or the name of a recipe of this package;
     flags override it."""
 
-    @classmethod
-    def recipe_in(cls, words: Sequence[str]) -> Path | None:
-        """The value of --recipe, `None` without one."""
-        if not any(word.startswith("--recipe") for word in words):
-            return None  # a second parser would cost 50 ms of every --help
-        options, _ = tyro.cli(
-            _RecipeFlag, args=list(words), add_help=False, return_unknown_args=True
-        )
-        return options.recipe
-
 
 @dataclass(frozen=True)
-class _RecipeFlag:
-    recipe: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PretrainCommand(_Training):
     """Train a base model from a recipe, as the shipped digits checkpoint was trained.
 
@@ -110,40 +69,34 @@ class PretrainCommand(_Training):
     recipe. You can stop this command at any time; run it again to continue.
     """
 
-    recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    recipe: Path
     """YAML file of settings with the names of the flags, or the name of a recipe of this package;
-    flags override it. It comes before all flags."""
-
-    no_recipe: ClassVar[Any] = tyro.MISSING
-
-    @classmethod
-    def recipe_in(cls, words: Sequence[str]) -> Path | None:
-        """The first word. Raises `UsageError` if that is a flag other than --help."""
-        # Flags take values, so without a parser only the first word is certain to be the recipe.
-        if words and not words[0].startswith("-"):
-            return Path(words[0])
-        if {"-h", "--help"} & set(words):
-            return None
-        raise UsageError("No recipe was given", hint="layershuffle pretrain digits-base --out DIR")
+    flags override it."""
+    _: KW_ONLY
 
 
-def _defaults(recipe: Path | None) -> FitSettings:
-    """The recipe's settings over the defaults, not checked as a whole: flags may complete them."""
-    fields = read_recipe(recipe_file(recipe)) if recipe else {}
+def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give the arguments that no flag has set their values of the recipe."""
+    if not (tokens := arguments["--recipe"].tokens):
+        return
+    recipe = Path(tokens[0].value)
+    fields = read_recipe(recipe_file(recipe))
     if "arms" in fields:
         raise UsageError(
             "This is the recipe of a study, not of a single training",
             place=recipe,
             hint=f"layershuffle reproduce {quote(str(recipe))}",
         )
-    check_known(FitSettings, fields)
-    values: dict[str, Any] = {}
-    for name, field in FitSettings.model_fields.items():
-        default: Any = field.get_default(call_default_factory=True)
-        if name in fields:
-            # Checked here, so that the error names the recipe and not a flag.
-            values[name] = field_value(FitSettings, name, value=fields[name])
-        else:
-            values[name] = tyro.MISSING if default is PydanticUndefined else default
-    # pydantic would refuse MISSING; tyro builds the settings anew, checked, from all values.
-    return FitSettings.model_construct(None, **values)
+    try:
+        # Here, so that the error names the recipe, and before what a misspelt key leaves missing.
+        check_known(FitSettings, fields)
+        for name, value in fields.items():
+            field_value(FitSettings, name, value=value)
+    except SettingsError as error:
+        raise SettingsError(error.cause, place=recipe) from None
+    update_argument_collection(fields, str(recipe), arguments, root_keys=(), allow_unknown=False)
+
+
+FIT, PRETRAIN = App(name="fit", config=_add_recipe), App(name="pretrain", config=_add_recipe)
+FIT.default(FitCommand)
+PRETRAIN.default(PretrainCommand)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
-from layershuffle.cli.command import ComputingCommand, Inline, required
-from layershuffle.cli.eval import estimates
+from layershuffle.cli.command import ComputingCommand, Inline, Models
+from layershuffle.cli.eval import score_report, score_table
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
 from layershuffle.results import MergingRow, group_rows, score_of, write_rows
-from layershuffle.text import counted, counted_as, table
-
-_TABLE_WIDTH = 120  # ten columns
+from layershuffle.text import counted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MergeCommand(ComputingCommand):
     """Build models from the blocks of several models.
 
@@ -30,25 +28,26 @@ class MergeCommand(ComputingCommand):
     them beside their donors, soups and ensembles.
     """
 
-    # tyro cannot require one form or the other, so `run` checks what a form needs.
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")] = ()
+    models: Models
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
-    out: Annotated[Path | None, required("with a recipe")] = None
-    """Directory of the model that a recipe makes; with --random a CSV file for every score."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    _: KW_ONLY
+    out: Path | None = None
+    """Directory of the model that a recipe makes, which needs it; with --random a CSV file for
+    every score."""
+    overwrite: bool = False
     """Replace an older model at --out, or with --random a file. Donors are never replaced."""
-    merges: Annotated[int | None, tyro.conf.arg(aliases=["--random"])] = None
+    merges: Annotated[int | None, Parameter(name="--random")] = None
     """Draw this many merges, no two alike, and score them (the paper: 100)."""
-    data: Annotated[str | None, required("with --random")] = None
-    """--random: images to score; their test split is read (and held-out images for greedy
-    soups)."""
-    mode: Literal["sequential", "arbitrary"] = "arbitrary"
+    data: str | None = None
+    """--random, which needs it: images to score; their test split is read (and held-out images for
+    greedy soups)."""
+    modes: Literal["sequential", "arbitrary"] = "arbitrary"
     """--random: order mode in which every model runs."""
     base: str | None = None
     """--random: the base checkpoint, for donors that do not name it."""
     json: bool = False
     """--random: print JSON with settings, summaries and scores."""
-    options: Inline[MergingOptions]
+    options: Inline[MergingOptions] = field(default_factory=MergingOptions)
 
     def run(self) -> int:
         """Merge as a recipe says, or at random."""
@@ -63,9 +62,9 @@ class MergeCommand(ComputingCommand):
         return _merge_by_recipe(Path(self.models[0]), self.out, overwrite=self.overwrite)
 
     def _run_random(self, merges: int) -> int:
-        if self.data is None or not self.models:
+        if self.data is None:
             raise UsageError(
-                "merge --random needs models and --data SPEC",
+                "merge --random needs --data SPEC",
                 hint="layershuffle merge MODEL... --random N --data SPEC",
             )
         # Built anew, because a copy would not refuse a count of 0.
@@ -88,7 +87,7 @@ class MergeCommand(ComputingCommand):
                 list(self.models),
                 self.data,
                 settings=settings,
-                mode=self.mode,
+                mode=self.modes,
                 base=self.base,
                 device=self.device,
                 progress=progress,
@@ -99,7 +98,7 @@ class MergeCommand(ComputingCommand):
         report = {
             "donors": list(self.models),
             "data": self.data,
-            "mode": self.mode,
+            "mode": self.modes,
             "settings": settings.model_dump(mode="json"),
             "groups": [_merging_group(group) for group in group_rows(rows).values()],
             "notes": notes,
@@ -138,60 +137,33 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
 
 
 def _merging_text(report: dict[str, Any]) -> str:
-    rows = []
-    for group in report["groups"]:
-        top1 = group["top1"]
-        # A single model differs only between orders, as the legend below the table says.
-        spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
-        rows.append(
-            (
-                group["what"] + (" *" if group["main"] else ""),
-                str(top1["models"]),
-                str(top1["orders"]),
-                f"{top1['mean']:.2f}",
-                "-" if spread is None else f"{spread:.2f}",
-                f"{top1['least']:.1f}",
-                f"{top1['most']:.1f}",
-                f"{top1['low']:.1f} to {top1['high']:.1f}",
-                f"{group['top5']['mean']:.2f}",
-                f"{group['cross_entropy']['mean']:.3f}",
-            )
-        )
-    estimates = [group["top1"] for group in report["groups"]]
-    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
-    independent = f", {counted_as(over_images)}" if over_images else ""
-    donors, images = len(report["donors"]), report["groups"][0]["top1"]["images"]
-    header = ("", "models", "orders", "top-1 %", "sd", "min", "max", "95 %", "top-5 %", "CE")
-    return "\n".join(
-        [
-            f"{counted(donors, 'donor')} on {report['data']}, {report['mode']} order, "
-            f"seed {report['settings']['seed']}, {report['settings']['precision']}",
-            table(header, rows, width=_TABLE_WIDTH),
-            f"{counted(images, 'image')} each. *: what the settings name first. sd and 95 %: "
-            "over models (t-interval), of a single model over its orders, of a single order or "
-            f"equal scores over images (Wilson{independent}). min, max: single scores.",
-            *report["notes"],
-        ]
+    head = (
+        f"{counted(len(report['donors']), 'donor')} on {report['data']}, {report['mode']} order, "
+        f"seed {report['settings']['seed']}, {report['settings']['precision']}. *: what the "
+        "settings name first"
     )
+    rows = [
+        (group["what"] + (" *" if group["main"] else ""), group["top1"]["models"], group)
+        for group in report["groups"]
+    ]
+    return "\n".join([head, score_table(rows, columns=("", "models")), *report["notes"]])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EnsembleCommand(ComputingCommand):
     """Score the ensemble of several models: the mean of their answers."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")]
+    models: Models
     """Members of the ensemble: directories of fits or model specs."""
+    _: KW_ONLY
     data: str
     """Images to score; their test split is read."""
     json: bool = False
     """Print JSON with every draw and the orders of its members."""
-    settings: Inline[EnsembleSettings]
+    settings: Inline[EnsembleSettings] = field(default_factory=EnsembleSettings)
 
     def run(self) -> int:
         """Score and print a paragraph or JSON."""
-        if not self.models:
-            raise UsageError("ensemble needs models", hint="layershuffle ensemble --help")
-
         from layershuffle.merging.scoring import score_ensemble
 
         models = list(self.models)
@@ -203,41 +175,25 @@ class EnsembleCommand(ComputingCommand):
                 device=self.device,
                 progress=progress,
             )
-        report = {
-            "models": models,
-            "data": self.data,
-            "settings": self.settings.model_dump(mode="json"),
-            "images": scores[0].images,
-            **estimates(scores),
-            "scores": [
-                {
-                    "orders": [str(order) for order in score.member_orders],
-                    "top1": score.top1,
-                    "top5": score.top5,
-                    "cross_entropy": score.cross_entropy,
-                }
-                for score in scores
-            ],
-            "notes": list(notes),
-        }
-        print(json.dumps(report, indent=2) if self.json else _ensemble_text(report))
+        how = self.settings
+        report = score_report(how.modes, scores)
+        for shown, score in zip(report["scores"], scores, strict=True):
+            shown["orders"] = [str(order) for order in score.member_orders]
+        if self.json:
+            facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}
+            print(json.dumps({**facts, **report, "notes": notes}, indent=2))
+            return 0
+        head = (
+            f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "
+            f"{how.ensemble_combine}, {how.ensemble_orders} orders, {how.precision}"
+        )
+        print(
+            "\n".join(
+                [
+                    head,
+                    score_table([(how.modes, len(models), report)], columns=("mode", "models")),
+                    *notes,
+                ]
+            )
+        )
         return 0
-
-
-def _ensemble_text(report: dict[str, Any]) -> str:
-    settings, top1, count = report["settings"], report["top1"], len(report["scores"])
-    over = "orders (t-interval)"
-    if top1["kind"] == "images":
-        over = f"images (Wilson), {counted_as([top1['effective']])}"
-    spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
-    # In sequential order there is only one order to draw.
-    orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"
-    lines = [
-        f"Ensemble of {counted(len(report['models']), 'model')} on {report['data']}, mean "
-        f"{settings['combine']}, {settings['mode']}{orders} orders, "
-        f"{counted(count, 'draw')}, {counted(report['images'], 'image')}, {settings['precision']}",
-        f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
-        f"{over}; top-5 {report['top5']['mean']:.2f} %; "
-        f"cross-entropy {report['cross_entropy']['mean']:.3f}",
-    ]
-    return "\n".join([*lines, *report["notes"]])

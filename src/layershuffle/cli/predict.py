@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated
-
-import tyro
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import ComputingCommand, required
+from layershuffle.cli.command import ComputingCommand, Images
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of
 from layershuffle.text import ranked
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PredictCommand(ComputingCommand):
     """Name the classes of images. The model runs here, all images in one execution order.
 
@@ -25,14 +21,15 @@ class PredictCommand(ComputingCommand):
     are answered; the exit code is then 1.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
+    images: Images
     """Image files; bundled:digit-pair.png is included in this package."""
+    _: KW_ONLY
     order: str | None = None
     """Run these blocks in this order ("3,0,2")."""
-    mode: str | None = None
+    modes: str | None = None
     """Draw the order of this mode instead: sequential (the default), arbitrary, kept:9,
     kept:9:arbitrary and others."""
     seed: int = 0
@@ -44,8 +41,8 @@ class PredictCommand(ComputingCommand):
 
     def run(self) -> int:
         """Load, predict and print."""
-        if self.order is not None and self.mode is not None:
-            raise UsageError("--order and --mode exclude each other", hint="give one of them")
+        if self.order is not None and self.modes is not None:
+            raise UsageError("--order and --modes exclude each other", hint="give one of them")
 
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
@@ -57,7 +54,7 @@ class PredictCommand(ComputingCommand):
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
-            order = order_for(self.mode or "sequential", depth=depth, seed=self.seed)
+            order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
         images = [image_file(image) for image in self.images]
         with self.computing("predict") as progress:
             model.to(device_of(self.device))

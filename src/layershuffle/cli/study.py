@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
-
-import tyro
 
 from layershuffle.bundled import asset, recipe_file
 from layershuffle.cli.command import Command
@@ -22,7 +19,7 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_facts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReproduceCommand(Command):
     """Run a study of the paper and write its report as Markdown and one HTML page.
 
@@ -31,9 +28,10 @@ class ReproduceCommand(Command):
     work.
     """
 
-    recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    recipe: Path
     """Recipe of a study: a YAML file, or the name of a recipe of this package (digits-quick,
     digits-paper, imagenet-paper, cifar100-paper and others)."""
+    _: KW_ONLY
     data: str | None = None
     """Images to use instead of those in the recipe, such as folder:DIR."""
     out: Path | None = None
@@ -96,11 +94,11 @@ class ReproduceCommand(Command):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReportCommand(Command):
     """Write the report of a study from its results, finished or not; nothing is trained."""
 
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    directory: Path
     """Directory of a study, finished or not."""
 
     def run(self) -> int:

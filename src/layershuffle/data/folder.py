@@ -118,6 +118,13 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
     absent = ["train/"] * ("train" not in inside and need_train)
     absent += ["val/ (or validation/ or test/)"] * (not reported)
     if absent:
+        splits = {"train", *VALIDATION_NAMES, TEST_NAME}
+        if root.name in splits and any((root.parent / n).is_dir() for n in splits - {root.name}):
+            raise DataError(
+                "This is the folder of one split; others lie beside it",
+                place=root,
+                hint=f"did you mean folder:{root.parent}?",
+            )
         hint = f"name the folders {' and '.join(absent)}, with one folder per class in each"
         if len(absent) == 2 and inside and not {name.lower() for name in inside} & _LIKE_SPLITS:
             hint = (

@@ -138,10 +138,10 @@ def score_ensemble(
     batches = batches_of(opened, "test", settings=settings, device=place, keep=True)
     for model in models:
         prepare(model.to(place), settings.precision, compiler=compiler)
-    variant: Variant = (settings.combine, settings.orders)
+    variant: Variant = (settings.ensemble_combine, settings.ensemble_orders)
     scores = compiler.run(
         lambda: evaluate_ensembles(
-            models, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
+            models, batches, mode=Mode(order=settings.modes), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
             groups=batches.split.groups,
             on_images=lambda done: progress("images", done, batches.split.size),

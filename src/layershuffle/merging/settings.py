@@ -70,11 +70,11 @@ class EnsembleSettings(ScoreSettings):
 
     num_orders: Positive = 5
     """Orders drawn for each member."""
-    mode: Literal["sequential", "arbitrary"] = "arbitrary"
+    modes: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
-    orders: EnsembleOrders = "independent"
+    ensemble_orders: EnsembleOrders = "independent"
     """One order for all members, or each member its own."""
-    combine: Combine = "logits"
+    ensemble_combine: Combine = "logits"
     """Average logits (the paper) or probabilities."""
     draw: Literal["pass", "batch"] = "pass"
     """One order per pass over the data, or a new one for every batch."""

@@ -152,7 +152,7 @@ def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
         name=f"{analysis.name}-{model.name}",
         arm=analysis.arm,
         kind=analysis.name,
-        images=options.images,
+        images=options.max_images,
         passes=ANALYSIS_PASSES,
         needs=(model.name,),
         model=model,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import state_flag
@@ -17,12 +15,13 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.admin import Operator
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _NamedHostCommand(Command):
     """A change to one host, through the operator's socket."""
 
-    host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST")]
+    host: str
     """Name of the host in the plan."""
+    _: KW_ONLY
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
 
@@ -65,15 +64,16 @@ class ReadmitCommand(_NamedHostCommand):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SwapCommand(_NamedHostCommand):
     """Replace a block of a host by the same block of a sibling model, while the swarm serves.
 
     Run this on the machine of the server. No request is lost.
     """
 
-    block: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="BLOCK")]
+    block: int
     """Id of a block that the host holds."""
+    _: KW_ONLY
     donor: str
     """Model that the block comes from: a sibling, refined from the same base."""
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import Command, required
+from layershuffle.cli.command import Command, Images
 from layershuffle.cli.swarm.options import read_keys
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
@@ -71,7 +69,7 @@ def server_flags(server: ServerOptions) -> str:
     return f" --address {quote(server.address)}{named}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ClassifyCommand(ServerOptions):
     """Classify images by a running swarm, one after the other.
 
@@ -79,8 +77,9 @@ class ClassifyCommand(ServerOptions):
     to expect; or an error, and goes on with the next image.
     """
 
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
+    images: Images
     """Image files; bundled:digit-pair.png is one of this package."""
+    _: KW_ONLY
     deadline_ms: float | None = None
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
@@ -88,7 +87,7 @@ class ClassifyCommand(ServerOptions):
     order: str | None = None
     """Run exactly these steps: "3,0,2" one block after the other, "3+7,5" with blocks side by side,
     "3,7,3,7" again; blocks that no host holds are left out."""
-    top_k: int = 5
+    top: int = 5
     """Classes to show per image."""
     json: bool = False
     """Print the whole answers as JSON, one line per image."""
@@ -96,8 +95,6 @@ class ClassifyCommand(ServerOptions):
     def run(self) -> int:
         """Ask, and print the classes and how the answers were computed."""
         require("swarm")
-        if not self.images:
-            raise UsageError("There is no image to classify", hint="layershuffle classify IMAGE")
 
         from layershuffle.swarm.client import SwarmClient, SwarmError
 
@@ -111,7 +108,7 @@ class ClassifyCommand(ServerOptions):
                         deadline_ms=self.deadline_ms,
                         min_blocks=self.min_blocks,
                         order=self.order,
-                        top_k=self.top_k,
+                        top_k=self.top,
                     )
                 except (SwarmError, UsageError) as error:
                     # Without a gateway or its key no image can be classified.

@@ -6,11 +6,9 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from layershuffle.cli.swarm import FAULT_KINDS, FaultFlag, RoutingFlag, ScenarioFlag
 from layershuffle.cli.swarm.asking import ServerOptions, client_options, server_flags
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 _BACK_SECONDS, _POLL_SECONDS = 180.0, 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DrillCommand(ServerOptions):
     """Send labelled images to a running swarm while its hosts fail according to a seeded plan.
 
@@ -39,25 +37,22 @@ class DrillCommand(ServerOptions):
     machine of the server.
     """
 
-    plan: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")] = None
+    plan: Path | None = None
     """Plan that the swarm is expected to run; the drill is refused if it runs another."""
+    _: KW_ONLY
     requests: int = 300
     """Number of requests, per routing."""
     kinds: tuple[FaultFlag, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
-    scenarios: Annotated[
-        tuple[ScenarioFlag, ...], tyro.conf.arg(help_behavior_hint="(default: none)")
-    ] = ()
+    scenarios: tuple[ScenarioFlag, ...] = ()
     """Instead of --kinds, run these failures, from which the swarm must recover by itself, one
     after the other: kill one of Ray's processes or the gateway; kill all hosts, or all but one; let
     a host answer wrongly always, in 1 % of its answers, or always except for canaries; open
     connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments, for good."""
-    routings: Annotated[
-        tuple[RoutingFlag, ...], tyro.conf.arg(help_behavior_hint="(default: that of the plan)")
-    ] = ()
-    """Routings to compare, under the same requests and failures."""
+    routings: tuple[RoutingFlag, ...] = ()
+    """Routings to compare, under the same requests and failures (default: that of the plan)."""
     data: str | None = None
     """Labelled images: the test split of this data. Default: the data of the calibration; the
     accuracy on other images is not known."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 from layershuffle.cli.command import Command, ComputingCommand
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, RoutingFlag, WireFlag
@@ -24,16 +22,17 @@ _SAME_TIME = 1.1
 """Largest ratio of simulated seconds at which routings count as having met the same failures."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlanCommand(Command):
     """Find which host should hold which blocks of a model, and what to expect of that plan.
 
     The figures come from a simulation of the plan, and are shown beside those of a fixed order.
     """
 
-    hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
+    hosts: Path
     """YAML file with the hosts and their memory, speed, distance and reliability: an entry for each
     host under hosts, such as pi-1: {memory_mb: 500, speed: 0.2, availability: 0.95}."""
+    _: KW_ONLY
     model: str = DEFAULT_MODEL
     """Model to serve."""
     # Spelled out: the planner's own type comes with scipy, which would add 0.4 s to --help.
@@ -51,7 +50,7 @@ class PlanCommand(Command):
     """Seconds for the exact solver."""
     out: Path | None = None
     """Write the plan to this file, for `swarm deploy`."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    overwrite: bool = False
     """Replace an older file at --out."""
 
     def run(self) -> int:
@@ -99,7 +98,7 @@ class PlanCommand(Command):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SimulateCommand(Command):
     """Run a plan in virtual time with the policy of the real router.
 
@@ -107,8 +106,9 @@ class SimulateCommand(Command):
     requests, and the same failures at the same simulated times.
     """
 
-    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    plan: Path
     """The plan, as for `swarm deploy`."""
+    _: KW_ONLY
     profile: Path | None = None
     """HOSTS.yaml from which the plan was made, with the speeds of its hosts. Default: 5 ms per
     block, 5 ms per visit."""
@@ -116,11 +116,8 @@ class SimulateCommand(Command):
     """Number of hosts: the hosts of the plan are repeated in turn up to this number."""
     requests: int = 1000
     """Number of requests."""
-    churn: Annotated[
-        tuple[float, ...] | None,
-        tyro.conf.arg(metavar="UP DOWN", help_behavior_hint="(default: hosts stay up)"),
-    ] = None
-    """Mean seconds for which a host is up, and for which it is down."""
+    churn: tuple[float, float] | None = None
+    """Mean seconds for which a host is up, and for which it is down (default: hosts stay up)."""
     rate: float | None = None
     """Requests per second, at random times; replaces --clients."""
     clients: int = 4
@@ -166,7 +163,7 @@ class SimulateCommand(Command):
         if self.churn is not None:
             if self.kill is not None:
                 raise UsageError("--churn and --kill exclude each other", hint="choose one")
-            if len(self.churn) != 2 or not all(0 < seconds < math.inf for seconds in self.churn):
+            if not all(0 < seconds < math.inf for seconds in self.churn):
                 raise UsageError(
                     "--churn takes two times above 0: the mean seconds for which a host is up, and "
                     "for which it is down",
@@ -217,7 +214,7 @@ class SimulateCommand(Command):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CalibrateCommand(ComputingCommand):
     """Measure the accuracy of a model with 1 to all blocks in arbitrary order on test images:
     one block after the other and several side by side, in one pass and in two.
@@ -226,13 +223,14 @@ class CalibrateCommand(ComputingCommand):
     decide how many blocks run side by side and whether they run twice.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL
+    model: str = DEFAULT_MODEL
     """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
+    _: KW_ONLY
     data: str = "digit-pairs"
     """Test images: the test split of this data."""
-    orders: int = 20
+    num_orders: int = 20
     """Random orders for every number of blocks."""
-    images: int = 2000
+    max_images: int = 2000
     """Number of images, at most."""
     seed: int = 0
     """Seed of the orders."""
@@ -252,8 +250,8 @@ class CalibrateCommand(ComputingCommand):
             calibration = calibrate(
                 load(self.model),
                 self.data,
-                orders=self.orders,
-                images=self.images,
+                orders=self.num_orders,
+                images=self.max_images,
                 seed=self.seed,
                 device=self.device,
                 progress=progress,

@@ -10,12 +10,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.swarm import DEFAULT_MODEL, RoutingFlag, WireFlag
 from layershuffle.cli.swarm.options import (
@@ -110,11 +108,6 @@ class _ServingCommand(HttpsOptions):
     reports: Path | None = None
     """Directory of studies whose reports the page links."""
 
-    def announce(self, text: str, url: str) -> None:
-        """Print that the server answers at `url`."""
-        del url
-        print(text, flush=True)
-
     def serving(self) -> Serving:
         """The settings of these flags. Raises `UsageError` if a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import free_socket, state_directory
@@ -146,7 +139,7 @@ class _ServingCommand(HttpsOptions):
 
         def ready(service: Service, url: str) -> None:
             keyed = bool(serving.keys)
-            self.announce(describe_service(service, url, state=self.state, keyed=keyed), url)
+            print(describe_service(service, url, state=self.state, keyed=keyed), flush=True)
 
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_plan(plan, session, serving=serving, say=say, ready=ready))
@@ -212,7 +205,7 @@ class UpCommand(_ServingCommand):
         return SwarmPlan(**{**dict(plan), "routing": self.routing, "wire": self.wire})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeployCommand(TlsOptions, _ServingCommand):
     """Serve a plan from the machines that joined a head; run this on the machine of the head.
 
@@ -220,8 +213,9 @@ class DeployCommand(TlsOptions, _ServingCommand):
     without those that leave.
     """
 
-    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    plan: Path
     """The plan: YAML with the model, the hosts and their blocks."""
+    _: KW_ONLY
     address: str
     """Address of the head, as the head printed it."""
     bind: str = "127.0.0.1"
