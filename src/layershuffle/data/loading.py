@@ -26,7 +26,8 @@ from layershuffle.text import did_you_mean, nearest
 class DataSource:
     """One kind of data. `settings`: keys allowed after "?"; `module`: contains `open_source`.
 
-    `generated`: the images are made here, so there is no place, and nothing for loader processes to do.
+    `generated`: the images are made here, so there is no place, and loader processes have nothing
+    to do.
     `extra`: the extra that must be installed, and the package of it that is imported.
     """
 
