@@ -264,7 +264,9 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
         ls.save(model, tmp_path / "m", record={"colour": 1})
     args = {"depth": 2, "norm_layer": nn.LayerNorm}
     pooled = transformers.ViTModel(transformers.ViTConfig(**CONFIG), add_pooling_layer=False)
-    for other in (timm.create_model("vit_tiny_patch16_224", **args), pooled):
+    headless: Any = FAMILIES["torchvision-vit"].plain()
+    headless.heads = nn.Identity()
+    for other in (timm.create_model("vit_tiny_patch16_224", **args), pooled, headless):
         with pytest.raises(UsageError):
             ls.save(other, tmp_path / "m")
     with pytest.raises(UsageError):

@@ -111,8 +111,9 @@ def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Mod
 
 
 def num_classes(backbone: Backbone) -> int:
-    """Number of classes of the head."""
-    return int(backbone.heads.head.out_features)
+    """Number of classes of the head, 0 without one."""
+    head = getattr(backbone.heads, "head", None)
+    return head.out_features if isinstance(head, nn.Linear) else 0
 
 
 def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
