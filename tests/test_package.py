@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(repository: Path, built: P
     assert wheel.stat().st_size < 6e6
     # The page of an index has no files beside it.
     assert re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata) == []
-    assert "raw/main/docs/results/digits-quick/figure1.png" in metadata
+    assert "raw/main/docs/page-wide.png" in metadata
     for extra in (*EXTRAS, "all"):
         assert f"Provides-Extra: {extra}\n" in metadata
 

@@ -117,6 +117,7 @@ OTHERS = {
     "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "
     "--rdzv-id",  # of torchrun
     "performance.md": "--smoke",  # of benchmarks/
+    "getting-started.md": "--index-url",  # of pip
 }
 """Flags of other programs, by the page that names them."""
 INVOCATION = re.compile(r"layershuffle ((?:swarm )?[a-z]+)\b((?:[^`\n|&;#]|\\\n)*)")

@@ -224,8 +224,8 @@ class Kept(_Policy):
         blocks = sorted(chosen)
         if self.order == "arbitrary":
             blocks = [block for block in shuffled if block in chosen]
-        # Every pass has the same order: a new one scores no better (docs/rounds.md), and this way
-        # the orders of one, two and three passes are prefixes of each other.
+        # Every pass has the same order: a new one scores no better (research/rounds.md), and the
+        # orders of one, two and three passes are prefixes of each other.
         return _in_rounds([blocks] * self.passes, depth, parallel=self.parallel, stream=stream)
 
     def _chosen(self, depth: int, shuffled: Sequence[int]) -> tuple[int, ...]:
