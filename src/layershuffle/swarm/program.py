@@ -4,7 +4,7 @@ The head exports the list with `torch.export` (`layershuffle.swarm.export`); all
 share one. It is sent as JSON in the header of a safetensors file, whose tensors are the constants,
 and a block's weights as safetensors under their names in the block's `state_dict`. Nothing is
 unpickled, no source code is sent, and the only operations are those of torch's `aten` and integer
-arithmetic. docs/decisions/009-how-blocks-travel.md says why torch's own archive is not used.
+arithmetic. research/decisions says why torch's own archive is not used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two of them are essential: the GCS, which knows all members and actors, and the 
 the block hosts. Ray's `Node` starts them, as in `ray.init`, but without three helpers: the
 dashboard, which delays the start, the autoscaler's monitor, whose port is open to everybody, and
 the log monitor. Heads of several machines start without them as well (`only_essentials`). See
-docs/decisions/023-when-ray-dies.md.
+research/decisions.
 """
 
 from __future__ import annotations

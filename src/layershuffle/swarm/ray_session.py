@@ -2,7 +2,7 @@
 
 `local_ray` and `joined_ray` yield a `RaySession` and leave nothing behind. They set the environment
 that Ray reads at its first import, so call them before anything imports Ray. The session reconnects
-when Ray's own processes have died (docs/decisions/023-when-ray-dies.md).
+when Ray's own processes have died (research/decisions).
 """
 
 from __future__ import annotations

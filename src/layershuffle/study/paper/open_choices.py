@@ -84,7 +84,7 @@ QUESTIONS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A5", "What the position is predicted from", "fit.prediction.pooling",
      "fit: prediction.pooling", "layershuffle-predict"),
     ("A6", "Position loss: sum or mean over blocks, weight. The text has the sum, the authors' "
-     "code the mean; the sum outweighs the class loss (docs/decisions/003-position-parts.md)",
+     "code the mean; the sum outweighs the class loss (research/decisions/003-position-parts.md)",
      "fit.prediction.loss, .weight",
      "fit: prediction.loss, prediction.weight", "layershuffle-predict"),
     ("A7", "Positions of a pruned model", "(fixed)", "0 to kept-1, as the blocks run", ""),

@@ -2,7 +2,7 @@
 
 uvicorn implements HTTP. This module adds three limits that it lacks against hostile clients: on the
 connections of one address, on the time until a request's head is complete, and on the time until an
-answer is read. docs/decisions/015-server.md says why no other server is used.
+answer is read. research/decisions says why no other server is used.
 """
 
 from __future__ import annotations
