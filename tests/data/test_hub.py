@@ -12,7 +12,6 @@ import huggingface_hub
 import pytest
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.data.hub import split_config
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
@@ -285,8 +284,18 @@ def test_missing_splits_and_columns(tmp_path: Path) -> None:
         opened(tmp_path / "words")
 
 
-def test_configs(tmp_path: Path) -> None:
-    assert split_config("org/set:small") == ("org/set", "small")
-    assert split_config("org/set") == ("org/set", None)
+def test_a_colon_names_a_configuration_unless_it_is_part_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(place: str, *, name: str | None) -> None:
+        asked.append((place, name))
+        raise ValueError("stop")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     (tmp_path / "a:b").mkdir()
-    assert split_config(f"{tmp_path}/a:b") == (f"{tmp_path}/a:b", None)
+    for place in ("org/set:small", "org/set", f"{tmp_path}/a:b"):
+        with pytest.raises(DataError):
+            opened(place)
+    assert asked == [("org/set", "small"), ("org/set", None), (f"{tmp_path}/a:b", None)]
