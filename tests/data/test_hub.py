@@ -68,16 +68,6 @@ def test_validation_beside_test_is_the_holdout(three_splits: Path) -> None:
     assert sizes(opened(three_splits, train=False, max_test=4)) == {"test": 4}
 
 
-def test_a_single_reported_split_is_the_test(tmp_path: Path) -> None:
-    labels = {"label": datasets.ClassLabel(names=list(CLASSES))}
-    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "dev": rows(3, 50, label=[0, 1, 2])}
-    assert sizes(opened(saved(tmp_path, splits, **labels))) == {
-        "train": 24,
-        "holdout": 6,
-        "test": 3,
-    }
-
-
 def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:
     splits = {
         "train": rows(30, 0, label=[0, 1, 2] * 10),
@@ -87,17 +77,6 @@ def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:
     data = opened(saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES))))
     assert sizes(data) == {"train": 24, "holdout": 6, "test": 3}
     assert "the test split has no labels; the validation split is reported" in data.notes
-
-
-def test_string_labels_are_sorted_classes(tmp_path: Path) -> None:
-    splits = {
-        "train": rows(6, 0, label=["dog", "ape", "cow"] * 2),
-        "test": rows(2, 50, label=["cow", "ape"]),
-    }
-    place = saved(tmp_path, splits, label=datasets.Value("string"))
-    data = opened(place, holdout=0.5)
-    assert data.classes == ("ape", "cow", "dog")
-    assert [label for _, label in data.splits["test"].dataset] == [1, 0]
 
 
 def test_integer_labels_are_numbered_and_checked(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def open_source(request: SourceRequest) -> ImageData:
     kind, fits = _set_named(request)
     wanted = ("train", "validation", "test") if request.options.train else ("test",)
     parts = {name: _part(kind, request, name, fits) for name in wanted}
-    if parts["test"] is None:
+    if parts["test"] is None and "validation" not in parts:
         parts["validation"] = _part(kind, request, "validation", fits)
     tables = {
         name: SetTable(part, channels=request.view.channels, place=f"{request.spec} ({name})")
@@ -121,11 +121,9 @@ def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
         options["download"] = True
     choices: list[dict[str, Any]] = [{"split": name} for name in _PARTS[part]]
     if "train" in fits:
-        if part == "validation":
-            return None
         # EMNIST calls its kinds of letters splits.
-        split = {"split": settings["split"]} if "split" in settings else {}
-        choices = [{"train": part == "train", **split}]
+        kinds = {name: settings[name] for name in ("split",) if name in settings}
+        choices = [{"train": part == "train", **kinds}] if part != "validation" else []
     for choice in choices:
         try:
             return kind(Path(settings["root"]).expanduser(), **choice, **options)
