@@ -7,8 +7,6 @@ from itertools import combinations
 
 import pytest
 import torch
-from scipy.stats import chi2
-from torch.utils.data import DataLoader
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.digits import (
@@ -79,30 +77,10 @@ def test_canvases_equal_a_slow_loop_over_the_same_draws(split: str) -> None:
         assert int(labels[k]) == 10 * left_value + right_value
 
 
-def test_every_offset_is_used_and_stays_in_its_half() -> None:
-    draws = draw_pairs("train", 2000)
-    assert draws.rows.unique().tolist() == [0, 1, 2, 3, 4]
-    assert draws.columns.unique().tolist() == [0, 1, 2]
-    allowed = set(digit_instances()["train"].tolist())
-    assert set(draws.digits.flatten().tolist()) <= allowed
-
-
 def test_a_smaller_set_is_the_beginning_of_a_larger_one() -> None:
     few, many = compose(draw_pairs("train", 10)), compose(draw_pairs("train", 1000))
     assert torch.equal(few[0], many[0][:10])
     assert torch.equal(few[1], many[1][:10])
-
-
-@pytest.mark.parametrize(("split", "count"), [("train", 20_000), ("test", 5_000)])
-def test_labels_are_as_balanced_as_chance_makes_them(split: str, count: int) -> None:
-    labels = compose(draw_pairs(split, count))[1]
-    share = torch.bincount(digit_images()[1][digit_instances()[split]], minlength=10).double()
-    share = share / share.sum()
-    expected = (share[:, None] * share[None, :]).flatten() * count
-    seen = torch.bincount(labels, minlength=100).double()
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    low, high = chi2.ppf([0.0005, 0.9995], df=99)
-    assert low < statistic < high, f"chi-square {statistic:.1f} outside {low:.1f}..{high:.1f}"
 
 
 def test_the_whole_data_set_has_its_sizes_and_classes() -> None:
@@ -146,36 +124,6 @@ def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, in
         assert image.shape == (channels, *size)
         assert torch.equal(image, data.finish(item[None])[0])
     assert any("stretched" in note for note in data.notes) == (size != (12, 20))
-
-
-def test_neither_seed_nor_holdout_share_changes_the_data() -> None:
-    left, right = small(seed=0), small(seed=99, holdout=0.5)
-    for name in ("train", "holdout", "test"):
-        a, b = left.splits[name].dataset, right.splits[name].dataset
-        assert isinstance(a, DigitPairs)
-        assert isinstance(b, DigitPairs)
-        assert torch.equal(a.canvases, b.canvases)
-
-
-def test_global_generators_are_left_alone() -> None:
-    before = torch.get_rng_state()
-    small()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_loader_fetches_whole_batches_and_max_test_is_one_fixed_choice() -> None:
-    data = small(max_test=40, train=False)
-    assert list(data.splits) == ["test"]
-    assert data.splits["test"].size == 40
-    batches = list(DataLoader(data.splits["test"].dataset, batch_size=32))
-    assert [len(labels) for _, labels in batches] == [32, 8]
-    whole = small(train=False).splits["test"].dataset
-    assert isinstance(whole, DigitPairs)
-    flat = {image.numpy().tobytes() for image in whole.canvases}
-    chosen = {image.numpy().tobytes() for images, _ in batches for image in images}
-    assert chosen < flat
-    again = small(max_test=40, train=False, seed=5).splits["test"].dataset
-    assert torch.equal(next(iter(DataLoader(again, batch_size=40)))[0][:32], batches[0][0])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.transforms import Images
@@ -49,27 +48,6 @@ def images_of(data: ImageData, name: str) -> Images:
 def files_of(data: ImageData, name: str) -> list[str]:
     dataset = images_of(data, name)
     return [dataset.table.name(row) for row in dataset.indices]
-
-
-def test_sizes_classes_and_a_stratified_disjoint_holdout(root: Path) -> None:
-    data = opened(root)
-    assert data.classes == CLASSES
-    assert {name: split.size for name, split in data.splits.items()} == {
-        "test": 15,
-        "train": 48,
-        "holdout": 12,
-    }
-    train, held_out = files_of(data, "train"), files_of(data, "holdout")
-    assert not set(train) & set(held_out)
-    assert len(set(train) | set(held_out)) == 60
-    labels = [label for _, label in images_of(data, "holdout")]
-    assert torch.bincount(torch.tensor(labels)).tolist() == [4, 4, 4]
-    assert any("12 of 60 training images" in note for note in data.notes)
-    assert files_of(opened(root), "holdout") == held_out
-    assert files_of(opened(root, seed=1), "holdout") == held_out, "donors of a merge must share it"
-    uncut = opened(root, holdout=None)
-    assert set(uncut.splits) == {"train", "test"}
-    assert set(files_of(uncut, "train")) == {*train, *held_out}
 
 
 @pytest.mark.parametrize("name", ["validation", "test"])

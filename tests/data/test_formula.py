@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
-from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, formula, open_data
-from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.formula import (
     MARGIN,
     FormulaFinish,
@@ -25,7 +21,6 @@ from layershuffle.data.formula import (
     wave,
 )
 from layershuffle.errors import UsageError
-from layershuffle.models import file_view, load
 from refusals import refuses
 
 F = np.float32
@@ -71,7 +66,7 @@ class SlowImage:
 
     def __init__(self, label: int, instance: int, *, classes: int, size: int) -> None:
         self.size = size
-        self.classes = [F(value) for value in class_table(classes).parameters[label].tolist()]
+        self.classes = [F(value) for value in class_table(classes)[label].tolist()]
         base = formula.derived_seed("formula", 0, "orbits") & BITS
         drawn = slow_units(slow_hash(slow_hash(label ^ base) ^ instance), 6 + 5 + len(self.classes))
         self.colours, noise = drawn[:6], [value - F(0.5) for value in drawn[6:]]
@@ -173,30 +168,13 @@ def test_an_image_has_the_same_bits_in_every_batch(monkeypatch) -> None:
         torch.set_num_threads(threads)
 
 
-def test_loader_processes_and_batch_sizes_change_nothing() -> None:
-    data = open_data("formula?classes=10&size=16&train=30&test=30&validation=10", PLAIN)
-    batches = [
-        DeviceBatches(
-            data.splits["test"], data.finish, batch_size=size, device="cpu", processes=processes
-        )
-        for size, processes in ((30, 0), (7, 0), (4, 1))
-    ]
-    (images, labels), *others = [
-        tuple(torch.cat(parts) for parts in zip(*some, strict=True)) for some in batches
-    ]
-    for other in others:
-        assert torch.equal(other[0], images)
-        assert torch.equal(other[1], labels)
-    assert labels.tolist() == 3 * list(range(10))
-
-
 def test_classes_differ_by_the_margin() -> None:
     table = class_table(60)
-    sketches = torch.stack(list(formula._sketches(table.parameters))).double()
+    sketches = torch.stack(list(formula._sketches(table))).double()
     gaps = (sketches[:, None] - sketches).abs().mean(-1)
     gaps.fill_diagonal_(255)
     assert gaps.min() >= MARGIN
-    assert torch.equal(class_table(20).parameters, table.parameters[:20])
+    assert torch.equal(class_table(20), table[:20])
 
 
 def test_near_duplicates_are_left_out(monkeypatch) -> None:
@@ -204,8 +182,8 @@ def test_near_duplicates_are_left_out(monkeypatch) -> None:
     # A larger margin rejects more candidates; the first of each pair stays.
     monkeypatch.setattr(formula, "MARGIN", 45)
     strict = class_table.__wrapped__(30)
-    assert strict.rejected > ordinary.rejected
-    assert torch.equal(strict.parameters[0], ordinary.parameters[0])
+    assert not torch.equal(strict, ordinary)
+    assert torch.equal(strict[0], ordinary[0])
     monkeypatch.setattr(formula, "MARGIN", 120)
     with refuses(UsageError):
         class_table.__wrapped__(30)
@@ -254,7 +232,6 @@ def test_images_are_fitted_to_the_view_and_limited() -> None:
     assert data.splits["test"].size == 5
     assert data.finish(keys((0, 1), (1, 1))).shape == (2, 1, 24, 20)
     assert "images of 16x16 were stretched to 24x20" in data.notes[1]
-    assert "mean difference of ink below 32 of 255" in data.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -272,30 +249,3 @@ def test_images_are_fitted_to_the_view_and_limited() -> None:
 def test_invalid_formula_specs_are_refused(spec: str) -> None:
     with refuses(UsageError):
         open_data(spec, PLAIN)
-
-
-def test_a_model_learns_scores_and_answers_with_the_names_of_the_classes(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    spec = "formula?classes=3&size=16&train=24&validation=6&test=9"
-    model = (
-        "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&img_size=16&patch_size=4"
-        "&embed_dim=16&depth=2&num_heads=2&mlp_ratio=1"
-    )
-    fit = ["fit", "--method", "layershuffle", "--model", model, "--data", spec, "--out", "run"]
-    assert main([*fit, "--steps", "2", "--batch-size", "8", "--precision", "fp32"]) == 0
-    assert "24 train, 6 holdout, 9 test images of 3 classes" in capsys.readouterr().out
-    scored = []
-    for size in ("9", "2"):
-        flags = ["--num-orders", "2", "--batch-size", size, "--json"]
-        assert main(["eval", "run", "--data", spec, *flags]) == 0
-        modes = json.loads(capsys.readouterr().out)["modes"]
-        scored.append([mode["cross_entropy"]["mean"] for mode in modes])
-    assert scored[0] == pytest.approx(scored[1], rel=1e-5)  # the model rounds, the images do not
-    # As a file, at the model's size, an image is what the model was trained on, rounded to bytes.
-    assert file_view(load("run")).resize == "squash"
-    pixels = draw_images(keys((1, 5)), classes=3, size=16)[0]
-    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save("one.png")
-    assert main(["predict", "run", "one.png", "--json"]) == 0
-    assert "orbits-" in capsys.readouterr().out

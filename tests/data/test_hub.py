@@ -12,7 +12,6 @@ import huggingface_hub
 import pytest
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.data.hub import split_config
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
@@ -69,16 +68,6 @@ def test_validation_beside_test_is_the_holdout(three_splits: Path) -> None:
     assert sizes(opened(three_splits, train=False, max_test=4)) == {"test": 4}
 
 
-def test_a_single_reported_split_is_the_test(tmp_path: Path) -> None:
-    labels = {"label": datasets.ClassLabel(names=list(CLASSES))}
-    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "dev": rows(3, 50, label=[0, 1, 2])}
-    assert sizes(opened(saved(tmp_path, splits, **labels))) == {
-        "train": 24,
-        "holdout": 6,
-        "test": 3,
-    }
-
-
 def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:
     splits = {
         "train": rows(30, 0, label=[0, 1, 2] * 10),
@@ -88,17 +77,6 @@ def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:
     data = opened(saved(tmp_path, splits, label=datasets.ClassLabel(names=list(CLASSES))))
     assert sizes(data) == {"train": 24, "holdout": 6, "test": 3}
     assert "the test split has no labels; the validation split is reported" in data.notes
-
-
-def test_string_labels_are_sorted_classes(tmp_path: Path) -> None:
-    splits = {
-        "train": rows(6, 0, label=["dog", "ape", "cow"] * 2),
-        "test": rows(2, 50, label=["cow", "ape"]),
-    }
-    place = saved(tmp_path, splits, label=datasets.Value("string"))
-    data = opened(place, holdout=0.5)
-    assert data.classes == ("ape", "cow", "dog")
-    assert [label for _, label in data.splits["test"].dataset] == [1, 0]
 
 
 def test_integer_labels_are_numbered_and_checked(tmp_path: Path) -> None:
@@ -285,8 +263,18 @@ def test_missing_splits_and_columns(tmp_path: Path) -> None:
         opened(tmp_path / "words")
 
 
-def test_configs(tmp_path: Path) -> None:
-    assert split_config("org/set:small") == ("org/set", "small")
-    assert split_config("org/set") == ("org/set", None)
+def test_a_colon_names_a_configuration_unless_it_is_part_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(place: str, *, name: str | None) -> None:
+        asked.append((place, name))
+        raise ValueError("stop")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     (tmp_path / "a:b").mkdir()
-    assert split_config(f"{tmp_path}/a:b") == (f"{tmp_path}/a:b", None)
+    for place in ("org/set:small", "org/set", f"{tmp_path}/a:b"):
+        with pytest.raises(DataError):
+            opened(place)
+    assert asked == [("org/set", "small"), ("org/set", None), (f"{tmp_path}/a:b", None)]

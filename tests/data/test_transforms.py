@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 
 import numpy as np
@@ -16,7 +15,6 @@ from torchvision.transforms import InterpolationMode
 
 from layershuffle.data import ImageView
 from layershuffle.data.contract import derived_seed
-from layershuffle.data.pixels import pixel_tensor
 from layershuffle.data.transforms import (
     Images,
     PixelFinish,
@@ -81,18 +79,6 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
     assert off.max() == 0, f"max {off.max():.2e}, mean {off.mean():.2e}"
 
 
-def test_tensor_and_normalisation_equal_a_slow_loop() -> None:
-    image = noise(16, 16)
-    view = ImageView(**{**VIEW.__dict__, "crop_pct": 1.0})
-    out = PixelFinish(view)(PlainTransform(view)(image)[None])[0]
-    for x in range(16):
-        for y in range(16):
-            for channel, value in enumerate(image.getpixel((x, y))):
-                expected = (value / 255 - view.mean[channel]) / view.std[channel]
-                assert out[channel, y, x].item() == pytest.approx(expected, abs=2e-6)
-    assert out.dtype == torch.float32
-
-
 def test_squash_keeps_the_whole_image_and_crop_does_not() -> None:
     image = Image.new("RGB", (64, 16))
     image.paste((255, 255, 255), (0, 0, 8, 16))  # a white stripe at the far left
@@ -111,11 +97,6 @@ def test_a_view_that_is_not_square_is_covered(size: tuple[int, int], goal: tuple
     view = ImageView(channels=1, height=10, width=20, mean=(0.0,), std=(1.0,))
     assert resized_size(size, view) == goal
     assert PlainTransform(view)(Image.new("L", size)).shape == (1, 10, 20)
-
-
-def test_grey_images_have_one_channel() -> None:
-    image = noise(5, 4, mode="L")
-    assert torch.equal(pixel_tensor(image), torch.tensor(np.array(image))[None])
 
 
 def test_seeded_globals_put_every_generator_back_even_after_an_error() -> None:
@@ -226,21 +207,6 @@ def test_pixels_by_torch_equal_pillow_up_to_rounding(
     assert (every > 0).float().mean() < 0.02
 
 
-def test_enlarged_pixels_by_torch_are_close_too() -> None:
-    """CIFAR's 32 pixels on a view of 224."""
-    view = ImageView(**{**VIEW.__dict__, "height": 224, "width": 224})
-    image = smooth(32, 32, seed=9)
-    off = PixelTransform(view)(image).int() - PlainTransform(view)(image).int()
-    assert off.abs().max() <= 2
-    assert off.abs().float().mean() < 0.1
-
-
-def test_an_image_that_fits_is_not_touched() -> None:
-    view = ImageView(**{**VIEW.__dict__, "crop_pct": 1.0})
-    image = noise(16, 16)
-    assert torch.equal(PixelTransform(view)(image), pixel_tensor(image))
-
-
 # Workers are forked from a process with threads; newer Pythons warn although ours only read.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_that_outlive_an_epoch_show_what_the_main_process_shows() -> None:
@@ -268,16 +234,3 @@ def test_accelerates_loader_sets_the_epoch() -> None:
     images, _ = next(iter(loader))
     data.set_epoch(2)
     assert torch.equal(images, torch.stack([data[i][0] for i in range(12)]))
-
-
-def test_data_sets_can_be_pickled_for_workers_that_are_not_forked() -> None:
-    plain = Images(NoiseTable(), range(12), PlainTransform(VIEW))
-    again = pickle.loads(pickle.dumps(plain))
-    assert torch.equal(again[4][0], plain[4][0])
-
-
-def test_one_channel_views_can_be_augmented() -> None:
-    view = ImageView(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
-    data = Images(NoiseTable("L"), range(12), augment_transform(view), seed=0)
-    assert data[0][0].shape == (1, 8, 8)
-    assert not torch.equal(data[0][0], data[3][0])

@@ -8,7 +8,6 @@ stays on the device, if it takes no more than a share of the free memory there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from layershuffle.data.contract import BatchFinish, Split
 
-PixelPlace = Literal["gpu", "host"]
 # The remaining memory is for activations; ImageNet's 50,000 test images take 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU memory that is free when the first batch arrives
 
@@ -65,16 +63,19 @@ class DeviceBatches:
 
     def _read(self) -> Iterator[tuple[Tensor, Tensor]]:
         stored: list[tuple[Tensor, Tensor]] = []
-        place = None
+        on_gpu = in_memory = False
         for number, (pixels, labels) in enumerate(self._loader):
             if number == 0 and self._keep:
-                place = self._place(pixels)
+                size = self.split.size * pixels[0].numel()
+                if self.device.type == "cuda":
+                    on_gpu = size <= GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
+                in_memory = size <= self._host_bytes
             sent = self._sent(pixels), self._sent(labels)
-            if place is not None:
+            if on_gpu or in_memory:
                 # Bytes, because float32 images would take four times the memory.
-                stored.append(sent if place == "gpu" else (pixels, labels))
+                stored.append(sent if on_gpu else (pixels, labels))
             yield self._finished(*sent)
-        if place is not None:
+        if on_gpu or in_memory:
             # Only after a complete pass, or a reader that stops early would shorten the next ones.
             self._kept = stored
 
@@ -84,10 +85,3 @@ class DeviceBatches:
     def _sent(self, tensor: Tensor) -> Tensor:
         # Asynchronous: torch does not reuse pinned memory before the GPU has read it.
         return tensor.to(self.device, non_blocking=True)
-
-    def _place(self, pixels: Tensor) -> PixelPlace | None:
-        size = self.split.size * pixels[0].numel()
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and size <= GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]:
-            return "gpu"
-        return "host" if size <= self._host_bytes else None

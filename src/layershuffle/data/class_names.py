@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.utils.data import Dataset
 
-from layershuffle.data.contract import ImageData, Item, Split
+from layershuffle.data.contract import ImageData, Item
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
 
@@ -87,7 +87,10 @@ def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
         return data
     splits = data.splits
     if indices is not None and indices != list(range(len(names))):
-        splits = {name: _renumbered(split, indices) for name, split in splits.items()}
+        splits = {
+            name: replace(split, dataset=RenumberedImages(split.dataset, indices))
+            for name, split in splits.items()
+        }
     return replace(data, classes=tuple(names), splits=splits)
 
 
@@ -127,10 +130,6 @@ def _is_imagenet(names: ClassNames) -> bool:
 
 def _words(text: str) -> set[str]:
     return set(re.findall(r"[a-z]+", text.casefold()))
-
-
-def _renumbered(split: Split, indices: Sequence[int]) -> Split:
-    return replace(split, dataset=RenumberedImages(split.dataset, indices))
 
 
 class RenumberedImages(Dataset[Item]):

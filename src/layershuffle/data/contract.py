@@ -26,9 +26,7 @@ from layershuffle.text import one_line
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
 
-# `max_test` takes the same images for every seed of a run, so scores are comparable.
-TEST_SHUFFLE_SEED = 0
-# The holdout does not depend on the seed either: sibling models whose blocks are merged must have
+# The holdout does not depend on the seed of a run: sibling models whose blocks are merged must have
 # trained on the same images, and the held-out images must be new to all of them.
 HOLDOUT_SEED = 0
 
@@ -172,7 +170,7 @@ def limited_test(
     """The test split, or the first `limit` images of one fixed shuffle of it."""
     if limit is None or limit >= size:
         return Split(dataset=dataset, size=size, groups=groups)
-    shuffle = torch.randperm(size, generator=generator_for("max_test", TEST_SHUFFLE_SEED))
-    rows = sorted(shuffle[:limit].tolist())
+    # The same images for every seed of a run, so scores are comparable.
+    rows = sorted(torch.randperm(size, generator=generator_for("max_test", 0))[:limit].tolist())
     of_rows = None if groups is None else groups[rows]
     return Split(dataset=Subset(dataset, rows), size=limit, groups=of_rows)

@@ -89,15 +89,7 @@ def open_source(request: SourceRequest) -> ImageData:
     if groups is not None:
         count = len(set(groups[:, 0].tolist()))
         notes.append(f"{folders['test'].name}: {len(groups)} images in {count} groups")
-    return assemble(
-        request,
-        classes=classes,
-        test=tables["test"],
-        train=tables.get("train"),
-        validation=tables.get("validation"),
-        test_groups=groups,
-        notes=notes,
-    )
+    return assemble(request, tables, classes=classes, test_groups=groups, notes=notes)
 
 
 def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], list[str]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,16 +56,9 @@ _STRIDE = 0x9E3779B1  # odd, so counters below 2 ** 32 are distinct
 _CPU_PIXELS, _GPU_PIXELS = 1 << 16, 1 << 24
 
 
-class ClassTable(NamedTuple):
-    """Parameters float32 [classes, p] of the classes, and the number of rejected candidates."""
-
-    parameters: Tensor
-    rejected: int
-
-
 @cache
-def class_table(count: int) -> ClassTable:
-    """The first `count` candidates that differ from all previous ones by `MARGIN`.
+def class_table(count: int) -> Tensor:
+    """Parameters float32 [count, 9] of the first candidates, each unlike all before it by `MARGIN`.
 
     So a smaller set of classes is a prefix of a larger one. Raises UsageError if too few candidates
     differ.
@@ -87,8 +79,7 @@ def class_table(count: int) -> ClassTable:
             sketches[len(chosen)] = sketch
             chosen.append(number)
             if len(chosen) == count:
-                rejected = number + 1 - count
-                return ClassTable(parameters=candidates[chosen], rejected=rejected)
+                return candidates[chosen]
     raise UsageError(
         f"Only {len(chosen)} of {len(candidates)} candidates differ enough to be classes",
         place=f"formula?classes={count}",
@@ -108,7 +99,7 @@ def _sketches(parameters: Tensor) -> Iterator[Tensor]:
 def _parameters(count: int, device: torch.device) -> Tensor:
     """The parameters of the classes on a device, cached."""
     with torch.inference_mode(False):
-        return class_table(count).parameters.to(device)
+        return class_table(count).to(device)
 
 
 def draw_images(keys: Tensor, *, classes: int, size: int) -> Tensor:
@@ -260,6 +251,7 @@ def open_source(request: SourceRequest) -> ImageData:
     if request.options.train:
         splits["train"] = Split(dataset=parts["train"], size=counts["train"])
         splits["holdout"] = Split(dataset=parts["validation"], size=counts["validation"])
+    class_table(classes)  # for its error, before a training starts
     digits = len(str(classes - 1))
     return ImageData(
         spec=request.spec,
@@ -267,10 +259,7 @@ def open_source(request: SourceRequest) -> ImageData:
         splits=splits,
         finish=FormulaFinish(view=request.view, classes=classes, size=size),
         notes=(
-            "formula: the splits have instances of their own, the same for every seed; "
-            f"{class_table(classes).rejected} candidates were left out because they are nearly "
-            "empty or resemble a class before them (mean difference of ink below "
-            f"{MARGIN} of 255)",
+            "formula: the splits have instances of their own, the same for every seed",
             *stretched((size, size), request.view),
         ),
     )

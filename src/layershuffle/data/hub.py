@@ -11,7 +11,7 @@ The label is never guessed: class folders, else the only `ClassLabel`, else a co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import one_line, shortened
 
-TRAIN_NAMES = ("train", "training")
-VALIDATION_NAMES = ("validation", "valid", "val", "dev")
-TEST_NAMES = ("test", "testing")
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
 LABEL_NAMES = ("label", "cls", "json.label")
 _KEY, _TAR = "__key__", "__url__"  # columns of the library's reader of tars
 
@@ -71,13 +73,12 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if they are missing or unlabelled, UsageError if several columns could be
     meant.
     """
-    channels = request.view.channels
     splits = load_splits(request)
-    train = _first(splits, TRAIN_NAMES)
-    if train is None and request.options.train:
-        raise _no_split("train", splits, request.spec)
+    parts = {
+        part: splits[name] for part, names in SPLITS.items() for name in names if name in splits
+    }
     # The training split also names the classes in an evaluation.
-    reference = next(iter(splits.values())) if train is None else train
+    reference = next(iter((parts or splits).values()))
     features = reference.features
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     image = _chosen("image", images, features, request)
@@ -85,35 +86,55 @@ def open_source(request: SourceRequest) -> ImageData:
     usual = [name for name in LABEL_NAMES if name in (kinds or features)]
     label = _chosen("label", usual[:1] or kinds, features, request)
     classes, numbers = _classes(reference, label, request)
-    validation, test, notes = _reported(splits, label, request)
+    notes: list[str] = []
     tables: dict[str, HubTable] = {}
-    for name, part in (("train", train), ("validation", validation), ("test", test)):
-        if part is not None and (request.options.train or name == "test"):
-            labels = [numbers.get(cell, -1) for cell in _cells(part, label)]
-            tables[name] = HubTable(
-                part, labels, column=image, channels=channels, place=f"{request.spec} ({name})"
+    for name, part in parts.items():
+        cells = part[label][:] if label in part.column_names else [None] * len(part)
+        if name == "test" and "validation" in parts and set(cells) <= {None, -1}:
+            notes.append("the test split has no labels; the validation split is reported")
+            continue
+        tables[name] = HubTable(
+            part,
+            [numbers.get(cell, -1) for cell in cells],
+            column=image,
+            channels=request.view.channels,
+            place=f"{request.spec} ({name})",
+        )
+        kind = part.features.get(label)
+        # With other names, an index would mean different classes in the splits.
+        if isinstance(kind, datasets.ClassLabel) and tuple(kind.names) != classes:
+            listed = listed_difference({"training": classes, "this split": kind.names})
+            raise DataError(
+                f"The splits have different classes: {listed or 'in another order'}",
+                place=tables[name].place,
+                hint="give all splits the same list of classes",
             )
-            _check_labels(tables[name], part, label, classes=classes, numbers=numbers)
-    return assemble(
-        request,
-        classes=classes,
-        test=tables["test"],
-        train=tables.get("train"),
-        validation=tables.get("validation"),
-        notes=notes,
+        if -1 in tables[name].labels:
+            raise _unlabelled(tables[name], cells, label)
+    return assemble(request, tables, classes=classes, notes=notes)
+
+
+def _unlabelled(table: HubTable, cells: Sequence[Any], label: str) -> DataError:
+    rows = [row for row, number in enumerate(table.labels) if number == -1]
+    cause = f"{len(rows)} of {len(cells)} images have no label"
+    if unknown := sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)}):
+        cause = f"Labels are not among those of the training images: {shortened(unknown)}"
+    return DataError(
+        cause,
+        place=table.name(rows[0]),
+        hint=f"correct column {label!r}, or name another one (?label=COLUMN)",
     )
 
 
 def load_splits(request: SourceRequest) -> dict[str, Any]:
     """All splits by name. Raises DataError."""
-    place, config = split_config(request.place)
-    root = Path(place).expanduser()
+    place, config, root = request.place, None, Path(request.place).expanduser()
+    if ":" in place and not root.is_dir():
+        place, _, config = place.rpartition(":")
     # datasets would treat a mistyped path as the name of a data set on the hub.
     if place.startswith(("/", "~", ".")) and not root.is_dir():
         raise DataError(
-            "The data folder does not exist",
-            place=root,
-            hint="correct the path; hub names look like owner/name",
+            "There is no such folder", place=root, hint="hub names look like owner/name"
         )
     target = str(root) if root.is_dir() else place
     try:
@@ -137,14 +158,6 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
     return {name: split.flatten() if json else split for name, split in loaded.items()}
 
 
-def split_config(place: str) -> tuple[str, str | None]:
-    """("name", "config") of "name:config"; an existing directory is not split."""
-    if Path(place).expanduser().is_dir() or ":" not in place:
-        return place, None
-    name, _, config = place.rpartition(":")
-    return name, config or None
-
-
 def _classes(
     data: Any, label: str, request: SourceRequest
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
@@ -156,7 +169,7 @@ def _classes(
     kind = data.features[label]
     if isinstance(kind, datasets.ClassLabel):
         return tuple(kind.names), {number: number for number in range(len(kind.names))}
-    cells: list[Any] = [cell for cell in _cells(data, label) if cell is not None]
+    cells: list[Any] = [cell for cell in data[label][:] if cell is not None]
     plain = cells and isinstance(kind, datasets.Value)
     if plain and "string" in kind.dtype:
         names = tuple(sorted(set(cells)))
@@ -171,57 +184,11 @@ def _classes(
     )
 
 
-def _cells(data: Any, label: str) -> Sequence[Any]:
-    return data[label][:] if label in data.column_names else [None] * len(data)
-
-
-def _check_labels(
-    table: HubTable, data: Any, label: str, *, classes: Sequence[str], numbers: Mapping[Any, int]
-) -> None:
-    """Raises DataError for other classes, and for rows without a label of the classes."""
-    kind, cells = data.features.get(label), _cells(data, label)
-    # With other names, an index would mean different classes in the splits.
-    if isinstance(kind, datasets.ClassLabel) and tuple(kind.names) != classes:
-        listed = listed_difference({"training": classes, "this split": kind.names})
-        raise DataError(
-            f"The splits have different classes: {listed or 'in another order'}",
-            place=table.place,
-            hint="give all splits the same list of classes",
-        )
-    rows = [row for row, cell in enumerate(cells) if cell not in numbers]
-    if not rows:
-        return
-    cause = f"{len(rows)} of {len(cells)} images have no label"
-    if unknown := sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)}):
-        cause = f"Labels are not among those of the training images: {shortened(unknown)}"
-    raise DataError(
-        cause,
-        place=table.name(rows[0]),
-        hint=f"correct column {label!r}, or name another one (?label=COLUMN)",
-    )
-
-
-def _reported(
-    splits: Mapping[str, Any], label: str, request: SourceRequest
-) -> tuple[Any, Any, list[str]]:
-    """(validation or None, test, notes). Raises DataError if both are missing."""
-    validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)
-    notes: list[str] = []
-    if validation is not None and test is not None and set(_cells(test, label)) <= {None, -1}:
-        test, notes = None, ["the test split has no labels; the validation split is reported"]
-    if test is None:
-        # A validation split without a test split is reported, as in other sources.
-        validation, test = None, validation
-    if test is None:
-        raise _no_split("validation or test", splits, request.spec)
-    return validation, test, notes
-
-
 def _has_classes(splits: Mapping[str, Any]) -> bool:
     """Whether the labels of all splits are class folders, not the folders of the splits."""
     kinds = [split.features.get("label") for split in splits.values()]
     names = {name for kind in kinds if kind is not None for name in kind.names}
-    return None not in kinds and not names <= {*TRAIN_NAMES, *VALIDATION_NAMES, *TEST_NAMES}
+    return None not in kinds and not names <= {name for names in SPLITS.values() for name in names}
 
 
 def _chosen(role: str, candidates: Sequence[str], features: Any, request: SourceRequest) -> str:
@@ -253,26 +220,12 @@ def _name_it(role: str, request: SourceRequest, column: str = "COLUMN") -> str:
     return f"name one, as in hf:{request.place}?{query}"
 
 
-def _first(splits: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((splits[name] for name in names if name in splits), None)
-
-
-def _no_split(split: str, splits: Mapping[str, Any], place: str) -> DataError:
-    return DataError(
-        f"there is no {split} split; found {', '.join(splits) or 'none'}",
-        place=place,
-        hint="name files or folders by their split: train-000.tar or train/, val-000.tar or val/",
-    )
-
-
 def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> DataError:
-    if root.is_dir():
-        hint = "put class folders, parquet files or tars under train/ and test/ in it"
-    else:
+    hint = "put class folders, parquet files or tars under train/ and test/ in it"
+    if not root.is_dir():
         hint = (
-            "without a network, point at a copy: hf:DIR (a folder or a save_to_disk directory) or "
-            "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
-            "With a network, check the name and unset HF_HUB_OFFLINE"
+            "check the name and unset HF_HUB_OFFLINE, or, without a network, point at a copy "
+            "(hf:DIR, folder:DIR) or at a cache that has it (HF_HOME, HF_HUB_OFFLINE=1)"
         )
     # The library wraps the error that explains the failure.
     reason = one_line(error.__cause__ or error)

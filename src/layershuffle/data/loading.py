@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import cast
 from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
@@ -26,31 +25,20 @@ from layershuffle.text import did_you_mean, nearest
 class DataSource:
     """One kind of data. `settings`: keys allowed after "?"; `module`: contains `open_source`.
 
-    `generated`: the images are made here, so there is no place, and loader processes have nothing
-    to do.
+    `generated`: images are made here, so there is no place and no work for loader processes.
     `extra`: the extra that must be installed, and the package of it that is imported.
     """
 
     form: str
-    summary: str
     module: str
     settings: tuple[str, ...] = ()
     generated: bool = False
     extra: tuple[str, str] | None = None
 
-    def open(self, request: SourceRequest) -> ImageData:
-        """The data of a request. Raises the errors of the source, and `UsageError` without its
-        extra."""
-        if self.extra is not None:
-            require(*self.extra)
-        function = import_module(self.module).open_source
-        return cast(Callable[[SourceRequest], ImageData], function)(request)
-
 
 SOURCES: dict[str, DataSource] = {
     "digit-pairs": DataSource(
         form="digit-pairs[?train=N&validation=N&test=N]",
-        summary="pairs of real handwritten digits, 100 classes, no download",
         module="layershuffle.data.digits",
         extra=("study", "sklearn"),
         settings=("train", "validation", "test"),
@@ -58,26 +46,22 @@ SOURCES: dict[str, DataSource] = {
     ),
     "formula": DataSource(
         form="formula[?classes=N&size=N&train=N&validation=N&test=N]",
-        summary="images made from formulas, any number of classes, no files",
         module="layershuffle.data.formula",
         settings=("classes", "size", "train", "validation", "test"),
         generated=True,
     ),
     "folder": DataSource(
         form="folder:DIR",
-        summary="one folder per class under DIR/train and DIR/val",
         module="layershuffle.data.folder",
     ),
     "hf": DataSource(
         form="hf:NAME_OR_DIR[:CONFIG][?image=COLUMN&label=COLUMN]",
-        summary="Hugging Face datasets: hub name, class folders, parquet, tars or save_to_disk",
         module="layershuffle.data.hub",
         extra=("datasets", "datasets"),
         settings=("image", "label"),
     ),
     "torchvision": DataSource(
         form="torchvision:NAME?root=DIR[&download=yes]",
-        summary="FashionMNIST, CIFAR100, Food101 and the other labelled sets of torchvision",
         module="layershuffle.data.torchvision_sets",
         settings=("root", "download", "split"),
     ),
@@ -120,7 +104,10 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
             f"{scheme} has no augmentation: its images vary anyway", hint="leave out --augment"
         )
     request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)
-    return source.open(request)
+    if source.extra is not None:
+        require(*source.extra)
+    function: Callable[[SourceRequest], ImageData] = import_module(source.module).open_source
+    return function(request)
 
 
 def loader_processes(spec: str = "") -> int:
@@ -148,15 +135,10 @@ def _settings(query: str, scheme: str) -> dict[str, str]:
 
 def _unknown_scheme(spec: str, scheme: str) -> UsageError:
     match = nearest(scheme, SOURCES)
-    if Path(spec).is_dir():
-        guess = f"did you mean folder:{spec}? "
-    elif match:
-        guess = f"did you mean {SOURCES[match].form}? "
+    guess = f"did you mean {SOURCES[match].form}? " if match else ""
     # A frequent mistake is a path without a scheme.
-    elif "/" in spec or "." in spec:
+    if Path(spec).is_dir() or (not match and ("/" in spec or "." in spec)):
         guess = f"for class folders write folder:{spec}; "
-    else:
-        guess = ""
     return UsageError(
         f"unknown data source {scheme!r}",
         place=f"--data {spec}",

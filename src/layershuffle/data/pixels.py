@@ -92,13 +92,27 @@ def decoded(image: Image.Image, channels: int, *, place: str | Path | None) -> I
     """
     # Pillow opens files lazily; some formats hold their EXIF data behind the pixels.
     image.load()
-    return to_mode(_upright(image), channels, place=place)
+    # ImageOps.exif_transpose writes the other EXIF tags again, and fails where one is damaged:
+    # in 2 of 100 files with a changed byte, which viewers show.
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except DECODE_ERRORS:
+        turn = None
+    return to_mode(image if turn is None else image.transpose(turn), channels, place=place)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:
     """A copy of the image as "RGB" or "L". Raises DataError if its pixel range is unknown."""
     if image.mode.startswith("I") or image.mode == "F":
-        image = _eight_bits(image, place)
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise DataError(
+                f"pixels of mode {image.mode} have no known range",
+                place=place,
+                hint="convert the image to 8 or 16 bits per channel",
+            )
+        # 65535 / 257 = 255
+        image = Image.fromarray(((values.astype(np.int64) + 128) // 257).astype(np.uint8))
     if image.mode in ("P", "PA"):
         # A direct P -> RGB warns about palettes whose transparency is given as bytes.
         image = image.convert("RGBA")
@@ -123,25 +137,3 @@ def pixel_tensor(image: Image.Image) -> Tensor:
     # A copy. Handing over Pillow's memory through Arrow made no measurable difference.
     pixels = torch.from_numpy(np.array(image))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    # ImageOps.exif_transpose writes the other EXIF tags again, and fails where one is damaged:
-    # in 2 of 100 files with a changed byte, which viewers show.
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except DECODE_ERRORS:
-        turn = None
-    return image if turn is None else image.transpose(turn)
-
-
-def _eight_bits(image: Image.Image, place: str | Path | None) -> Image.Image:
-    pixels = np.asarray(image)
-    if image.mode == "F" or pixels.min() < 0 or pixels.max() > 65535:
-        raise DataError(
-            f"pixels of mode {image.mode} have no known range",
-            place=place,
-            hint="convert the image to 8 or 16 bits per channel",
-        )
-    # 65535 / 257 = 255
-    return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))

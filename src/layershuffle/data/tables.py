@@ -7,7 +7,7 @@ augmentation, holdout, skipping of unreadable images) is the same for all source
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
@@ -33,28 +33,33 @@ from layershuffle.text import shortened
 
 def assemble(
     request: SourceRequest,
+    tables: Mapping[str, ImageTable | None],
     *,
     classes: Sequence[str],
-    test: ImageTable,
-    train: ImageTable | None,
-    validation: ImageTable | None,
     test_groups: Tensor | None = None,
     notes: Sequence[str] = (),
 ) -> ImageData:
-    """The named splits of the tables, according to the request's options.
+    """The named splits of the tables "train", "validation" and "test", as the options say.
 
-    `validation` picks the checkpoint instead of a holdout. `test_groups`: groups of the test
-    images, int64 [n, k], as in `Split.groups`. Raises DataError for empty splits, and with
-    `skip_corrupt` if a split has no readable image left. Without `skip_corrupt` a bad image raises
-    when it is read.
+    A validation table beside a test table picks the checkpoint instead of a holdout; without one it
+    is reported. `test_groups`: groups of the reported images, int64 [n, k], as in `Split.groups`.
+    Raises DataError for missing and empty splits, and with `skip_corrupt` if a split has no
+    readable image left. Without `skip_corrupt` a bad image raises when it is read.
     """
     options, view, sentences = request.options, request.view, list(notes)
-    tables = {"train": train, "validation": validation, "test": test}
+    parts = {name: table for name, table in tables.items() if table is not None}
+    if "test" not in parts and "validation" in parts:
+        parts["test"] = parts.pop("validation")
+    wanted = ("train", "validation", "test") if options.train else ("test",)
+    if absent := [name for name in ("train", "test") if name in wanted and name not in parts]:
+        raise DataError(
+            f"There is no {' and no '.join(absent)} split",
+            place=request.spec,
+            hint="name files or folders by their split: train/ and val/, or train-0.tar and so on",
+        )
     rows, skipped = {}, 0
-    for name, table in tables.items():
-        if table is None:
-            continue
-        rows[name], bad = readable_rows(table, check=options.skip_corrupt)
+    for name in (name for name in wanted if name in parts):
+        rows[name], bad = readable_rows(parts[name], check=options.skip_corrupt)
         if not rows[name]:
             raise DataError(
                 "No image could be read",
@@ -64,45 +69,16 @@ def assemble(
         if bad:
             skipped += len(bad)
             sentences.append(
-                f"skipped {len(bad):,} of {len(table.labels):,} images in {name} as unreadable: "
-                f"{shortened([table.name(row) for row in bad])}"
+                f"skipped {len(bad):,} of {len(parts[name].labels):,} images in {name} as "
+                f"unreadable: {shortened([parts[name].name(row) for row in bad])}"
             )
     # Scores always use Pillow's pixels; only training uses the faster transform.
     plain = PlainTransform(view)
     groups = None if test_groups is None else test_groups[rows["test"]]
-    tested = Images(test, rows["test"], plain)
+    tested = Images(parts["test"], rows["test"], plain)
     splits = {"test": limited_test(tested, len(tested), limit=options.max_test, groups=groups)}
-    if train is not None:
-        training, held_out = rows["train"], None
-        if validation is not None:
-            held_out = Images(validation, rows["validation"], plain)
-            sentences.append("the holdout is the validation split of the data")
-        elif options.holdout is None:
-            sentences.append("all training images are trained on, none is held out")
-        else:
-            # Among the readable images only, so the share is that of the used images.
-            left, cut = stratified_holdout([train.labels[row] for row in training], options.holdout)
-            sentences.append(
-                f"the holdout is {len(cut)} of {len(training)} training images, "
-                f"a share of {options.holdout:g} per class, the same for every seed"
-            )
-            if not cut:
-                raise DataError(
-                    "No image can be held out: every class has a single training image",
-                    place=request.spec,
-                    hint="give more training images, or a validation split",
-                )
-            held_out = Images(train, [training[i] for i in cut], plain)
-            training = [training[i] for i in left]
-        if options.augment:
-            fitted = Images(train, training, augment_transform(view), seed=options.seed)
-        else:
-            # torch's nearest pixel differs from Pillow's, which scores use.
-            exact = view.interpolation == "nearest"
-            fitted = Images(train, training, plain if exact else PixelTransform(view))
-        splits["train"] = Split(dataset=fitted, size=len(fitted))
-        if held_out is not None:
-            splits["holdout"] = Split(dataset=held_out, size=len(held_out))
+    if options.train:
+        splits |= _training_splits(request, parts, rows, sentences)
     return ImageData(
         spec=request.spec,
         classes=tuple(classes),
@@ -111,6 +87,45 @@ def assemble(
         notes=tuple(sentences),
         skipped=skipped,
     )
+
+
+def _training_splits(
+    request: SourceRequest,
+    parts: Mapping[str, ImageTable],
+    rows: Mapping[str, list[int]],
+    sentences: list[str],
+) -> dict[str, Split]:
+    options, view, train = request.options, request.view, parts["train"]
+    plain, training, held_out = PlainTransform(view), rows["train"], None
+    if "validation" in parts:
+        held_out = Images(parts["validation"], rows["validation"], plain)
+        sentences.append("the holdout is the validation split of the data")
+    elif options.holdout is None:
+        sentences.append("all training images are trained on, none is held out")
+    else:
+        # Among the readable images only, so the share is that of the used images.
+        left, cut = stratified_holdout([train.labels[row] for row in training], options.holdout)
+        sentences.append(
+            f"the holdout is {len(cut)} of {len(training)} training images, "
+            f"a share of {options.holdout:g} per class, the same for every seed"
+        )
+        if not cut:
+            raise DataError(
+                "No image can be held out: every class has a single training image",
+                place=request.spec,
+                hint="give more training images, or a validation split",
+            )
+        held_out = Images(train, [training[i] for i in cut], plain)
+        training = [training[i] for i in left]
+    # torch's nearest pixel differs from Pillow's, which scores use.
+    exact = view.interpolation == "nearest"
+    fitted = Images(train, training, plain if exact else PixelTransform(view))
+    if options.augment:
+        fitted = Images(train, training, augment_transform(view), seed=options.seed)
+    splits = {"train": Split(dataset=fitted, size=len(fitted))}
+    if held_out is not None:
+        splits["holdout"] = Split(dataset=held_out, size=len(held_out))
+    return splits
 
 
 def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[int]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torchvision.datasets
 from PIL import Image
-from torch import Tensor
 
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
@@ -32,8 +31,6 @@ _PARTS = {
     "validation": ("val", "valid", "validation"),
     "test": ("test",),
 }
-
-
 _HINT = "name a set of images with one class each, as in torchvision:FashionMNIST?root=DIR"
 
 
@@ -42,11 +39,7 @@ class SetTable:
 
     def __init__(self, data: Any, *, channels: int, place: str) -> None:
         self.data, self.channels, self.place = data, channels, place
-        # Without targets, the labels are only in the items.
-        targets = getattr(data, "targets", None)
-        if targets is None:
-            targets = [data[row][1] for row in range(len(data))]
-        labels = targets.tolist() if isinstance(targets, Tensor) else list(targets)
+        labels = [data[row][1] for row in range(len(data))]
         if not all(isinstance(label, Integral) for label in labels):
             raise DataError("The labels are no classes", place=place, hint=_HINT)
         self.labels = [int(label) for label in labels]
@@ -66,41 +59,26 @@ class SetTable:
 def open_source(request: SourceRequest) -> ImageData:
     """A data set of torchvision as ImageData.
 
-    With a validation and a test part, the first picks the checkpoint; without a validation part a
-    share of the training images does. Raises UsageError for a name that is no such set and without
-    a root, DataError if the files are missing or not the published ones.
+    Raises UsageError for a name that is no such set and without a root, DataError if the files are
+    missing or not the published ones.
     """
     kind, fits = _set_named(request)
-    test, validation = _part(kind, request, "test", fits), None
-    if test is None or request.options.train:
-        validation = _part(kind, request, "validation", fits)
-    if test is None:
-        # A validation part without a test part is reported, as in other sources.
-        validation, test = None, validation
-    train = _part(kind, request, "train", fits) if request.options.train else None
-    if test is None or (train is None and request.options.train):
-        raise DataError(
-            f"{request.place} has no training and test parts of its own",
-            place=request.spec,
-            hint="keep such parts in folders, and pass folder:DIR",
-        )
-    parts = {"train": train, "validation": validation, "test": test}
+    wanted = ("train", "validation", "test") if request.options.train else ("test",)
+    parts = {name: _part(kind, request, name, fits) for name in wanted}
+    if parts["test"] is None and "validation" not in parts:
+        parts["validation"] = _part(kind, request, "validation", fits)
     tables = {
         name: SetTable(part, channels=request.view.channels, place=f"{request.spec} ({name})")
         for name, part in parts.items()
         if part is not None
     }
-    names = getattr(test, "classes", None)
+    parts_read = list(tables.values())
+    names: Any = getattr(parts_read[0].data, "classes", None) if parts_read else ()
     if names is None:
-        names = numbered(max(max(table.labels) for table in tables.values()) + 1)
-    return assemble(
-        request,
-        # ImageNet has tuples of synonyms.
-        classes=[", ".join(name) if isinstance(name, tuple) else str(name) for name in names],
-        test=tables["test"],
-        train=tables.get("train"),
-        validation=tables.get("validation"),
-    )
+        names = numbered(max(max(table.labels) for table in parts_read) + 1)
+    # ImageNet has tuples of synonyms.
+    classes = [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]
+    return assemble(request, tables, classes=classes)
 
 
 def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
@@ -143,11 +121,9 @@ def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
         options["download"] = True
     choices: list[dict[str, Any]] = [{"split": name} for name in _PARTS[part]]
     if "train" in fits:
-        if part == "validation":
-            return None
         # EMNIST calls its kinds of letters splits.
-        split = {"split": settings["split"]} if "split" in settings else {}
-        choices = [{"train": part == "train", **split}]
+        kinds = {name: settings[name] for name in ("split",) if name in settings}
+        choices = [{"train": part == "train", **kinds}] if part != "validation" else []
     for choice in choices:
         try:
             return kind(Path(settings["root"]).expanduser(), **choice, **options)

@@ -27,7 +27,6 @@ from layershuffle.data.pixels import pixel_tensor
 from layershuffle.image_view import ImageView, uncropped_size
 
 Transform = Callable[[Image.Image], Tensor]
-_Size = tuple[int, int]
 
 # ITU-R 601 luma, the weights that Pillow uses for RGB -> L, so both conversions to grey agree.
 _LUMA = (0.299, 0.587, 0.114)
@@ -41,7 +40,7 @@ _RESAMPLING = {
 
 @dataclass(frozen=True)
 class PlainTransform:
-    """Resize and centre crop by Pillow, deterministic.
+    """Resize by Pillow and centre crop, deterministic.
 
     `view.resize` decides which sides are resized; small images are enlarged.
     """
@@ -50,42 +49,36 @@ class PlainTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
-        size, (left, top) = _size_and_corner(image.size, self.view)
+        width, height = resized_size(image.size, self.view)
+        pixels = self.resized(image, (width, height))
+        # Rounded as in torchvision's centre crop.
+        left, top = round((width - self.view.width) / 2), round((height - self.view.height) / 2)
+        return pixels[:, top : top + self.view.height, left : left + self.view.width].contiguous()
+
+    def resized(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
+        """Pixels uint8 [C, H, W] at `size` (width, height), before the crop."""
         # Resizing only the cropped part (`box=`) is 1.4 times as fast, but its boxes are 32-bit
         # floats, and 1 byte in 30,000 differs. Scores must not change.
-        sized = image.resize(size, _RESAMPLING[self.view.interpolation])
-        box = (left, top, left + self.view.width, top + self.view.height)
-        return pixel_tensor(sized.crop(box)).contiguous()
+        return pixel_tensor(image.resize(size, _RESAMPLING[self.view.interpolation]))
 
 
 @dataclass(frozen=True)
-class PixelTransform:
+class PixelTransform(PlainTransform):
     """`PlainTransform` with torch's uint8 kernels: resizing is about 4 times as fast as Pillow's.
 
     Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph.
     """
 
-    view: ImageView
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """Pixels uint8 [C, H, W]."""
-        view, pixels = self.view, pixel_tensor(image)
-        (width, height), (left, top) = _size_and_corner(image.size, view)
-        if image.size != (width, height):
-            # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
-            # With antialias, as in Pillow's filters, or shrinking would skip pixels.
-            pixels = F.interpolate(
-                pixels[None], size=(height, width), mode=view.interpolation, antialias=True
-            )[0]
-        return pixels[:, top : top + view.height, left : left + view.width].contiguous()
-
-
-def _size_and_corner(size: _Size, view: ImageView) -> tuple[_Size, _Size]:
-    """The (width, height) to resize to, and the (left, top) of the crop that follows."""
-    width, height = resized_size(size, view)
-    # Rounded as in torchvision's centre crop.
-    corner = round((width - view.width) / 2), round((height - view.height) / 2)
-    return (width, height), corner
+    def resized(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
+        """Pixels uint8 [C, H, W] at `size` (width, height), before the crop."""
+        pixels = pixel_tensor(image)
+        if image.size == size:
+            return pixels
+        # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
+        # With antialias, as in Pillow's filters, or shrinking would skip pixels.
+        return F.interpolate(
+            pixels[None], size=size[::-1], mode=self.view.interpolation, antialias=True
+        )[0]
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
@@ -126,17 +119,15 @@ def augment_transform(view: ImageView) -> Transform:
 def seeded_globals(seed: int) -> Iterator[None]:
     """Seed Python's, numpy's and torch's global CPU generators within, and restore them afterwards.
 
-    timm's and torchvision's transforms draw from the global generators and accept no generator.
-    With a seed per item, each item is a pure function of its seed, independent of the number of
-    workers, the order and resumption. The restored states leave the draws of other code unchanged.
-    torch.manual_seed would reseed the CUDA generators too, hence the state of a private generator.
-    Not thread-safe, because the process shares the generators.
+    timm's and torchvision's transforms draw from them and accept no generator. Not thread-safe,
+    because the process shares the generators.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         random.seed(seed)
         # numpy's seeds have 32 bits.
         np.random.seed(seed % 2**32)
+        # torch.manual_seed would reseed the generators of GPUs too.
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
         yield
     finally:
