@@ -322,8 +322,8 @@ FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
-    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
-    "method min-kept model orders-per-batch out paper-protocol parallel position precision "
+    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every log-with lr "
+    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
     "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
@@ -343,8 +343,8 @@ FLAGS = {
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
-    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
-    "method min-kept model orders-per-batch out paper-protocol parallel position precision "
+    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every log-with lr "
+    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
     "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
