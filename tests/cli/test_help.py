@@ -323,10 +323,10 @@ FLAGS = {
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every log-with lr "
-    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position precision "
-    "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
-    "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
-    "weight-decay workers",
+    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position "
+    "precision prediction.init prediction.loss prediction.pooling prediction.weight rank-orders "
+    "recipe resize schedule seed select-by sequential-every skip-corrupt steps streaming threads "
+    "warmup weight-decay workers",
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
     "predict": "IMAGE MODEL device json mode order seed threads top",
@@ -344,9 +344,9 @@ FLAGS = {
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every log-with lr "
-    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position precision "
-    "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
-    "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
+    "max-parallel method min-kept model orders-per-batch out paper-protocol parallel position "
+    "precision prediction.init prediction.loss prediction.pooling prediction.weight rank-orders "
+    "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
     "bench": "KIND batch-size compile device json model orders-per-batch precision steps threads",
     "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
