@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,6 +124,16 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+_AUTO: Mapping[str, tuple[Literal["fp32", "bf16"], str]] = {
+    # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
+    "cpu": ("fp32", "auto is fp32 on a CPU"),
+    "scores": ("fp32", "auto is fp32 for scores, so that they compare between machines"),
+    "gpu": ("bf16", "auto is bf16 for training on a GPU that has it"),
+    "gpu without bf16": ("fp32", "auto is fp32 on a GPU without bf16"),
+}
+"""What --precision auto is, and why."""
+
+
 def choose_precision(
     choice: str, *, device: str, training: bool
 ) -> tuple[Literal["fp32", "bf16"], str]:
@@ -131,22 +141,15 @@ def choose_precision(
 
     `choice` is fp32, bf16 or auto. Logs a warning for bf16 on a processor without its arithmetic.
     """
+    if choice == "bf16" and device == "cpu" and not cpu_has_bf16():
+        _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
+    if choice != "auto":
+        return ("bf16" if choice == "bf16" else "fp32"), ""
+    if device == "cpu" or not training:
+        return _AUTO["cpu" if device == "cpu" else "scores"]
     import torch
 
-    if choice == "bf16":
-        if device == "cpu" and not cpu_has_bf16():
-            _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
-        return "bf16", ""
-    if choice == "fp32":
-        return "fp32", ""
-    if device == "cpu":
-        # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
-        return "fp32", "auto is fp32 on a CPU"
-    if not training:
-        return "fp32", "auto is fp32 for scores, so that they compare between machines"
-    if torch.cuda.is_bf16_supported():
-        return "bf16", "auto is bf16 for training on a GPU that has it"
-    return "fp32", "auto is fp32 on a GPU without bf16"
+    return _AUTO["gpu" if torch.cuda.is_bf16_supported() else "gpu without bf16"]
 
 
 def device_of(choice: Device) -> Literal["cpu", "cuda"]:

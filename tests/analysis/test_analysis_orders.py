@@ -23,7 +23,7 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import numbers_of, table_text
 from layershuffle.analysis.subject import balanced_orders
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import DataError
 from layershuffle.plotting import INK
 from layershuffle.stats import ImageGroups, t_interval
 from refusals import refuses
@@ -39,30 +39,6 @@ def test_depth_orders_in_a_row_are_a_latin_square(depth, square):
         pairs = Counter(pair for order in orders for pair in pairwise(order))
         assert set(pairs.values()) == {1}
         assert len(pairs) == depth * (depth - 1)
-
-
-@pytest.mark.parametrize(
-    ("orders", "share", "expected"), [(None, 1.0, 4), (None, 0.25, 2), (3, 1.0, 3)]
-)
-def test_batches_carry_orders_of_their_own(orders, share, expected):
-    batches = list(
-        subject_of(FAMILIES["timm-vit"].wrapped(), num_orders=orders).batches(share=share)
-    )
-    drawn = [order for batch in batches for order in batch.orders]
-    assert drawn == balanced_orders(4, first=0, count=2 * expected, seed=0)
-    assert [len(batch.images) for batch in batches] == [4, 4]
-
-
-def test_cells():
-    cells = PositionMeans(2)
-    for block in range(2):
-        cells.add(block, 0, values=torch.tensor([block, 2.0 * block]), first=0)
-        cells.add(block, 0, values=torch.tensor([0.5, 0.5]), first=0)
-    with refuses(UsageError):
-        cells.mean()
-    cells.add(0, 1, values=torch.tensor([1.0]), first=0)
-    cells.add(1, 1, values=torch.tensor([2.0]), first=1)
-    assert cells.mean().tolist() == [[0.25, 1.0], [1.0, 2.0]]
 
 
 def test_tables_as_text():

@@ -51,7 +51,6 @@ def test_numbers_of_separate_clusters():
     assert numbers["purity"] == 1.0
     # Of 149 others: 29 at the same position, and 30 or 60 one away.
     assert numbers["chance"] == pytest.approx((2 * 59 + 3 * 89) / 5 / 149)
-    assert numbers["silhouette"] > 0.9
     assert numbers["early_gap"] == pytest.approx(3.0, rel=0.05)
     assert numbers["early_held"] == 1.0
 

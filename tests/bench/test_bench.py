@@ -1,7 +1,7 @@
 """`layershuffle bench` on a tiny model: its counts against known numbers."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -38,12 +38,10 @@ def test_training_has_its_conditions_and_phases():
     report = bench("train", TINY)
     assert list(report.phases) == [*PHASES, "backward", "optimiser"]
     assert all(milliseconds > 0 for milliseconds in report.phases.values())
-    assert len(report.rates) == 5
     assert report.mfu == pytest.approx(report.rate * report.flops_per_image / report.ceiling)
     text = report_text(report)
     assert text.startswith(f"train: {SMALL}, batch 4, fp32, on {report.hardware['processor']}")
     assert "blocks    eager (compile is off)" in text
-    json.dumps(asdict(report))
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])

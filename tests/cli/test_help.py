@@ -167,10 +167,10 @@ FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose clip "
     "compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs eval-batch-size "
-    "eval-every eval-orders exit-weight holdout kept log-every lr max-parallel method min-kept "
+    "eval-every eval-orders exit-weight holdout kept log-every log-with lr max-parallel method min-kept "
     "model orders-per-batch out paper-protocol parallel position precision prediction.init "
     "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize schedule "
-    "seed select-by sequential-every skip-corrupt steps streaming threads warmup weight-decay "
+    "seed select-by sequential-every skip-corrupt steps threads warmup weight-decay "
     "workers",
     "predict": "device image json model modes order seed threads top",
     "eval": "batch-size compile data device draw json max-images model modes num-orders order "
@@ -184,8 +184,7 @@ FLAGS = {
     "max-images model modes num-orders precision resize seed skip-corrupt threads",
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
-    "bench": "batch-size compile device json kind model orders-per-batch precision steps threads "
-    "workers",
+    "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
     "classify": "address api-key api-key-file authority deadline-ms image json min-blocks order "
     "top",
     "completion": "shell",

@@ -7,7 +7,6 @@ import pytest
 from layershuffle.data.digits import DigitPairs
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
-from layershuffle.training.data_wait import DataWaitMeter
 
 LOOP = sys.modules["layershuffle.training.loop"]
 
@@ -18,26 +17,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def test_the_share_is_of_the_time_of_the_steps():
-    clock = Clock()
-    meter = DataWaitMeter(clock)
-    assert meter.reset() == 0
-    clock.now += 1000  # before the first step
-    for _ in range(3):
-        with meter.waiting():
-            clock.now += 1
-        clock.now += 3
-    with meter.exclude():
-        clock.now += 500
-    assert meter.reset() == pytest.approx(25)
-    clock.now += 2
-    assert meter.reset() == 0
-    with meter.waiting():
-        clock.now += 2
-    assert meter.reset() == 100
-    assert meter.reset() == 0  # no time has passed
 
 
 def run(out, monkeypatch, *, reading, scoring, **changes):
@@ -57,7 +36,7 @@ def run(out, monkeypatch, *, reading, scoring, **changes):
     items = taking(reading, DigitPairs.__getitems__)
     monkeypatch.setattr(DigitPairs, "__getitems__", items)
     monkeypatch.setattr(LOOP, "evaluate", taking(scoring, LOOP.evaluate))
-    monkeypatch.setattr(LOOP, "DataWaitMeter", lambda: DataWaitMeter(clock))
+    monkeypatch.setattr(LOOP, "_clock", clock)
     model = (
         "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
         "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"

@@ -10,6 +10,7 @@ includes all scales after the branch (LayerScale).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import exp
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class BranchWatch:
             self._hooks.append(block.register_forward_pre_hook(self._start))
             self._hooks.append(block.register_forward_hook(self._finish))
             for name, child in block.named_children():
-                note = self._note(name)
+                note = partial(self._note, name)
                 self._hooks.append(child.register_forward_pre_hook(note))
         return self
 
@@ -80,11 +81,8 @@ class BranchWatch:
     def _start(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._seen = [("", block, inputs[0])]
 
-    def _note(self, name: str) -> Any:
-        def note(child: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self._seen.append((name, child, inputs[0] if inputs else None))
-
-        return note
+    def _note(self, name: str, child: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._seen.append((name, child, inputs[0] if inputs else None))
 
     def _finish(self, block: nn.Module, _inputs: tuple[Any, ...], out: Any) -> None:
         (_, _, start), *calls = self._seen

@@ -62,10 +62,6 @@ class PositionMeans:
             )
         return self._sums / self._counts
 
-    def weighted(self, weights: Floats) -> float:
-        """The mean weighted by `weights` `[block, position]`."""
-        return float((self.mean() * weights).sum())
-
     def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:
         """Half the 95 % interval of the mean weighted by `weights` `[block, position]`; `None` for
         too few images."""
@@ -130,7 +126,7 @@ def weighted_means(
     numbers: Mapping[str, tuple[PositionMeans, Floats]], clusters: ImageGroups | None
 ) -> Facts:
     """Facts: the means by their weights `[block, position]`, with their intervals."""
-    values = {name: means.weighted(weights) for name, (means, weights) in numbers.items()}
+    values = {name: float((m.mean() * weights).sum()) for name, (m, weights) in numbers.items()}
     intervals = {
         name: interval(values[name], means.half_width(clusters, weights))
         for name, (means, weights) in numbers.items()

@@ -8,7 +8,6 @@ figure, because UMAP can create clusters that do not exist:
 
 - purity: the share of a point's nearest neighbours whose position differs by at most one; `chance`
   is that share among all other points; `purity_half` is half the 95 % interval, over images.
-  Silhouette: scikit-learn's, by position.
 - early cut: distances between the centroids of positions k and k + 1. `early_gap` is the larger one
   of k = 0, 1 over the median of the others: above 1, the step away from the first positions is
   longer than a usual step. `early_held` is the share of the neighbours of points before that cut
@@ -45,14 +44,13 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 _DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
-_COLOURS = "viridis_r"  # light is early, dark is late; readable in grey
 
 
 def measure(subject: Subject) -> Measurement:
     """points.csv (token, block, image, position, x, y) and blocks.csv.
 
     blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
-    silhouette, early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
+    early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
     """
     block, depth = subject.settings.block, subject.depth
     if block is not None and block >= depth:
@@ -139,15 +137,12 @@ def describe(
     vectors: Array, positions: Array, *, neighbours: int, clusters: ImageGroups | None = None
 ) -> dict[str, float]:
     """The numbers of the module's docstring; NaN if undefined."""
-    from sklearn.metrics import silhouette_score
+    from sklearn.neighbors import NearestNeighbors
 
-    near = _neighbours(vectors, neighbours)
+    # Without data `kneighbors` leaves every point out of its own neighbours.
+    near = NearestNeighbors(n_neighbors=neighbours).fit(vectors).kneighbors(return_distance=False)
     # Neighbouring positions count as near, because their states differ by one update.
     close = abs(positions[:, None] - positions[None, :]) <= 1
-    # scikit-learn refuses a single cluster, and clusters of one point each.
-    silhouette = float("nan")
-    if 2 <= len(np.unique(positions)) < len(positions):
-        silhouette = float(silhouette_score(vectors, positions))
     gap, early_neighbours = _early(vectors, positions, near)
     shares = close[np.arange(len(positions))[:, None], near].mean(1)
     influence = (shares - shares.mean()) / len(shares)
@@ -155,21 +150,9 @@ def describe(
         "purity": float(shares.mean()),
         "purity_half": float("nan") if clusters is None else clusters.half_width(influence),
         "chance": float((close.sum() - len(positions)) / (close.size - len(positions))),
-        "silhouette": silhouette,
         "early_gap": gap,
         "early_held": early_neighbours,
     }
-
-
-def _neighbours(vectors: Array, count: int) -> NDArray[np.int64]:
-    """Indices `[points, count]` of the nearest other points."""
-    from sklearn.neighbors import NearestNeighbors
-
-    # Without data `kneighbors` leaves every point out of its own neighbours.
-    indices: NDArray[np.int64] = (
-        NearestNeighbors(n_neighbors=count).fit(vectors).kneighbors(return_distance=False)
-    )
-    return indices
 
 
 def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]:
@@ -187,7 +170,7 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
 def _token_facts(blocks: DataFrame) -> Facts:
     detached = (blocks.early_gap >= _DETACHED_GAP) & (blocks.early_held >= _DETACHED_HELD)
     large = blocks[blocks.shown == 1].iloc[0]
-    names = ("purity", "chance", "silhouette", "early_gap", "early_held")
+    names = ("purity", "chance", "early_gap", "early_held")
     numbers = {name: float(large[name]) for name in names}
     half = None if np.isnan(large.purity_half) else float(large.purity_half)
     return {
@@ -224,7 +207,7 @@ def _scatter_plots(
     last = max(rows.position.max() for rows in panels.values())
     for axes, (title, rows) in zip(grid, panels.items(), strict=False):
         dots = axes.scatter(
-            rows.x, rows.y, c=rows.position, cmap=_COLOURS, vmin=0, vmax=last, s=dot, lw=0,
+            rows.x, rows.y, c=rows.position, cmap="viridis_r", vmin=0, vmax=last, s=dot, lw=0,
             rasterized=len(panels) > 2,  # thousands of points as vectors weigh megabytes
         )  # fmt: skip
         axes.set(xticks=[], yticks=[])

@@ -153,8 +153,6 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
     def keep_best(model: nn.Module, scores: dict[str, float]) -> None:
         save(model, job.out / "model", record=_record(job, state.step, scores))
 
-    if job.ranks.count > 1 and job.settings.rank_orders == "same":
-        job.ranks.check_same(job.order_digest(), what="The execution orders")
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
     history = History(job.out / HISTORY)
     if job.ranks.first:
@@ -258,14 +256,11 @@ def _finish(state: TrainState) -> FitResult:
         processes=job.ranks.count,
         compile=job.compiler.report(),
     )
-    selected = result.selected
     facts = {
-        f"best {selected['metric']}": f"{selected['value']:.4f}, at step {selected['step']}",
-        "steps": f"{result.steps:,}",
-        "seconds in all": f"{result.train_seconds:,.0f}",
-        "images per second in training": f"{result.images_per_second:,.0f}",
-        "model": job.settings.model,
-        "data": job.settings.data,
+        f"best {result.selected['metric']}": result.selected["value"],
+        "at step": result.selected["step"],
+        "seconds in all": result.train_seconds,
+        "images per second in training": result.images_per_second,
     }
     write_page(job.out, method=result.method, facts=facts)
     write_text(job.out / RESULT_FILE, json.dumps(asdict(result), indent=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,14 +108,6 @@ class Job:
     def order_rank(self) -> int:
         """The number of the process if every process draws its own orders, else 0."""
         return self.ranks.rank if self.settings.rank_orders == "own" else 0
-
-    def order_digest(self) -> str:
-        """A SHA-256 over the orders of the first steps: equal in processes that draw the same ones.
-
-        Even with three blocks, two seeds agree on 16 steps with a chance of 6 ** -16.
-        """
-        drawn = [self.method.orders(self.depth, step=step) for step in range(16)]
-        return hashlib.sha256(repr(drawn).encode("utf-8")).hexdigest()
 
     @property
     def selection_split(self) -> str:

@@ -25,7 +25,6 @@ from layershuffle.core.policies import Mode
 from layershuffle.errors import TrainingError
 from layershuffle.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
-from layershuffle.training.data_wait import DataWaitMeter
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
@@ -40,6 +39,7 @@ spent waiting for data, both in percent), "scoring" (step, images that were scor
 "scores" (step and metrics), "history" (step and all that was logged there, a row of history.csv),
 "checkpoint" (step), "best" (step, cross_entropy), "end" (step); of a run that was complete before,
 "complete" (steps) alone."""
+_clock = time.perf_counter
 _LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
@@ -68,16 +68,19 @@ def train(
     """
     job, settings, accelerator = state.job, state.job.settings, state.accelerator
     checkpoint_every = settings.checkpoint_every or job.eval_every
-    meter, seconds_before = DataWaitMeter(), state.step_seconds
     sums = _Sums(accelerator.device, step=state.step)
+    # By the host's clock: asking the GPU would make every step wait for it. The host is enough,
+    # because one that runs ahead of its GPU is held back where it launches work.
+    waited, seconds_before = 0.0, state.step_seconds
     warm_up(state)
     batches = batches or _batches(state)
     while state.step < job.steps:
         on_phase("data", state.step)
-        with meter.waiting():
-            micro_batches = next(batches, None)
+        began = _clock()
+        micro_batches = next(batches, None)
         if micro_batches is None:
             return
+        waited += _clock() - began
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
@@ -103,7 +106,6 @@ def train(
         norm, learning_rate = _update(state)
         # Every process has as many.
         state.images_trained += job.ranks.count * sum(len(labels) for _, labels in micro_batches)
-        state.step_seconds = seconds_before + meter.seconds()
 
         on_phase("report", state.step)
         # Processes must stop together, or one would wait for the gradients of the others.
@@ -116,12 +118,13 @@ def train(
             row = sums.reset(job.ranks, step=state.step)
             state.refuse_non_finite(row["loss"])
             row |= {"grad_norm": norm.item(), "learning_rate": learning_rate}
-            tell("log", step=state.step, **row, waiting=meter.reset())
-            with meter.exclude():
-                _finish_row(
-                    state, row, scores=scoring, saves=saving, tell=tell, keep_best=keep_best
-                )
+            state.step_seconds += _clock() - began
+            waiting = 100.0 * waited / max(state.step_seconds - seconds_before, 1e-9)
+            waited, seconds_before = 0.0, state.step_seconds
+            tell("log", step=state.step, **row, waiting=waiting)
+            _finish_row(state, row, scores=scoring, saves=saving, tell=tell, keep_best=keep_best)
         else:
+            state.step_seconds += _clock() - began
             tell("step", step=state.step, **sums.now_and_then(step=state.step))
         if stopping:
             return
