@@ -177,5 +177,5 @@ def test_every_kept_study_is_read(repository):
     """Their plans are from before the methods had these names; rows keep the labels of arms."""
     for plan in sorted((repository / "docs" / "results").glob("*/plan.json")):
         arms = json.loads(plan.read_text())["recipe"]["arms"]
-        labels = {arm["name"] or arm["method"] for arm in arms}
+        labels = {arm.get("name") or arm["method"] for arm in arms}
         assert {arm.label for arm in read_plan(plan.parent).arms} == labels

@@ -14,6 +14,7 @@ tasks.jsonl last: a task is done if and only if it has a line there.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,4 +170,5 @@ def writing(out: Path) -> Iterator[None]:
     with explained(out):
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock"):
+            os.listdir(out)  # makes NFS look again: another machine may have replaced a file
             yield

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
@@ -38,14 +37,14 @@ from layershuffle.study.paper.tables import (
     describe_data,
     main_table,
     merging_section,
-    settings_tables,
+    settings_table,
     table_1,
     table_notes,
     table_text,
     unique,
 )
 from layershuffle.study.store import Study, read_study
-from layershuffle.study.tasks import FIGURES, RunResult
+from layershuffle.study.tasks import FIGURES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -248,15 +247,6 @@ def _facts_section(study: Study) -> str:
     training = sum(result.train_seconds for _, result in study.runs)
     scoring = sum(result.eval_seconds for _, result in study.runs)
     notes = unique(f"Note: {note}" for _, result in study.runs for note in result.data.notes)
-    differing, shared = settings_tables(
-        # Without the seed, which differs in every run and is part of its name.
-        study,
-        lambda result: {k: v for k, v in result.settings.items() if k != "seed"},
-    )
-    blocks = [differing, shared]
-    for name in ("data", "hardware", "versions"):
-        tables = settings_tables(study, partial(_facts_named, name))
-        blocks += [f"### {name.capitalize()}", *tables]
     return section(
         "Settings",
         literal(
@@ -267,10 +257,5 @@ def _facts_section(study: Study) -> str:
         "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
         "--data DATA --order ORDER`, with --max-images as in the recipe.",
         *map(literal, notes),
-        *blocks,
+        settings_table(study),
     )
-
-
-def _facts_named(name: str, result: RunResult) -> dict[str, Any]:
-    facts: dict[str, Any] = result.model_dump(exclude={"data": {"notes"}})[name]
-    return facts

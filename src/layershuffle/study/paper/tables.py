@@ -23,7 +23,6 @@ from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
 from layershuffle.study.paper.summary import Column, ScoreCell, Summary, estimate_of, label
 from layershuffle.study.store import Study
-from layershuffle.study.tasks import RunResult
 from layershuffle.text import counted_as, markdown_table, shortened, table
 
 if TYPE_CHECKING:
@@ -349,23 +348,25 @@ def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
 # --- facts ---------------------------------------------------------------------------------------
 
 
-def settings_tables(study: Study, of: Callable[[RunResult], Mapping[str, Any]]) -> tuple[str, str]:
-    """Settings of the runs: those that differ, with the arms, and those that all share."""
-    settings = [(task.arm, flatten(of(result))) for task, result in study.runs]
-    shared, differing = [], []
-    for key in unique(key for _, values in settings for key in values):
+def settings_table(study: Study) -> str:
+    """The settings and facts of the runs, each with the arms that have it."""
+    facts = []
+    for task, result in study.runs:
+        # Without the seed, which differs in every run and is part of its name.
+        settings = {key: value for key, value in result.settings.items() if key != "seed"}
+        others = result.model_dump(include={"data", "hardware", "versions"})
+        del others["data"]["notes"]
+        facts.append((task.arm, flatten(settings | others)))
+    rows = []
+    for key in unique(key for _, values in facts for key in values):
         arms_with: dict[str, list[str]] = {}
-        for arm, values in settings:
+        for arm, values in facts:
+            # A setting that older runs lack differs, too.
             arms_with.setdefault(values.get(key, NONE), []).append(arm)
-        # A setting that older runs lack differs, too.
-        if len(arms_with) == 1:
-            shared.append((key, *arms_with))
-        else:
-            differing += [
-                (key, value, shortened(unique(arms), limit=_NAMES_SHOWN))
-                for value, arms in arms_with.items()
-            ]
-    return grid(("name", "value", "arms"), differing), grid(("name", "all runs"), shared)
+        for value, arms in arms_with.items():
+            shown = shortened(unique(arms), limit=_NAMES_SHOWN)
+            rows.append((key, value, "all" if len(arms_with) == 1 else shown))
+    return grid(("name", "value", "arms"), rows)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
