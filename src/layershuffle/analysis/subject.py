@@ -30,7 +30,6 @@ from layershuffle.models.origin import trained_with
 from layershuffle.stats import ImageGroups
 from layershuffle.text import Progress
 
-AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
 # With fewer clusters, their spread is too uncertain to judge a difference.
 FEWEST_CLUSTERS = 10
 
@@ -91,13 +90,11 @@ class Subject:
         """Logits `[n, classes]`."""
         return logits_of(self.model(images))
 
-    def run(self, images: Tensor, order: AnyOrder, *hooks: BlockHook) -> Tensor:
+    def run(
+        self, images: Tensor, order: ExecutionOrder | Sequence[ExecutionOrder], *hooks: BlockHook
+    ) -> Tensor:
         """Logits `[n, classes]` under one order or one per image, with hooks around the blocks."""
-        with (
-            torch.inference_mode(),
-            running(self.model, order),
-            with_hooks(self.model, *hooks),
-        ):
+        with torch.inference_mode(), running(self.model, order), with_hooks(self.model, *hooks):
             return self.logits(images)
 
     def batches(self, *, split: str = "test", share: float = 1.0) -> Iterator[Batch]:
