@@ -45,8 +45,8 @@ def test_rows_are_written_and_read_back(tmp_path):
     write_rows(path, rows[:2])
     assert path.read_text() == (
         "method,seed,mode,kept,choose,order_seed,order,n,top1,top5,cross_entropy,draw\n"
-        'layershuffle,0,arbitrary,3,,0,"2,0,1",200,45.5000,70.3333,0.666667,pass\n'
-        "layershuffle,0,arbitrary,3,,1,,200,45.5000,70.3333,0.666667,batch\n"
+        'layershuffle,0,arbitrary,3,,0,"2,0,1",200,45.5,70.33333333333333,0.6666666666666666,pass\n'
+        "layershuffle,0,arbitrary,3,,1,,200,45.5,70.33333333333333,0.6666666666666666,batch\n"
     )
     write_rows(path, rows)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "draw", "seconds"])
