@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 INK, RULE, GROUND = "#1c2126", "#d3d9df", "#fefefe"
+Style = tuple[str, str, Literal["-", "--", "-.", ":"]]
 # Colour, marker and dash differ together, so no reader depends on colour. Mostly Okabe and Ito's
 # colours, without the pale ones.
-STYLES = (
+STYLES: tuple[Style, ...] = (
     ("#5d6975", "o", "--"),
     ("#0072b2", "s", "-"),
     ("#d55e00", "^", "-."),

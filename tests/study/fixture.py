@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +117,7 @@ def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
     """Finish a merging task of the study in `out`."""
     plan = plan_of(read_plan(out))
     (task,) = (task for task in plan.mergings if task.arm == arm)
-    rows = [replace(row, arm=arm) for row in rows]
+    rows = [row.model_copy(update={"arm": arm}) for row in rows]
     tell(out, task.name, donors=list(task.needs), rows=rows)
 
 

@@ -7,9 +7,19 @@ ours always counts blocks kept. The same summary gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from layershuffle.plotting import GROUND, INK, RULE, legend_below, new_figure, style_axes
+from layershuffle.plotting import (
+    GROUND,
+    INK,
+    METHOD_STYLES,
+    RULE,
+    STYLES,
+    Style,
+    legend_below,
+    new_figure,
+    style_axes,
+)
 from layershuffle.stats import Estimate, mean
 from layershuffle.study.paper.numbers import PaperNumber
 from layershuffle.study.paper.summary import Column, Summary, label
@@ -18,23 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Style = tuple[str, str, Literal["-", "--", "-.", ":"]]
-# One style per arm, in the order of the plan: colour, marker and dash differ together, so no reader
-# depends on colour. Mostly Okabe and Ito's colours, without the pale ones.
-STYLES: tuple[Style, ...] = (
-    ("#5d6975", "o", "--"),
-    ("#0072b2", "s", "-"),
-    ("#d55e00", "^", "-."),
-    ("#00875f", "D", "-"),
-    ("#a0397e", "v", ":"),
-    ("#8a6d00", "P", "--"),
-    ("#007f99", "X", "-."),
-    ("#6a4fb3", "*", "-"),
-    ("#b3400f", "<", ":"),
-    ("#3d6b1f", ">", "--"),
-)
-# These look the same in every study.
-_OWN = dict(zip(("baseline", "layershuffle", "layerdrop", "anyorder"), STYLES, strict=False))
 PANELS = {
     "sequential": "Sequential order (the paper's Figure 1b)",
     "arbitrary": "Arbitrary order (the paper's Figure 1c)",
@@ -49,10 +42,11 @@ _GOLDEN = 0.618  # the share of a row between one dot and the next: neighbours l
 
 def arm_style(summary: Summary, arm: str) -> Style:
     """Colour, marker and dash of an arm, the same in every figure."""
-    if arm in _OWN:
-        return _OWN[arm]
-    others = [style for style in STYLES if style not in _OWN.values()]
-    arms = [name for name in (*summary.arms, arm) if name not in _OWN]
+    if arm in METHOD_STYLES:
+        return METHOD_STYLES[arm]
+    taken = [METHOD_STYLES[name] for name in summary.arms if name in METHOD_STYLES]
+    others = [style for style in STYLES if style not in taken]
+    arms = [name for name in (*summary.arms, arm) if name not in METHOD_STYLES]
     turn, index = divmod(arms.index(arm), len(others))
     # Repeated colours have other markers and dashes.
     _, marker, dash = others[(index + turn) % len(others)]
