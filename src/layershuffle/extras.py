@@ -28,6 +28,9 @@ EXTRAS = {
     "datasets": Extra("data of the Hugging Face hub and of tar shards: hf:, wds:", ("datasets",)),
     "tensorboard": Extra("the curves of every fit, in OUT/tensorboard", ("tensorboard",)),
     "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
+    "export": Extra(
+        "export, eval and predict of exported files", ("onnx", "onnxscript", "onnxruntime")
+    ),
     "swarm": Extra(
         "swarm, classify",
         (

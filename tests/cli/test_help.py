@@ -333,6 +333,7 @@ FLAGS = {
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
     "predict": "IMAGE MODEL device json mode order seed threads top",
+    "export": "MODEL out precision data whole order",
     "cache": "DATA out quality size skip-corrupt verify workers",
     "analyze": "MODEL NAME batch-size block data device images json list neighbours orders out "
     "resize seed skip-corrupt streaming threads",

@@ -63,6 +63,7 @@ ROOT = CommandGroup(
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
         "predict": ("name the classes of images", "predict:PredictCommand"),
         "eval": ("score a model under many execution orders", "eval:EvalCommand"),
+        "export": ("write a model as ONNX files", "export:ExportCommand"),
         "cache": ("copy images at the size that training needs", "cache:CacheCommand"),
         "analyze": ("analyse what the blocks of a model learnt", "analyze:AnalyzeCommand"),
         "merge": ("build models from the blocks of several models", "merge:MergeCommand"),
