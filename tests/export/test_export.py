@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layershuffle as ls
 from common import FAMILIES, images
+from exported import SHIPPED, exported_digits
 from layershuffle.cli import main
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import blocks_of
@@ -31,17 +32,14 @@ from layershuffle.export.graphs import BlockAlone, BlockForm, form_of
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.onnx_models import MANIFEST, OnnxGraph
 from layershuffle.text import unheard
-from once import once
 from refusals import refuses
 
-SHIPPED = "bundled:digits-swarm"
 ORDERS = ("0,1,2,3,4,5,6,7,8,9,10,11", "7,3,0,11,5,2,9,1,10,4,8,6", "4,1,4")
 
 
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model as files; no test may change them."""
-    return once(tmp_path_factory, "exported-digits", lambda path: export_model(SHIPPED, path))
+    return exported_digits(tmp_path_factory)
 
 
 def facts_of(directory: Path) -> dict[str, Any]:
