@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import FAMILIES, images
 from exported import SHIPPED, exported_digits
+from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import blocks_of
@@ -104,6 +105,17 @@ def test_another_runtime_that_knows_nothing_of_us_gets_the_same(
         with torch.no_grad():
             wanted = blocks_of(model)[block](state).numpy()
         assert np.abs(got - wanted).max() <= 1e-5 * max(1, np.abs(wanted).max())
+
+
+def test_the_files_that_ship_are_those_of_the_shipped_model(shipped: Path) -> None:
+    """Weights byte by byte; the graphs of another torch may differ, and not in what they give."""
+    assert facts_of(asset("digits-onnx"))["family"] == facts_of(shipped)["family"]
+    for path in shipped.glob("*.weights"):
+        assert path.read_bytes() == asset("digits-onnx", path.name).read_bytes()
+    ours, theirs = ls.load("bundled:digits-onnx"), ls.load(str(shipped))
+    with torch.no_grad(), ls.running(ours, ORDERS[1]), ls.running(theirs, ORDERS[1]):
+        got, wanted = ours(picture(3)), theirs(picture(3))
+    assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
 
 
 # --- the same numbers -----------------------------------------------------------------------------

@@ -11,9 +11,6 @@ from safetensors.numpy import load as tensors_of
 from layershuffle_host.graph import RefusedGraph, external_tensors
 from layershuffle_host.wire import State
 
-# Without DEBUG output of a library that shares the process's standard error.
-_SEVERE = 3
-
 
 class Block:
     """A loaded block. `shape`: of a state, (tokens, width); `seconds`: for one image; `bytes`."""
@@ -29,10 +26,12 @@ class Block:
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         # A waiting thread would spin on the one core that a small device has.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = _SEVERE
-        # The session reads the tensors where they are, so they live as long as it does.
-        self._values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
-        options.add_external_initializers(list(tensors), self._values)
+        # An arena keeps what the largest batch took, for each block.
+        options.enable_cpu_mem_arena = False
+        options.log_severity_level = 3  # errors: what is wrong with a block is said here
+        # The session copies them, after it has compared their shapes and dtypes with the graph's.
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
+        options.add_external_initializers(list(tensors), values)
         self._session = onnxruntime.InferenceSession(
             graph, options, providers=["CPUExecutionProvider"]
         )
@@ -40,14 +39,11 @@ class Block:
         if len(inputs) != 1 or len(self._session.get_outputs()) != 1:
             raise RefusedGraph("the graph is not one of a block: a state in, a state out")
         self._input, self.shape, self.bytes = inputs[0], shape, len(weights)
-        self.seconds = self._tried()
-
-    def _tried(self) -> float:
-        state = np.zeros((1, *self.shape), np.float32)
+        state = np.zeros((1, *shape), np.float32)
         self.run(state)
         begin = time.perf_counter()
         self.run(state)
-        return time.perf_counter() - begin
+        self.seconds = time.perf_counter() - begin
 
     def run(self, state: State) -> State:
         """The state after the block, float32 `[images, tokens, width]`.

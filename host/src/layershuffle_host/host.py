@@ -262,8 +262,9 @@ class _Link:
 
     async def run(self) -> None:
         """Dial, serve, and dial again; blocks stay meanwhile."""
-        waits = delays(random.Random())
+        waits, said = delays(random.Random()), ""
         while True:
+            before = said
             try:
                 async with connect(
                     self._url + wire.HOST_PATH,
@@ -276,12 +277,14 @@ class _Link:
                     close_timeout=1,
                 ) as socket:
                     if await self._serve(socket):
-                        waits = delays(random.Random())
+                        waits, before = delays(random.Random()), ""
                 if self._host.draining:
                     return
-                _log.warning("%s closed: %s %s", self._url, socket.close_code, socket.close_reason)
+                said = f"closed: {socket.close_code} {socket.close_reason}"
             except (OSError, InvalidHandshake, InvalidURI, TimeoutError) as error:
-                _log.warning("%s cannot be reached: %s", self._url, error or type(error).__name__)
+                said = f"cannot be reached: {error or type(error).__name__}"
+            if said != before:  # once, not for every try of a night
+                _log.warning("%s %s", self._url, said)
             await asyncio.sleep(next(waits))
 
     async def _serve(self, socket: ClientConnection) -> bool:

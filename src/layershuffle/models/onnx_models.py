@@ -94,9 +94,9 @@ class OnnxGraph(nn.Module):
         options.log_severity_level = 3
         if weights is not None:
             tensors = load_tensors(weights)
-            # The session reads them where they are, so they live as long as it does.
-            self._values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
-            options.add_external_initializers(list(tensors), self._values)
+            # The session copies them.
+            values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
+            options.add_external_initializers(list(tensors), values)
         try:
             self._session = onnxruntime.InferenceSession(
                 graph, options, providers=["CPUExecutionProvider"]

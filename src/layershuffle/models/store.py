@@ -349,7 +349,8 @@ def _library(name: str) -> Library:
 
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "bundled":
-        names = [path.parent.name for path in asset().glob(f"*/{METADATA_FILE}")]
+        marks = (METADATA_FILE, MANIFEST)
+        names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
             raise unknown_name("bundled model", spec.place, names=names, listing=listing)
