@@ -29,7 +29,7 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
-from layershuffle.export.graphs import BlockAlone, BlockForm, form_of
+from layershuffle.export.graphs import BlockForm, block_alone, form_of
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.onnx_models import MANIFEST, OnnxGraph
 from layershuffle.text import unheard
@@ -175,7 +175,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 def form() -> BlockForm:
     """Of the blocks of the shipped model, traced once."""
     block = blocks_of(ls.load(SHIPPED))[0]
-    return form_of(BlockAlone(block, ((), {})), torch.randn(2, 16, 64))
+    return form_of(block_alone(block, ((), {})), torch.randn(2, 16, 64))
 
 
 def test_fp16_halves_the_weights(form: BlockForm) -> None:

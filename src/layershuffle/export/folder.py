@@ -26,14 +26,14 @@ from layershuffle.core.tensors import logits_of, mapped, tensors_of
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export.graphs import (
     OPSET,
-    BlockAlone,
     BlockForm,
     BlockPrecision,
-    HeadOnly,
-    StemOnly,
-    WholeModel,
+    ModelPart,
+    block_alone,
     form_of,
     graph_of,
+    head_of,
+    stem_of,
 )
 from layershuffle.extras import require
 from layershuffle.files import refuse_foreign, staged_directory, write_bytes, write_text
@@ -88,9 +88,9 @@ def export_model(
     with staged_directory(out) as stage, collector_paused():
         state, _ = run_stem(model, images, forward=model)
         ends = {
-            "stem.onnx": graph_of(StemOnly(model), images, names=("images", "state")),
+            "stem.onnx": graph_of(stem_of(model), images, names=("images", "state")),
             "head.onnx": graph_of(
-                HeadOnly(model, images.shape[1:]), state, names=("state", "logits")
+                head_of(model, images.shape[1:]), state, names=("state", "logits")
             ),
         }
         for name, proto in ends.items():
@@ -118,12 +118,15 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
     chosen = order_of(range(depth_of(model)) if order is None else order, depth_of(model))
     images = _noise(model)
     with staged_directory(out) as stage, torch.no_grad():
-        proto = graph_of(WholeModel(model, str(chosen)), images, names=("images", "logits"))
+
+        def whole(batch: Tensor) -> Tensor:
+            with running(model, chosen):
+                return logits_of(model(batch))
+
+        proto = graph_of(ModelPart(model, whole), images, names=("images", "logits"))
         content = proto.SerializeToString(deterministic=True)
         write_bytes(stage / "model.onnx", content)
-        with running(model, chosen):
-            wanted = logits_of(model(images))
-        error = _error(OnnxGraph(content)(images), wanted)
+        error = _error(OnnxGraph(content)(images), whole(images))
         _refuse_other_numbers("The model", error, most=_LOGITS_PARITY)
         facts = {**_facts(model, spec, precision="fp32"), "order": str(chosen)}
         return _write_manifest(stage, {**facts, "parity": {"logits": error}})
@@ -184,7 +187,7 @@ def _write_blocks(
     forms, graphs, facts = list[BlockForm](), dict[bytes, str](), list[dict[str, Any]]()
     speed = dict[str, Any]()
     for block, module in enumerate(blocks_of(model)):
-        alone = BlockAlone(module, others)
+        alone = block_alone(module, others)
         wanted = alone(state)
         # A block that computes in another way than those before has a graph of its own.
         for form in forms:

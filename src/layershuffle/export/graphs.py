@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from layershuffle.core.stack import running
 from layershuffle.core.tensors import logits_of, state_of, tensor_of
 from layershuffle.errors import StackError
 from layershuffle.models.ends import in_place_of_blocks, run_head
@@ -48,15 +47,22 @@ _REFUSED = (
 )  # fmt: skip
 
 
-class StemOnly(nn.Module):
-    """A model up to its blocks: images `[n, channels, height, width]` to a state."""
+class ModelPart(nn.Module):
+    """A part of `model` as a function of one tensor, which torch.export takes as a module."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._call = model, call
 
-    def forward(self, images: Tensor) -> Tensor:
-        """The state `[n, tokens, width]` that enters the first block."""
+    def forward(self, values: Tensor) -> Tensor:
+        """What `call` makes of `values`."""
+        return self._call(values)
+
+
+def stem_of(model: nn.Module) -> ModelPart:
+    """The model up to its blocks: images `[n, channels, height, width]` to a state."""
+
+    def stem(images: Tensor) -> Tensor:
         states = list[Tensor]()
 
         def catch(state: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -64,50 +70,27 @@ class StemOnly(nn.Module):
             return state
 
         # The head runs as well, and the graph loses it: torch.export survives no early exit.
-        in_place_of_blocks(self.model, catch, forward=lambda: self.model(images))
+        in_place_of_blocks(model, catch, forward=lambda: model(images))
         return states[0]
 
+    return ModelPart(model, stem)
 
-class HeadOnly(nn.Module):
-    """A model after its blocks: a state `[n, tokens, width]` to logits `[n, classes]`."""
 
-    def __init__(self, model: nn.Module, image: torch.Size) -> None:
-        super().__init__()
-        self.model, self._image = model, image
+def head_of(model: nn.Module, image: torch.Size) -> ModelPart:
+    """The model after its blocks: a state `[n, tokens, width]` to logits `[n, classes]`."""
 
-    def forward(self, state: Tensor) -> Tensor:
-        """The logits."""
+    def head(state: Tensor) -> Tensor:
         # The stem of these images is unused, and the graph loses it.
-        images = state.new_zeros((state.shape[0], *self._image))
-        return run_head(
-            self.model, images, state=state, forward=lambda batch: logits_of(self.model(batch))
-        )
+        images = state.new_zeros((state.shape[0], *image))
+        return run_head(model, images, state=state, forward=lambda batch: logits_of(model(batch)))
+
+    return ModelPart(model, head)
 
 
-class BlockAlone(nn.Module):
+def block_alone(block: nn.Module, others: tuple[tuple[Any, ...], dict[str, Any]]) -> ModelPart:
     """A block as a function of the state; its other arguments are constants."""
-
-    def __init__(self, block: nn.Module, others: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        super().__init__()
-        self.block = block
-        self._args, self._kwargs = others
-
-    def forward(self, state: Tensor) -> Tensor:
-        """The state after the block, in the shape of `state`."""
-        return state_of(self.block(state, *self._args, **self._kwargs))
-
-
-class WholeModel(nn.Module):
-    """A model that runs its blocks in one order: images to logits."""
-
-    def __init__(self, model: nn.Module, order: str) -> None:
-        super().__init__()
-        self.model, self._order = model, order
-
-    def forward(self, images: Tensor) -> Tensor:
-        """The logits `[n, classes]`."""
-        with running(self.model, self._order):
-            return logits_of(self.model(images))
+    args, kwargs = others
+    return ModelPart(block, lambda state: state_of(block(state, *args, **kwargs)))
 
 
 def graph_of(module: nn.Module, example: Tensor, *, names: tuple[str, str]) -> ModelProto:
@@ -203,11 +186,11 @@ class BlockForm:
         return graph.SerializeToString(deterministic=True), content
 
 
-def form_of(module: BlockAlone, example: Tensor) -> BlockForm:
+def form_of(module: ModelPart, example: Tensor) -> BlockForm:
     """The form of a block and of all that compute as it does. Raises as `graph_of`."""
     graph = _traced(module, example, ("state", "out"))
-    prefix = "block."
-    weights = {f"{prefix}{name}" for name in module.block.state_dict()}
+    prefix = "model."
+    weights = {f"{prefix}{name}" for name in module.model.state_dict()}
     # As inputs, no rule of the optimiser sees their numbers (zero biases would become one tensor).
     stored = [tensor for tensor in graph.graph.initializer if tensor.name in weights]
     for tensor in stored:
