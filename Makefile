@@ -33,7 +33,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[study]'
 	touch $@
 
-$(VENV)/.tests-installed: $(VENV)/.installed
+$(VENV)/.tests-installed: $(VENV)/.installed host/pyproject.toml
+	$(PIP) --editable ./host
 	$(PIP) --editable '.[test]'
 	touch $@
 

@@ -27,6 +27,9 @@ EXTRAS = {
     ),
     "datasets": Extra("data of the Hugging Face hub, parquet files and tars: hf:", ("datasets",)),
     "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
+    "export": Extra(
+        "export, eval and predict of exported files", ("onnx", "onnxscript", "onnxruntime")
+    ),
     "swarm": Extra(
         "swarm, classify",
         (

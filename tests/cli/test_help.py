@@ -176,6 +176,7 @@ FLAGS = {
     "predict": "device image json model modes order seed threads top",
     "eval": "batch-size compile data device draw json max-images model modes num-orders order "
     "precision resize seed skip-corrupt threads",
+    "export": "data model order out precision whole",
     "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt threads",
     "merge": "base batch-size compile data device draw ends ensemble-combine ensemble-orders "

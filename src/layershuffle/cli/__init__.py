@@ -34,6 +34,7 @@ COMMANDS = {
     "fit": ("Refine a model so that its blocks run in any order.", "fit:FIT"),
     "predict": ("Name the classes of images.", "predict:PredictCommand"),
     "eval": ("Score a model under many execution orders.", "eval:EvalCommand"),
+    "export": ("Write a model as ONNX files for other programs.", "export:ExportCommand"),
     "analyze": ("Analyse what the blocks of a model learnt.", "analyze:AnalyzeCommand"),
     "merge": ("Build models from the blocks of several models.", "merge:MergeCommand"),
     "ensemble": ("Score the mean of several models' answers.", "merge:EnsembleCommand"),

@@ -39,7 +39,9 @@ def run_head(
     small beside the blocks (0.7 % of the operations of a ViT-B).
     """
     # A copy, because some backbones change the state in place, and the caller may need it again.
-    return _in_place_of_blocks(model, lambda *_, **__: state.clone(), lambda: forward(images))
+    return in_place_of_blocks(
+        model, lambda *_, **__: state.clone(), forward=lambda: forward(images)
+    )
 
 
 def refuse_more_than_blocks(
@@ -88,14 +90,14 @@ def _stem(model: nn.Module, forward: Callable[[], Tensor]) -> _Reached:
         raise _Reached(tensor_of(state), (args, kwargs), run=run_of(stack))
 
     try:
-        _in_place_of_blocks(model, stop, forward)
+        in_place_of_blocks(model, stop, forward=forward)
     except _Reached as reached:
         return reached
     raise StackError(f"{type(model).__name__} never called its block stack")
 
 
-def _in_place_of_blocks(
-    model: nn.Module, call: Callable[..., Tensor], forward: Callable[[], Tensor]
+def in_place_of_blocks(
+    model: nn.Module, call: Callable[..., Tensor], *, forward: Callable[[], Tensor]
 ) -> Tensor:
     """The output of `forward()` if a single entry takes the place of all blocks."""
     stack = stack_of(model)

@@ -58,6 +58,7 @@ from layershuffle.models.metadata import (
     checked_record,
     parse_metadata,
 )
+from layershuffle.models.onnx_models import MANIFEST
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
 from layershuffle.models.position_files import (
@@ -104,6 +105,7 @@ class Library(Protocol):
 # `transformers` without its models, which take most of a second). transformers comes first, because
 # its wrapper around timm models has attributes of both.
 _ADAPTERS = {
+    "onnxruntime": ("onnx_models", "onnxruntime"),
     "transformers": ("hf_models", "transformers.modeling_utils"),
     "torchvision": ("torchvision_models", "torchvision"),
     "timm": ("timm_models", "timm"),
@@ -343,7 +345,8 @@ def _library(name: str) -> Library:
 
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "bundled":
-        names = [path.parent.name for path in asset().glob(f"*/{METADATA_FILE}")]
+        marks = (METADATA_FILE, MANIFEST)
+        names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
             raise unknown_name("bundled model", spec.place, names=names, listing=listing)
@@ -381,6 +384,8 @@ def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Modul
     """The model in a directory; `base`: the name of one that somebody else put on the hub."""
     directory = _model_directory(place.expanduser())
     path = directory / METADATA_FILE
+    if (directory / MANIFEST).is_file():
+        return wrap(_library("onnxruntime").read(directory, seed=seed)[0], "blocks")
     if not path.is_file():
         return _built_by_its_library(directory, seed, base)
     metadata = parse_metadata(read_json(path), path)
@@ -442,7 +447,7 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
 def _model_directory(place: Path) -> Path:
     """`place`, or PLACE/model if `place` is the output of a training run."""
     ours = ((place, METADATA_FILE), (place / "model", METADATA_FILE))
-    for directory, file in (*ours, (place, CONFIG)):
+    for directory, file in ((place, MANIFEST), *ours, (place, CONFIG)):
         if (directory / file).is_file():
             return directory
     if place.suffix.lower() in PICKLE_SUFFIXES:

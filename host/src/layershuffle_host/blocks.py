@@ -1,0 +1,58 @@
+"""A block, ready to run: a graph and its weights in ONNX Runtime."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import onnxruntime
+from safetensors.numpy import load as tensors_of
+
+from layershuffle_host.graph import RefusedGraph, external_tensors
+from layershuffle_host.wire import State
+
+
+class Block:
+    """A loaded block. `shape`: of a state, (tokens, width); `seconds`: for one image; `bytes`."""
+
+    def __init__(
+        self, graph: bytes, weights: bytes, *, shape: tuple[int, int], threads: int
+    ) -> None:
+        """Load and try it. Raises `RefusedGraph`, or what ONNX Runtime and safetensors raise."""
+        names, tensors = external_tensors(graph), tensors_of(weights)
+        if names != tensors.keys():
+            raise RefusedGraph("these are not the weights of this graph")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        # A waiting thread would spin on the one core that a small device has.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # An arena keeps what the largest batch took, for each block.
+        options.enable_cpu_mem_arena = False
+        options.log_severity_level = 3  # errors: what is wrong with a block is said here
+        # The session copies them, after it has compared their shapes and dtypes with the graph's.
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
+        options.add_external_initializers(list(tensors), values)
+        self._session = onnxruntime.InferenceSession(
+            graph, options, providers=["CPUExecutionProvider"]
+        )
+        inputs = [entry.name for entry in self._session.get_inputs()]
+        if len(inputs) != 1 or len(self._session.get_outputs()) != 1:
+            raise RefusedGraph("the graph is not one of a block: a state in, a state out")
+        self._input, self.shape, self.bytes = inputs[0], shape, len(weights)
+        state = np.zeros((1, *shape), np.float32)
+        self.run(state)
+        begin = time.perf_counter()
+        self.run(state)
+        self.seconds = time.perf_counter() - begin
+
+    def run(self, state: State) -> State:
+        """The state after the block, float32 `[images, tokens, width]`.
+
+        Raises `RefusedGraph` for another shape or dtype, and for numbers that are not finite.
+        """
+        (out,) = self._session.run(None, {self._input: state})
+        # In float64, where the sum of finite numbers cannot overflow.
+        finite = np.isfinite(np.sum(out, dtype=np.float64))
+        if out.shape != state.shape or out.dtype != np.float32 or not finite:
+            raise RefusedGraph("the block gives no finite state of the shape that it got")
+        return out  # type: ignore[no-any-return]

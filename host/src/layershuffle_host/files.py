@@ -1,0 +1,138 @@
+"""Files of a model by their SHA-256: fetched over HTTP, kept on disk, checked before use."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import ssl
+import threading
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layershuffle_host.wire import FILE_PATH
+
+_CHUNK = 1 << 16
+_SECONDS = 10.0  # without a byte
+
+
+class FetchError(OSError):
+    """A file that cannot be fetched now."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The token is for the gateway alone."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where files come from: the address of a gateway, its token, and how TLS is checked."""
+
+    address: str
+    token: str
+    tls: ssl.SSLContext | None
+
+    def open(self, digest: str, *, start: int) -> Any:
+        """The response with the file from byte `start` on."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        request = urllib.request.Request(self.address + FILE_PATH + digest, headers=headers)
+        handlers = (_NoRedirect(), urllib.request.HTTPSHandler(context=self.tls))
+        return urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS)
+
+
+class Cache:
+    """A directory of files by digest, of `limit` bytes; several hosts may share it."""
+
+    def __init__(self, directory: Path, *, limit: int) -> None:
+        self._directory, self._limit = directory, limit
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def digests(self) -> list[str]:
+        """The digests of the files that are there."""
+        return sorted(p.name for p in self._directory.iterdir() if len(p.name) == 64)
+
+    def content(self, digest: str, size: int, *, source: Source, stopped: threading.Event) -> bytes:
+        """The content of a file of `size` bytes, fetched where it is not there.
+
+        A cut transfer is taken up where it ended. Raises `FetchError`, and `OSError` for a disk
+        that cannot be written; `stopped` ends the transfer.
+        """
+        path = self._directory / digest
+        if (content := self._read(path, digest)) is not None:
+            return content
+        with (self._directory / f"{digest}.part").open("ab") as file:
+            # Another host of this machine may be fetching the same file.
+            _lock(file.fileno(), stopped)
+            if (content := self._read(path, digest)) is not None:
+                Path(file.name).unlink(missing_ok=True)
+                return content
+            if file.tell() > size:
+                file.truncate(0)
+            if file.tell() < size:
+                _fetch(file, digest, size=size, source=source, stopped=stopped)
+            file.flush()
+            os.fsync(file.fileno())
+            part = Path(file.name)
+            content = part.read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                # From the beginning next time, because nobody knows which part is wrong.
+                file.truncate(0)
+                raise FetchError(f"what came is not the file {digest[:12]}: other SHA-256")
+            os.replace(part, path)
+        self._prune(keep=path)
+        return content
+
+    def _read(self, path: Path, digest: str) -> bytes | None:
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if hashlib.sha256(content).hexdigest() != digest:
+            path.unlink(missing_ok=True)  # a damaged disk
+            return None
+        os.utime(path)
+        return content
+
+    def _prune(self, *, keep: Path) -> None:
+        """Remove files beyond the limit, the one unused for longest first."""
+        facts = [(p.stat().st_mtime, p.stat().st_size, p) for p in self._directory.iterdir()]
+        total = sum(size for _, size, _ in facts)
+        for _, size, path in sorted(facts):
+            if total > self._limit and path != keep:
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def _fetch(file: Any, digest: str, *, size: int, source: Source, stopped: threading.Event) -> None:
+    start = file.tell()
+    with source.open(digest, start=start) as response:
+        # A server that knows no ranges begins anew.
+        if start and response.status != 206:
+            file.truncate(0)
+            start = 0
+        while chunk := response.read(_CHUNK):
+            start += len(chunk)
+            if stopped.is_set():
+                raise FetchError("the transfer was stopped")
+            if start > size:
+                file.truncate(0)
+                raise FetchError(f"the file {digest[:12]} is longer than the gateway said")
+            file.write(chunk)
+    if start < size:
+        raise FetchError(f"the transfer of {digest[:12]} ended after {start} of {size} bytes")
+
+
+def _lock(descriptor: int, stopped: threading.Event) -> None:
+    while not stopped.is_set():
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stopped.wait(0.1)
+    raise FetchError("the transfer was stopped")

@@ -1,0 +1,401 @@
+"""A host: dials in to gateways, holds the blocks that they assign, and serves visits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import secrets
+import ssl
+import threading
+import time
+import timeit
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import onnxruntime
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+
+from layershuffle_host import __version__, wire
+from layershuffle_host.blocks import Block
+from layershuffle_host.files import Cache, Source
+from layershuffle_host.wire import Header, Kind, State, Why, WireError
+
+_log = logging.getLogger("layershuffle_host")
+_OPEN_SECONDS, _DRAIN_SECONDS = 3.0, 10.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 3.0
+_MOST_WAITING, _MOST_WAITING_BYTES = 1024, 128 << 20
+# Up to here a block runs where frames are read: changing threads takes as long, and costs more.
+_INLINE_SECONDS = 0.005
+Key = tuple[str, str]
+"""A block by the digests of its graph and of its weights."""
+
+
+def delays(draw: random.Random) -> Iterator[float]:
+    """Seconds to wait before the first, second, ... try: growing, and never together with others.
+
+    The longest is short, because a host that is back is wanted at once.
+    """
+    for attempt in itertools.count():
+        longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(attempt, 16))
+        yield longest * draw.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A visit that waits. `late`: when nobody needs its answer any more, on the monotonic clock."""
+
+    link: _Link
+    header: Header
+    state: State
+    block: Block
+    late: float
+
+
+class Host:
+    """A process that serves blocks. `run()` ends after `drain()`.
+
+    `urls`: gateways, as http, https, ws or wss; `memory`: bytes of weights that it takes; `ca`: a
+    file with the certificate of a private authority. Raises `ValueError` for another URL.
+
+        asyncio.run(Host(["ws://127.0.0.1:8000"], token="secret").run())
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str,
+        name: str = "host",
+        memory: int = 200_000_000,
+        threads: int = 1,
+        cache: Path | None = None,
+        ca: Path | None = None,
+    ) -> None:
+        self.name, self.instance = name, secrets.token_hex(8)
+        self.memory, self.threads = memory, threads
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        # What was dropped may be wanted again, so the disk holds more than the memory.
+        self.cache = Cache(cache or caches / "layershuffle-host", limit=4 * memory)
+        self.speed = _speed()
+        self.blocks: dict[Key, Block] = {}
+        self.links = [_Link(self, url, token=token, ca=ca) for url in urls]
+        self.waiting: deque[_Waiting] = deque()
+        self.waiting_bytes, self.busy, self.draining = 0, 0, False
+        self._wake, self._drain = asyncio.Event(), asyncio.Event()
+        self._pool = ThreadPoolExecutor(1, "block")
+        # Files load one after the other, beside the visits of the blocks that are there.
+        self.loader = ThreadPoolExecutor(1, "files")
+
+    async def run(self) -> None:
+        """Serve until `drain`, then answer what waits and leave."""
+        tasks = [asyncio.create_task(link.run()) for link in self.links]
+        tasks.append(asyncio.create_task(self._work()))
+        drained = asyncio.create_task(self._drain.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, drained], return_when=asyncio.FIRST_COMPLETED)
+            if drained not in done:
+                for task in done:
+                    task.result()  # a fault of ours: say it, and end
+            await self._finish()
+        finally:
+            for task in (*tasks, drained):
+                task.cancel()
+            await asyncio.gather(*tasks, drained, return_exceptions=True)
+            for link in self.links:
+                link.stop_loading()
+            self._pool.shutdown(wait=False)
+            self.loader.shutdown(wait=False, cancel_futures=True)
+
+    def drain(self) -> None:
+        """Take no more visits, answer those that wait, and end `run`."""
+        self.draining = True
+        self._drain.set()
+
+    async def _finish(self) -> None:
+        for link in self.links:
+            link.send(wire.text_of("drain"))
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while self.waiting or self.busy or not all(link.idle() for link in self.links):
+                    await asyncio.sleep(0.005)
+                await asyncio.gather(*(link.close() for link in self.links))
+        except TimeoutError:
+            _log.warning("drained for %.0f s, leaving with visits unanswered", _DRAIN_SECONDS)
+
+    def drop_unassigned(self) -> None:
+        """Forget blocks that no gateway wants any more; visits that wait keep theirs."""
+        wanted = {key for link in self.links for key in link.slots.values()}
+        for key in self.blocks.keys() - wanted:
+            del self.blocks[key]
+
+    def room_for(self, size: int) -> None:
+        """Raises `MemoryError` if weights of `size` bytes do not fit beside the others."""
+        held = sum(block.bytes for block in self.blocks.values())
+        if held + size > self.memory:
+            raise MemoryError(f"no memory: {held} of {self.memory} bytes are taken")
+
+    # --- visits -----------------------------------------------------------------------------------
+
+    def take(self, visit: _Waiting) -> None:
+        """Put a visit into the queue, or refuse it."""
+        if self.draining:
+            visit.link.refuse(visit.header, Why.DRAINING)
+        elif len(self.waiting) >= _MOST_WAITING or self.waiting_bytes > _MOST_WAITING_BYTES:
+            visit.link.refuse(visit.header, Why.FULL)
+        else:
+            self.waiting.append(visit)
+            self.waiting_bytes += visit.state.nbytes
+            self._wake.set()
+
+    async def _work(self) -> None:
+        """Run the visits that wait, oldest first, those of one block together."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self.waiting:
+                batch = self._batch()
+                self.busy = len(batch)
+                if batch and not await self._served(batch):
+                    # One state may have broken it for the others.
+                    for visit in batch:
+                        if len(batch) == 1 or not await self._served([visit]):
+                            visit.link.refuse(visit.header, Why.FAILED)
+                self.busy = 0
+                # So that what has arrived meanwhile can join the next batch.
+                await asyncio.sleep(0)
+
+    async def _served(self, batch: Sequence[_Waiting]) -> bool:
+        """Run visits of one block together, and answer them; whether that went well."""
+        block, begin = batch[0].block, time.monotonic()
+        state = np.concatenate([visit.state for visit in batch])
+        try:
+            if block.seconds * len(state) <= _INLINE_SECONDS:
+                out = block.run(state)
+            else:
+                loop = asyncio.get_running_loop()
+                out = await loop.run_in_executor(self._pool, block.run, state)
+        # ONNX Runtime's errors have no class of their own.
+        except Exception as error:  # noqa: BLE001
+            _log.warning("a block failed: %s", error)
+            return False
+        micros, queue = int(1e6 * (time.monotonic() - begin)), min(len(self.waiting), 0xFFFF)
+        for visit in batch:
+            state, out = out[: len(visit.state)], out[len(visit.state) :]
+            if visit.header.dtype != wire.Dtype.FLOAT32:
+                state = state - visit.state
+            header = visit.header._replace(kind=Kind.ANSWER, queue=queue, time=micros)
+            visit.link.send(wire.frame(header, state))
+        return True
+
+    def _batch(self) -> list[_Waiting]:
+        """The oldest visit and those of its block, out of the queue; late ones are refused."""
+        now, block, images = time.monotonic(), self.waiting[0].block, 0
+        batch, others = list[_Waiting](), deque[_Waiting]()
+        for visit in self.waiting:
+            if visit.block is not block or images + len(visit.state) > wire.MAX_IMAGES:
+                others.append(visit)
+                continue
+            self.waiting_bytes -= visit.state.nbytes
+            if visit.late < now:
+                visit.link.refuse(visit.header, Why.LATE)
+                continue
+            batch.append(visit)
+            images += len(visit.state)
+        self.waiting = others
+        return batch
+
+
+class _Link:
+    """The connection to one gateway, which comes back for as long as the host runs."""
+
+    def __init__(self, host: Host, url: str, *, token: str, ca: Path | None) -> None:
+        parts = urlsplit(url)
+        secure = {"ws": "", "http": "", "wss": "s", "https": "s"}.get(parts.scheme)
+        if secure is None or not parts.netloc:
+            raise ValueError(
+                f"{url!r} is no address of a gateway: write ws://HOST:PORT or wss://HOST"
+            )
+        tls = ssl.create_default_context(cafile=ca) if secure else None
+        base = f"{parts.netloc}{parts.path.rstrip('/')}"
+        self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
+        self._source = Source(f"http{secure}://{base}", token, tls)
+        self.slots: dict[int, Key] = {}
+        self._socket: ClientConnection | None = None
+        self._outbox: asyncio.Queue[str | bytes] = asyncio.Queue()
+        self._loading: asyncio.Task[None] | None = None
+        self._stopped = threading.Event()
+
+    def idle(self) -> bool:
+        """Whether everything for this gateway has left."""
+        return self._socket is None or self._outbox.empty()
+
+    def send(self, content: str | bytes) -> None:
+        """Send as soon as the gateway takes it; without a connection nobody wants it."""
+        if self._socket is not None:
+            self._outbox.put_nowait(content)
+
+    def refuse(self, header: Header, why: Why) -> None:
+        """Send the reason why a visit has no answer."""
+        self.send(wire.frame(header._replace(kind=Kind.REFUSAL, queue=why, time=0)))
+
+    async def close(self) -> None:
+        """Close the connection as the protocol asks."""
+        if self._socket is not None:
+            await self._socket.close(1001)
+
+    def stop_loading(self) -> None:
+        """End the transfers of an earlier assignment."""
+        self._stopped.set()
+        if self._loading is not None:
+            self._loading.cancel()
+
+    async def run(self) -> None:
+        """Dial, serve, and dial again; blocks stay meanwhile."""
+        waits, said = delays(random.Random()), ""
+        while True:
+            before = said
+            try:
+                async with connect(
+                    self._url + wire.HOST_PATH,
+                    ssl=self._tls,
+                    compression=None,
+                    max_size=wire.MAX_FRAME_BYTES,
+                    open_timeout=_OPEN_SECONDS,
+                    ping_interval=wire.PING_SECONDS,
+                    ping_timeout=wire.PONG_SECONDS,
+                    close_timeout=1,
+                ) as socket:
+                    if await self._serve(socket):
+                        waits, before = delays(random.Random()), ""
+                if self._host.draining:
+                    return
+                said = f"closed: {socket.close_code} {socket.close_reason}"
+            except (OSError, InvalidHandshake, InvalidURI, TimeoutError) as error:
+                said = f"cannot be reached: {error or type(error).__name__}"
+            if said != before:  # once, not for every try of a night
+                _log.warning("%s %s", self._url, said)
+            await asyncio.sleep(next(waits))
+
+    async def _serve(self, socket: ClientConnection) -> bool:
+        """Serve until the connection ends; whether the gateway took this host."""
+        self._outbox, self._socket, taken = asyncio.Queue(), socket, False
+        hello = wire.text_of(
+            "hello",
+            protocol=wire.PROTOCOL,
+            token=self._token,
+            name=self._host.name,
+            instance=self._host.instance,
+            version=__version__,
+            runtime=f"onnxruntime {onnxruntime.__version__}",
+            memory=self._host.memory,
+            speed=self._host.speed,
+            held=self._host.cache.digests()[: wire.MAX_HELD],
+        )
+        self.send(hello)
+        sender = asyncio.create_task(self._send_all(socket))
+        try:
+            with suppress(ConnectionClosed):  # `run` says how
+                async for content in socket:
+                    if isinstance(content, bytes):
+                        self._visited(content)
+                    else:
+                        self._told(wire.message_in(content))
+                        taken = True
+        except WireError as error:
+            _log.warning("%s breaks the protocol: %s", self._url, error)
+            await socket.close(1002, str(error)[:100])
+        finally:
+            self._socket = None
+            sender.cancel()
+        return taken
+
+    async def _send_all(self, socket: ClientConnection) -> None:
+        # A task of its own: a gateway that does not read holds up nobody else's answers.
+        with suppress(ConnectionClosed):
+            while True:
+                await socket.send(await self._outbox.get())
+
+    def _visited(self, content: bytes) -> None:
+        header = wire.header_of(content)
+        if header.kind != Kind.VISIT:
+            raise WireError(f"a frame of kind {header.kind} from a gateway")
+        if self._outbox.qsize() > _MOST_WAITING:
+            raise WireError("it sends visits and reads no answers")
+        block = self._host.blocks.get(self.slots.get(header.slot, ("", "")))
+        if block is None:
+            self.refuse(header, Why.UNKNOWN_BLOCK)
+            return
+        state = wire.state_in(content, header, shape=block.shape)
+        late = time.monotonic() + 1e-6 * header.time
+        self._host.take(_Waiting(self, header, state, block, late))
+
+    def _told(self, message: dict[str, Any]) -> None:
+        if message["type"] != "assign":
+            raise WireError(f"a message {message['type']} from a gateway")
+        blocks = message["blocks"]
+        self.slots = {block["slot"]: _key(block) for block in blocks}
+        _log.info("%s assigns %d blocks", self._url, len(blocks))
+        self.stop_loading()
+        self._stopped = threading.Event()
+        self._host.drop_unassigned()
+        self._loading = asyncio.create_task(self._load_all(blocks, self._stopped))
+
+    async def _load_all(self, blocks: Sequence[dict[str, Any]], stopped: threading.Event) -> None:
+        """Load what is missing, and try again what failed, until another assignment comes."""
+        loop, waits, left = asyncio.get_running_loop(), delays(random.Random()), list(blocks)
+        while left:
+            failed = []
+            for block in left:
+                key, slot = _key(block), block["slot"]
+                try:
+                    if key not in self._host.blocks:
+                        self._host.room_for(block["weights"]["bytes"])
+                        loaded = await loop.run_in_executor(
+                            self._host.loader, self._loaded, block, stopped
+                        )
+                        self._host.room_for(loaded.bytes)
+                        self._host.blocks[key] = loaded
+                # Files may be anything, and so may be what their readers raise.
+                except Exception as error:  # noqa: BLE001
+                    _log.warning("block %s: %s", key[1][:12], error)
+                    why = f"{type(error).__name__}: {error}"[: wire.MAX_TEXT]
+                    self.send(wire.text_of("failed", slot=slot, why=why))
+                    failed.append(block)
+                else:
+                    seconds = self._host.blocks[key].seconds
+                    self.send(wire.text_of("ready", slot=slot, seconds=seconds))
+            left = failed
+            if left:
+                await asyncio.sleep(next(waits))
+
+    def _loaded(self, block: dict[str, Any], stopped: threading.Event) -> Block:
+        """The block, from files that are here or at the gateway. Runs in the loader's thread."""
+        graph, weights = (
+            self._host.cache.content(
+                file["sha256"], file["bytes"], source=self._source, stopped=stopped
+            )
+            for file in (block["graph"], block["weights"])
+        )
+        tokens, width = block["shape"]
+        return Block(graph, weights, shape=(tokens, width), threads=self._host.threads)
+
+
+def _key(block: dict[str, Any]) -> Key:
+    return block["graph"]["sha256"], block["weights"]["sha256"]
+
+
+def _speed() -> float:
+    """GFLOP/s of a product of two matrices of 256 x 256, the best of a few."""
+    matrix = np.ones((256, 256), np.float32)
+    return 2e-9 * 256**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))

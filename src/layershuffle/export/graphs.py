@@ -1,0 +1,289 @@
+"""From torch to ONNX: the ends of a model, and one graph for its blocks with their weights apart.
+
+`torch.onnx.export` traces a block once. Its weights are inputs while the graph is simplified, so
+that no number of them shapes it; then every block has the same graph, and a file of weights. The
+tensors of all files have the same names and shapes, hence the same offsets, which is what the
+graph's references to them name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import onnxscript.optimizer
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from safetensors.numpy import save
+from torch import Tensor, nn
+
+from layershuffle.core.tensors import logits_of, state_of, tensor_of
+from layershuffle.errors import StackError
+from layershuffle.models.ends import in_place_of_blocks, run_head
+from layershuffle.models.onnx_models import WEIGHTS_LOCATION
+from layershuffle.text import one_line
+
+BlockPrecision = Literal["fp32", "fp16", "int8"]
+OPSET = 20
+_MOST_IMAGES = 4096  # far more than anybody sends at once
+_UNEXPORTED = (
+    "use a model whose blocks compute the same steps for every state; layershuffle predict and "
+    "eval run this one on this machine"
+)
+# What torch.export, torch.onnx and onnxruntime raise for what they cannot follow.
+_REFUSED = (
+    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError,
+    NotImplementedError,
+)  # fmt: skip
+
+
+class ModelPart(nn.Module):
+    """A part of `model` as a function of one tensor, which torch.export takes as a module."""
+
+    def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def forward(self, values: Tensor) -> Tensor:
+        """What `call` makes of `values`."""
+        return self._call(values)
+
+
+def stem_of(model: nn.Module) -> ModelPart:
+    """The model up to its blocks: images `[n, channels, height, width]` to a state."""
+
+    def stem(images: Tensor) -> Tensor:
+        states = list[Tensor]()
+
+        def catch(state: Tensor, *_: Any, **__: Any) -> Tensor:
+            states.append(tensor_of(state))
+            return state
+
+        # The head runs as well, and the graph loses it: torch.export survives no early exit.
+        in_place_of_blocks(model, catch, forward=lambda: model(images))
+        return states[0]
+
+    return ModelPart(model, stem)
+
+
+def head_of(model: nn.Module, image: torch.Size) -> ModelPart:
+    """The model after its blocks: a state `[n, tokens, width]` to logits `[n, classes]`."""
+
+    def head(state: Tensor) -> Tensor:
+        # The stem of these images is unused, and the graph loses it.
+        images = state.new_zeros((state.shape[0], *image))
+        return run_head(model, images, state=state, forward=lambda batch: logits_of(model(batch)))
+
+    return ModelPart(model, head)
+
+
+def block_alone(block: nn.Module, others: tuple[tuple[Any, ...], dict[str, Any]]) -> ModelPart:
+    """A block as a function of the state; its other arguments are constants."""
+    args, kwargs = others
+    return ModelPart(block, lambda state: state_of(block(state, *args, **kwargs)))
+
+
+def graph_of(module: nn.Module, example: Tensor, *, names: tuple[str, str]) -> ModelProto:
+    """The ONNX graph of `module`, for batches of any size, with its weights in it.
+
+    `example`: an input of two rows or more; `names`: of input and output. Raises `StackError` for
+    what torch cannot export.
+    """
+    return _simplified(_traced(module, example, names))
+
+
+def _simplified(graph: ModelProto) -> ModelProto:
+    with _quiet():
+        simplified: ModelProto = onnxscript.optimizer.optimize(graph)
+    return simplified
+
+
+def _traced(module: nn.Module, example: Tensor, names: tuple[str, str]) -> ModelProto:
+    images = torch.export.Dim("images", min=1, max=_MOST_IMAGES)
+    try:
+        with _quiet(), torch.no_grad():
+            exported = torch.export.export(
+                module, (example.clone(),), dynamic_shapes=({0: images},), strict=False
+            )
+            program = torch.onnx.export(
+                exported,
+                dynamo=True,
+                input_names=names[:1],
+                output_names=names[1:],
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+            )
+    except _REFUSED as error:
+        raise StackError(
+            f"torch.onnx cannot export the model ({type(error).__name__}: {one_line(error)})",
+            hint=_UNEXPORTED,
+        ) from error
+    assert program is not None
+    proto: ModelProto = program.model_proto
+    # Every node has the stack of Python's calls, with the paths of this machine.
+    for part in (proto, proto.graph, *proto.graph.node, *proto.graph.value_info):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    return proto
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the libraries log and warn of, for each graph again."""
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
+    before = [log.level for log in logs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for log, level in zip(logs, before, strict=True):
+                log.setLevel(level)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """What all blocks of one graph share: the traced graph, without weights.
+
+    `sources`: for each weight of the graph the tensor of the block's `state_dict`, and whether it
+    is transposed.
+    """
+
+    graph: ModelProto
+    sources: Mapping[str, tuple[str, bool]]
+
+    def files(self, block: nn.Module, precision: BlockPrecision) -> tuple[bytes, bytes]:
+        """The graph, and the weights as safetensors, of a block of this form."""
+        state = block.state_dict()
+        weights = dict[str, NDArray[Any]]()
+        for name, (source, transposed) in self.sources.items():
+            array = state[source].detach().numpy()
+            weights[name] = np.ascontiguousarray(array.T if transposed else array)
+        graph = ModelProto()
+        graph.CopyFrom(self.graph)
+        if precision == "int8":
+            graph, weights = _quantised(graph, weights)
+        elif precision == "fp16":
+            graph, weights = _halved(graph, weights)
+        content = save(weights)
+        _refer(graph, weights, content)
+        return graph.SerializeToString(deterministic=True), content
+
+
+def form_of(module: ModelPart, example: Tensor) -> BlockForm:
+    """The form of a block and of all that compute as it does. Raises as `graph_of`."""
+    graph = _traced(module, example, ("state", "out"))
+    prefix = "model."
+    weights = {f"{prefix}{name}" for name in module.model.state_dict()}
+    # As inputs, no rule of the optimiser sees their numbers (zero biases would become one tensor).
+    stored = [tensor for tensor in graph.graph.initializer if tensor.name in weights]
+    for tensor in stored:
+        graph.graph.initializer.remove(tensor)
+        entry = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        graph.graph.input.append(entry)
+    graph = _simplified(graph)
+    for tensor in stored:
+        for entry in [entry for entry in graph.graph.input if entry.name == tensor.name]:
+            graph.graph.input.remove(entry)
+    sources = {t.name: (t.name.removeprefix(prefix), False) for t in stored}
+    _transpose_ahead(graph, sources)
+    names = {name: f"{s}.T" if flipped else s for name, (s, flipped) in sources.items()}
+    used = set()
+    for node in graph.graph.node:
+        used |= set(node.input)
+        node.input[:] = [names.get(name, name) for name in node.input]
+    return BlockForm(graph, {names[n]: source for n, source in sources.items() if n in used})
+
+
+def _transpose_ahead(graph: ModelProto, sources: dict[str, tuple[str, bool]]) -> None:
+    """Store matrices as their product needs them: int8 quantises no transposed one."""
+    for node in list(graph.graph.node):
+        if node.op_type != "Transpose" or node.input[0] not in sources:
+            continue
+        if [list(attribute.ints) for attribute in node.attribute] == [[1, 0]]:
+            source, transposed = sources[node.input[0]]
+            sources[node.output[0]] = source, not transposed
+            graph.graph.node.remove(node)
+
+
+def _halved(
+    graph: ModelProto, weights: Mapping[str, NDArray[Any]]
+) -> tuple[ModelProto, dict[str, NDArray[Any]]]:
+    """Weights in float16, which the graph turns into float32 once, when it is loaded."""
+    halves = dict[str, NDArray[Any]]()
+    casts = []
+    for name, array in weights.items():
+        if array.dtype != np.float32:
+            halves[name] = array
+            continue
+        with np.errstate(over="ignore"):
+            halves[f"{name}.half"] = array.astype(np.float16)
+        if not np.isfinite(halves[f"{name}.half"]).all():
+            raise StackError(
+                f"The weights {name} are beyond the range of float16", hint="take --precision fp32"
+            )
+        casts.append(helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT))
+    nodes = [*casts, *graph.graph.node]
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)
+    return graph, halves
+
+
+def _quantised(
+    graph: ModelProto, weights: Mapping[str, NDArray[Any]]
+) -> tuple[ModelProto, dict[str, NDArray[Any]]]:
+    """Matrices in int8 with a scale per column; states are quantised as they come."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    constants = {tensor.name for tensor in graph.graph.initializer}
+    graph.graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in weights.items())
+    with tempfile.TemporaryDirectory() as place, _quiet():
+        path = Path(place) / "block.onnx"
+        quantize_dynamic(
+            graph,
+            path,
+            per_channel=True,
+            # 7 bits: with 8, sums of two products saturate on x86 processors without VNNI, and
+            # nothing says so.
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+        )
+        graph = onnx.load(path)
+    moved = [tensor for tensor in graph.graph.initializer if tensor.name not in constants]
+    for tensor in moved:
+        graph.graph.initializer.remove(tensor)
+    return graph, {tensor.name: numpy_helper.to_array(tensor) for tensor in moved}
+
+
+def _refer(graph: ModelProto, weights: Mapping[str, NDArray[Any]], content: bytes) -> None:
+    """Add the weights to the graph, as references into the file `content`."""
+    # safetensors: 8 bytes give the length of a JSON header, which has the offsets behind it.
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for name in sorted(weights):
+        first, end = header[name]["data_offsets"]
+        tensor = graph.graph.initializer.add(
+            name=name,
+            data_type=helper.np_dtype_to_tensor_dtype(weights[name].dtype),
+            dims=weights[name].shape,
+            data_location=TensorProto.EXTERNAL,
+        )
+        facts = {"location": WEIGHTS_LOCATION, "offset": start + first, "length": end - first}
+        for key, value in facts.items():
+            tensor.external_data.add(key=key, value=str(value))

@@ -1,0 +1,416 @@
+"""A host beside a small gateway: numbers, files, refusals, returns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gateway_end import SHAPE, TOKEN, Gateway, HostEnd, hosting, states, talk, until
+
+import layershuffle as ls
+from exported import SHIPPED
+from layershuffle.core.stack import blocks_of
+from layershuffle.models.onnx_models import OnnxGraph
+from layershuffle_host.__main__ import main as command
+from layershuffle_host.graph import RefusedGraph
+from layershuffle_host.host import Host, delays
+from layershuffle_host.wire import (
+    MAX_IMAGES,
+    Close,
+    Dtype,
+    Header,
+    Kind,
+    State,
+    Why,
+    frame,
+    header_of,
+)
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_a_host_gives_the_numbers_of_the_model(gateway: Gateway, tmp_path: Path) -> None:
+    model = ls.load(SHIPPED)
+
+    async def say(host: Host, end: HostEnd) -> None:
+        assert end.hello["name"] == "pi"
+        assert end.hello["held"] == []
+        assert end.hello["speed"] > 0
+        await end.assign(*gateway.blocks)
+        ready = [await end.hear("ready") for _ in gateway.blocks]
+        assert [message["slot"] for message in ready] == list(range(12))
+        assert all(0 < message["seconds"] < 1 for message in ready)
+        for batch in (1, 5):
+            state = states(batch)
+            for slot in (0, 7, 11):
+                got = await end.visit(slot, state)
+                block = gateway.blocks[slot]
+                files = [gateway.files[block[part]["sha256"]] for part in ("graph", "weights")]
+                again = OnnxGraph(*files, threads=1)(torch.from_numpy(state)).numpy()
+                assert got.tobytes() == again.tobytes()
+                with torch.no_grad():
+                    wanted = blocks_of(model)[slot](torch.from_numpy(state)).numpy()
+                assert np.abs(got - wanted).max() <= 1e-5
+
+    talk(gateway, tmp_path, say)
+
+
+def noting(work: Callable[[State], State], sizes: list[int]) -> Callable[[State], State]:
+    def run(state: State) -> State:
+        sizes.append(len(state))
+        return work(state)
+
+    return run
+
+
+def test_visits_that_wait_run_together_and_get_what_they_get_alone(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(*gateway.blocks[:2])
+        alone = [await end.visit(v % 2, states(1 + v % 3, seed=v)) for v in range(12)]
+        sizes, (block, other) = list[int](), host.blocks.values()
+        for each in (block, other):
+            each.run = noting(each.run, sizes)
+        # All of them arrive before the host computes anything.
+        asked = [
+            asyncio.create_task(end.visit(v % 2, states(1 + v % 3, seed=v), visit=v))
+            for v in range(12)
+        ]
+        together = await asyncio.gather(*asked)
+        for got, wanted in zip(together, alone, strict=True):
+            assert got.tobytes() == wanted.tobytes()
+        assert sum(sizes) == 24
+        assert len(sizes) < 12
+
+    talk(gateway, tmp_path, say)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(Dtype.FLOAT16, 2e-3), (Dtype.INT8, 3e-2)])
+def test_narrow_answers_hold_what_the_block_added(
+    gateway: Gateway, tmp_path: Path, dtype: Dtype, most: float
+) -> None:
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[3])
+        state = states(2)
+        whole, added = await end.visit(3, state), await end.visit(3, state, dtype=dtype)
+        assert 0 < np.abs(state + added - whole).max() <= most * np.abs(whole).max()
+
+    talk(gateway, tmp_path, say)
+
+
+def test_a_slow_block_computes_beside_the_loop(gateway: Gateway, tmp_path: Path) -> None:
+    """Longer than 5 ms: pings are answered meanwhile."""
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[0])
+        (block,) = host.blocks.values()
+        wanted = await end.visit(0, states(3))
+        block.seconds = 1.0
+        assert (await end.visit(0, states(3))).tobytes() == wanted.tobytes()
+
+    talk(gateway, tmp_path, say)
+
+
+# --- refused visits -------------------------------------------------------------------------------
+
+
+def why_of(content: bytes) -> Why:
+    header = header_of(content)
+    assert header.kind == Kind.REFUSAL
+    return Why(header.queue)
+
+
+def moody(work: Callable[[State], State]) -> Callable[[State], State]:
+    """A block that fails where a state is 7 throughout."""
+
+    def run(state: State) -> State:
+        if (state == 7).all(axis=(1, 2)).any():
+            raise RefusedGraph("seven")
+        return work(state)
+
+    return run
+
+
+def test_visits_are_refused_with_the_reason(gateway: Gateway, tmp_path: Path) -> None:
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[0])
+        assert why_of(await end.ask(5, states(1), visit=1)) == Why.UNKNOWN_BLOCK
+        assert why_of(await end.ask(0, states(1), visit=2, left=0)) == Why.LATE
+        # The others of its batch are answered.
+        (block,) = host.blocks.values()
+        block.run = moody(block.run)
+        bad = np.full((1, *SHAPE), 7, np.float32)
+        asked = [end.ask(0, bad, visit=3), end.ask(0, states(1), visit=4)]
+        failed, good = await asyncio.gather(*asked)
+        assert why_of(failed) == Why.FAILED
+        assert header_of(good).kind == Kind.ANSWER
+        host.draining = True
+        assert why_of(await end.ask(0, states(1), visit=5)) == Why.DRAINING
+
+    talk(gateway, tmp_path, say)
+
+
+def test_a_full_queue_refuses(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layershuffle_host.host._MOST_WAITING", 2)
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[0])
+        (block,) = host.blocks.values()
+        # It computes beside the loop, so the queue fills.
+        block.seconds = 1.0
+        asked = [end.ask(0, states(200, seed=v), visit=v) for v in range(12)]
+        frames = await asyncio.gather(*asked)
+        kinds = [header_of(content).kind for content in frames]
+        reasons = {why_of(c) for c, k in zip(frames, kinds, strict=True) if k == Kind.REFUSAL}
+        assert reasons == {Why.FULL}
+        assert kinds.count(Kind.ANSWER) >= 3
+        assert host.waiting_bytes == 0
+
+    talk(gateway, tmp_path, say)
+
+
+def header(**changes: int) -> Header:
+    return Header(Kind.VISIT, Dtype.FLOAT32, 0, 1, 1, 0, 10**6)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"x",
+        frame(header(kind=9)) + bytes(4096),
+        frame(header(kind=Kind.ANSWER), states(1)),
+        frame(header(images=0)),
+        frame(header(images=2), states(1)),
+        frame(header(images=MAX_IMAGES + 1)),
+        frame(header(), states(1))[:-4],
+        frame(header(), np.full((1, *SHAPE), np.nan, np.float32)),
+        "{",
+        "[1]",
+        '{"type": "ready", "slot": 1, "seconds": 0.1}',
+        '{"type": "assign", "blocks": [{"slot": 0}]}',
+        '{"type": ' * 4000,
+    ],
+    ids=[
+        "short",
+        "kind",
+        "answer",
+        "no image",
+        "two images",
+        "many images",
+        "cut",
+        "nan",
+        "json",
+        "list",
+        "ready",
+        "half",
+        "deep",
+    ],
+)
+def test_a_gateway_that_breaks_the_protocol_is_left(
+    gateway: Gateway, tmp_path: Path, content: str | bytes
+) -> None:
+    """And dialled again: its other connections may be right."""
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[0])
+        await end.socket.send(content)
+        await asyncio.wait_for(end.closed.wait(), 20)
+        assert end.socket.close_code == 1002
+        again = await asyncio.wait_for(gateway.hosts.get(), 20)
+        assert again.hello["instance"] == end.hello["instance"]
+
+    talk(gateway, tmp_path, say)
+
+
+# --- returns --------------------------------------------------------------------------------------
+
+
+def test_a_host_comes_back_and_keeps_its_blocks_while_it_is_alone(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with gateway.listening():
+            port = gateway.port
+            host = Host([gateway.url], token=TOKEN, name="pi", cache=tmp_path)
+            running = asyncio.create_task(host.run())
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            await end.load(*gateway.blocks[:2])
+            before = dict(host.blocks)
+            wanted = await end.visit(1, states(2))
+        # The gateway is gone, with its port.
+        await asyncio.sleep(0.3)
+        assert host.blocks == before
+        async with gateway.listening(port):
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            gateway.fetched.clear()
+            await end.load(*gateway.blocks[:2])
+            assert host.blocks == before
+            assert gateway.fetched == []
+            assert (await end.visit(1, states(2))).tobytes() == wanted.tobytes()
+            host.drain()
+            await asyncio.wait_for(running, 20)
+        assert end.hello["instance"] == host.instance
+
+    asyncio.run(main())
+
+
+def test_a_refused_host_tries_again(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.refuse = (Close.BAD_TOKEN, "another token")
+
+    async def main() -> None:
+        async with gateway.listening(), hosting(gateway, cache=tmp_path) as host:
+            await asyncio.sleep(0.3)
+            assert gateway.hosts.empty()
+            gateway.refuse = None
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            assert end.hello["name"] == host.name
+
+    asyncio.run(main())
+
+
+def test_waits_grow_to_three_seconds_and_never_agree() -> None:
+    waits = [list(islice(delays(random.Random(seed)), 12)) for seed in range(50)]
+    for wait in waits:
+        assert 0.05 <= wait[0] <= 0.1
+        assert all(1.5 <= seconds <= 3.0 for seconds in wait[5:])
+        assert all(later <= 4 * sooner for sooner, later in pairwise(wait))
+    assert len({wait[0] for wait in waits}) == 50
+
+
+def test_two_gateways(digits: Path, tmp_path: Path) -> None:
+    """A block that either wants stays; the death of one is not felt by the other."""
+    one, other = Gateway(digits), Gateway(digits)
+
+    async def main() -> None:
+        async with other.listening():
+            async with one.listening():
+                host = Host([one.url, other.url], token=TOKEN, name="pi", cache=tmp_path)
+                running = asyncio.create_task(host.run())
+                ends = [await asyncio.wait_for(g.hosts.get(), 20) for g in (one, other)]
+                await ends[0].load(*one.blocks[:2])
+                await ends[1].load(*other.blocks[1:3])
+                assert len(host.blocks) == 3
+                await ends[0].load(one.blocks[2])
+                assert len(host.blocks) == 2
+                got = [await end.visit(2, states(1)) for end in ends]
+                assert got[0].tobytes() == got[1].tobytes()
+            assert (await ends[1].visit(2, states(1))).tobytes() == got[0].tobytes()
+            host.drain()
+            await asyncio.wait_for(running, 20)
+
+    asyncio.run(main())
+
+
+def test_draining_answers_what_waits(gateway: Gateway, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway.listening():
+            host = Host([gateway.url], token=TOKEN, name="pi", cache=tmp_path)
+            running = asyncio.create_task(host.run())
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            await end.load(gateway.blocks[0])
+            (block,) = host.blocks.values()
+            work, go = block.run, threading.Event()
+            block.seconds, block.run = 1.0, lambda state: go.wait(20) and work(state)
+            asked = [asyncio.create_task(end.ask(0, states(2), visit=v)) for v in range(5)]
+            await until(lambda: len(host.waiting) + host.busy == 5)
+            host.drain()
+            go.set()
+            frames = await asyncio.gather(*asked)
+            assert {header_of(content).kind for content in frames} == {Kind.ANSWER}
+            await end.hear("drain")
+            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(end.closed.wait(), 20)
+            assert end.socket.close_code == 1001
+
+    asyncio.run(main())
+
+
+def test_tls_with_a_private_authority(gateway: Gateway, tmp_path: Path) -> None:
+    """Frames and files; a host that does not know the authority stays away."""
+    key, ca = tmp_path / "key.pem", tmp_path / "ca.pem"
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    words += ["-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    words += ["-keyout", str(key), "-out", str(ca)]
+    subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(ca, key)
+
+    async def main() -> None:
+        async with gateway.listening(tls=tls):
+            async with hosting(gateway, cache=tmp_path / "a", name="stranger"):
+                await asyncio.sleep(0.3)
+                assert gateway.hosts.empty()
+            async with hosting(gateway, cache=tmp_path / "b", ca=ca):
+                end = await asyncio.wait_for(gateway.hosts.get(), 20)
+                await end.load(gateway.blocks[0])
+                assert (await end.visit(0, states(1))).shape == (1, *SHAPE)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "gateway:80", "ws://"])
+def test_other_addresses_are_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no address of a gateway"):
+        Host([url], token=TOKEN, cache=tmp_path)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_serves_without_torch_and_ends_by_sigterm(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    words = ["--token-file", tmp_path / "token", "--name", "pi", "--memory", "50MB"]
+    words += ["--cache", tmp_path / "cache", "--threads", "1"]
+
+    async def main() -> None:
+        async with gateway.listening():
+            host = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "layershuffle_host", gateway.url, *map(str, words),
+                stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            end = await asyncio.wait_for(gateway.hosts.get(), 60)
+            assert (end.hello["name"], end.hello["memory"]) == ("pi", 50_000_000)
+            await end.load(*gateway.blocks[:4])
+            assert (await end.visit(3, states(1))).shape == (1, *SHAPE)
+            status = Path(f"/proc/{host.pid}/status").read_text()
+            (resident,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+            assert int(resident.split()[1]) < 90_000, resident
+            assert "libtorch" not in Path(f"/proc/{host.pid}/maps").read_text()
+            os.kill(host.pid, signal.SIGTERM)
+            await end.hear("drain")
+            _, log = await asyncio.wait_for(host.communicate(), 20)
+            assert host.returncode == 0, log
+            assert b"assigns 4 blocks" in log
+
+    asyncio.run(main())
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
+    token.write_text("x")
+    assert command(["ftp://x", "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
+    error = capsys.readouterr().err
+    assert "No such file" in error
+    assert "no address of a gateway" in error
+    for wrong in (["--memory", "much"], ["--threads", "0"], ["--name", "a\nb"]):
+        with pytest.raises(SystemExit) as exit_:
+            command(["ws://127.0.0.1:1", "--token-file", str(token), *wrong])
+        assert exit_.value.code == 2

@@ -1,0 +1,205 @@
+"""The wire: what one end writes the other reads, and what is malformed is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layershuffle_host import __version__, wire
+from layershuffle_host.wire import (
+    HEADER,
+    PROTOCOL,
+    Dtype,
+    Header,
+    Kind,
+    WireError,
+    frame,
+    header_of,
+    message_in,
+    state_in,
+    text_of,
+    version_refused,
+)
+
+SHAPE = (3, 4)
+DIGEST = "ab" * 32
+FILE = {"sha256": DIGEST, "bytes": 7}
+HELLO: dict[str, Any] = {
+    "protocol": PROTOCOL, "token": "t", "name": "pi-4", "instance": "i", "version": "0.1.0",
+    "runtime": "r", "memory": 10**8, "speed": 3.5, "held": [DIGEST],
+}  # fmt: skip
+BLOCK = {"slot": 3, "graph": FILE, "weights": FILE, "shape": [16, 64]}
+
+
+def head(**changes: int) -> Header:
+    return Header(Kind.VISIT, Dtype.FLOAT32, 3, 9, 2, 0, 10**6)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "most"),
+    [(Dtype.FLOAT32, 96, 0.0), (Dtype.FLOAT16, 48, 1e-3), (Dtype.INT8, 24 + 24, 1.0 / 254)],
+)
+def test_a_state_comes_back(dtype: Dtype, size: int, most: float) -> None:
+    state = np.random.default_rng(0).standard_normal((2, *SHAPE)).astype(np.float32)
+    state[0, 1] = 0  # a token without a scale
+    content = frame(head(dtype=dtype), state)
+    assert len(content) == 16 + size
+    header = header_of(content)
+    assert header == head(dtype=dtype)
+    got = state_in(content, header, shape=SHAPE)
+    assert got.dtype == np.float32
+    error = np.abs(got - state).max(axis=2) / np.abs(state).max(axis=2).clip(1e-9)
+    assert error.max() <= most * 1.001
+
+
+def test_the_header_is_the_one_of_the_page(repository: Path) -> None:
+    assert HEADER.pack(1, 2, 3, 4, 5, 6, 7) == bytes(
+        [1, 2, 3, 0, 4, 0, 0, 0, 5, 0, 6, 0, 7, 0, 0, 0]
+    )
+    page = (repository / "docs" / "host-protocol.md").read_text()
+    for kind in (*Kind, *wire.Dtype):
+        assert f"{kind.value} {kind.name.lower()}" in page
+    for why in wire.Why:
+        assert f"{why.value} {why.name.lower().replace('_', ' ')}" in page
+    for code in wire.Close:
+        assert str(int(code)) in page
+    assert f'"{PROTOCOL}"' in page
+    assert f"`/v1/{wire.HOST_PATH[4:]}`".strip("`") in page
+    assert wire.FILE_PATH in page
+
+
+def test_large_numbers_fit_into_float16() -> None:
+    content = frame(head(dtype=Dtype.FLOAT16), np.full((2, *SHAPE), 1e6, np.float32))
+    assert state_in(content, header_of(content), shape=SHAPE).max() == 65504
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: c[:16]])
+def test_another_length_is_refused(dtype: Dtype, change: Any) -> None:
+    content = change(frame(head(dtype=dtype), np.ones((2, *SHAPE), np.float32)))
+    with pytest.raises(WireError):
+        state_in(content, header_of(content), shape=SHAPE)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
+    state = np.ones((2, *SHAPE), np.float32)
+    state[1, 2, 3] = bad
+    content = frame(head(), state)
+    with pytest.raises(WireError):
+        state_in(content, header_of(content), shape=SHAPE)
+
+
+def test_the_largest_finite_numbers_are_taken() -> None:
+    state = np.full((2, *SHAPE), np.finfo(np.float32).max)
+    assert np.array_equal(state_in(frame(head(), state), head(), shape=SHAPE), state)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"x" * 15, frame(head(kind=0)), frame(head(kind=4)), frame(head(dtype=0)),
+     frame(head(dtype=4)), frame(head(images=0)), frame(head(images=257))],
+)  # fmt: skip
+def test_headers_that_are_none(content: bytes) -> None:
+    with pytest.raises(WireError):
+        header_of(content)
+
+
+def test_messages_come_back_and_unknown_fields_are_ignored() -> None:
+    for kind, fields in (
+        ("hello", HELLO),
+        ("assign", {"blocks": [BLOCK]}),
+        ("assign", {"blocks": []}),
+        ("ready", {"slot": 0, "seconds": 0.25}),
+        ("failed", {"slot": 0, "why": "no memory"}),
+        ("drain", {}),
+    ):
+        assert message_in(text_of(kind, **fields, new=1)) == {"type": kind, **fields, "new": 1}
+
+
+BAD_HELLO = {
+    "name": ["", "-x", "a b", "a\n", "x" * 41, "\u00e9", 3],
+    "token": [None, 3, "x" * 401],
+    "memory": [-1, 1.5, True, "1", 2**51],
+    "speed": [-1, "1", True, None, 1e10, float("nan")],
+    "held": [None, ["x"], [DIGEST.upper()], [DIGEST] * 4097],
+}
+BAD_BLOCK = {
+    "slot": [-1, 65536, 1.0, True],
+    "graph": [None, {}, {"sha256": DIGEST}, {"sha256": "x", "bytes": 1}, {**FILE, "bytes": -1}],
+    "shape": [[], [1], [1, 2, 3], [0, 1], ["1", 2], [1, 2**21]],
+}
+BAD: list[dict[str, Any]] = [
+    *({"type": "hello", **HELLO, name: bad} for name in BAD_HELLO for bad in BAD_HELLO[name]),
+    *({"type": "hello", **{k: v for k, v in HELLO.items() if k != name}} for name in HELLO),
+    *(
+        {"type": "assign", "blocks": [{**BLOCK, name: bad}]}
+        for name in BAD_BLOCK
+        for bad in BAD_BLOCK[name]
+    ),
+    {"type": "assign", "blocks": [BLOCK] * 1025},
+    {"type": "assign", "blocks": {"0": BLOCK}},
+    {"type": "ready", "slot": 1},
+    {"type": "other"},
+    {"type": ["hello"]},
+    {},
+]
+
+
+@pytest.mark.parametrize("message", BAD, ids=lambda message: repr(message)[-40:])
+def test_malformed_messages_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(WireError):
+        message_in(json.dumps(message))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", "[" * 100_000, '"x"', " " * (wire.MAX_TEXT_BYTES + 1)]
+)
+def test_text_that_is_no_message(text: str) -> None:
+    with pytest.raises(WireError):
+        message_in(text)
+
+
+def test_no_end_sends_what_the_other_refuses() -> None:
+    with pytest.raises(WireError):
+        text_of("failed", slot=1, why="x" * 401)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "works"),
+    [("1.0", True), ("1.1", True), ("1.2", False), ("2.0", False), ("0.9", False),
+     ("1", False), ("1.0.0", False), ("", False), ("x" * 300, False)],
+)  # fmt: skip
+def test_versions_one_step_apart_work(theirs: str, works: bool) -> None:
+    assert (version_refused(theirs) is None) == works
+
+
+# --- the distribution -----------------------------------------------------------------------------
+
+
+def test_the_distribution_is_small_and_stands_alone(repository: Path) -> None:
+    source = repository / "host" / "src" / "layershuffle_host"
+    lines = {path.name: len(path.read_text().splitlines()) for path in source.glob("*.py")}
+    assert sum(lines.values()) <= 1000, lines
+    assert lines["wire.py"] <= 200
+    text = "\n".join(path.read_text() for path in source.glob("*.py"))
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    others = imported - set(sys.stdlib_module_names) - {"layershuffle_host"}
+    assert others == {"onnxruntime", "numpy", "websockets", "safetensors"}
+    project = tomllib.loads((repository / "host" / "pyproject.toml").read_text())["project"]
+    assert {re.split("[<>=]", line)[0] for line in project["dependencies"]} == others
+    assert project["version"] == __version__
+
+
+def test_a_host_imports_nothing_heavy() -> None:
+    code = "import sys, layershuffle_host.host; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert not {"torch", "onnx", "scipy", "layershuffle"} & set(eval(done.stdout))
