@@ -157,7 +157,7 @@ class FitSettings(Settings):
     checkpoint_every: Positive | None = None
     """Steps between checkpoints from which a killed run resumes (default: as eval_every)."""
     log_every: Positive = 50
-    """Steps between progress lines, and between the rows of history.csv."""
+    """Steps between the rows of history.csv, and the losses that are shown."""
     log_with: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = None
     """Also log to one of these, which has to be installed (tensorboard writes to OUT/logs)."""
 

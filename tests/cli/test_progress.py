@@ -97,7 +97,7 @@ def test_a_training_shows_its_loss_and_the_time_left(capsys: pytest.CaptureFixtu
             listen({"kind": "log" if log else "step", "step": step, **log})
         for scored in range(100, 1000, 100):
             clock.now += 5.0
-            listen({"kind": "scoring", "step": 12, "images": scored})
+            listen({"kind": "scoring", "step": 12, "images": scored, "total": 5000})
         scores = {"eval_sequential_top1": 90.0, "eval_arbitrary_top1": 80.0}
         listen({"kind": "scores", "step": 12, **scores})
         listen({"kind": "best", "step": 12, "cross_entropy": 0.5})
@@ -108,8 +108,8 @@ def test_a_training_shows_its_loss_and_the_time_left(capsys: pytest.CaptureFixtu
         "fit: 4 of 100 steps, 12 steps/min, 0:08:00 left",
         f"fit: 8 of 100 steps, 12 steps/min, 0:07:40 left, {loss}",
         f"fit: 12 of 100 steps, 12 steps/min, 0:07:20 left, {loss}",
-        f"fit: 400 held-out images, 20 held-out images/s, {loss}",
-        f"fit: 800 held-out images, 20 held-out images/s, {loss}",
+        f"fit: 400 of 5,000 held-out images, 20 held-out images/s, 0:03:50 left, {loss}",
+        f"fit: 800 of 5,000 held-out images, 20 held-out images/s, 0:03:30 left, {loss}",
         f"step 12/100: {loss}, held-out top-1 90.0 % sequential, 80.0 % arbitrary",
         "step 12/100: best so far (cross-entropy 0.5000), model saved",
     ]

@@ -23,7 +23,6 @@ class BenchCommand(Command):
 
     def run(self) -> int:
         """Measure and print a report or JSON."""
-        # Imported after the check: torch takes seconds, and a misspelt kind should not.
         from layershuffle.bench.kinds import bench
         from layershuffle.bench.report import report_text
         from layershuffle.bench.settings import resolve

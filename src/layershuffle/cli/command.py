@@ -25,7 +25,7 @@ MACHINE = Parameter(group="Machine")
 """Flags that come last in `--help`."""
 Models = Annotated[tuple[str, ...], Parameter(name="--model")]
 """One model or several."""
-Images = Annotated[tuple[Path, ...], Parameter(name="--image")]
+ImageFiles = Annotated[tuple[Path, ...], Parameter(name="--image")]
 """One image file or several."""
 
 

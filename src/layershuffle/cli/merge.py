@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -15,8 +15,10 @@ from layershuffle.cli.command import ComputingCommand, Inline, Models
 from layershuffle.cli.eval import score_report, score_table
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
-from layershuffle.results import MergingRow, group_rows, score_of, write_rows
 from layershuffle.text import counted
+
+if TYPE_CHECKING:
+    from layershuffle.results import MergingRow
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class MergeCommand(ComputingCommand):
 
         from layershuffle.merging.scoring import score_merging
         from layershuffle.models.output import check_output
+        from layershuffle.results import group_rows, write_rows
 
         if self.out is not None:
             # Checked before hours of scoring whose results could not be written.
@@ -125,6 +128,8 @@ def _merge_by_recipe(path: Path, out: Path, *, overwrite: bool) -> int:
 
 def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
+    from layershuffle.results import score_of
+
     first = rows[0]
     # Donors have different names, so a group of donors has none.
     name = "" if first.kind == "donor" else first.name

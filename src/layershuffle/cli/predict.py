@@ -7,7 +7,7 @@ import sys
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import ComputingCommand, Images
+from layershuffle.cli.command import ComputingCommand, ImageFiles
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of
 from layershuffle.text import ranked
@@ -24,7 +24,7 @@ class PredictCommand(ComputingCommand):
     model: str
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
-    images: Images
+    images: ImageFiles
     """Image files; bundled:digit-pair.png is included in this package."""
     _: KW_ONLY
     order: str | None = None

@@ -142,7 +142,7 @@ def training_listener(shown: Shown) -> Listener:
                 note = _losses(event) or note
                 shown("steps", event["step"], steps, note)
             case "scoring":
-                shown("held-out images", event["images"], event.get("total"), note)
+                shown("held-out images", event["images"], event["total"], note)
             case "scores":
                 sequential, arbitrary = event["eval_sequential_top1"], event["eval_arbitrary_top1"]
                 shown.say(

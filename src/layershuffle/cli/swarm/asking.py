@@ -11,7 +11,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import Command, Images
+from layershuffle.cli.command import Command, ImageFiles
 from layershuffle.cli.swarm.options import read_keys
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
@@ -77,7 +77,7 @@ class ClassifyCommand(ServerOptions):
     to expect; or an error, and goes on with the next image.
     """
 
-    images: Images
+    images: ImageFiles
     """Image files; bundled:digit-pair.png is one of this package."""
     _: KW_ONLY
     deadline_ms: float | None = None
