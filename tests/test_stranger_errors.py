@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
-from huggingface_hub import constants
 from torch import nn
-from transformers import SwinConfig
 
 import layershuffle as ls
 from common import FAMILIES
@@ -58,43 +55,6 @@ def test_batches_without_labels(batch: Any) -> None:
 def test_misspelt_modes(text: str) -> None:
     with refuses(UsageError):
         parse_modes(text)
-
-
-# --- architectures that cannot run in any order are refused before anything large is fetched ------
-
-
-@pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache and no network, so loading weights would fail with another error."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("weights were asked for")
-
-    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", refuse)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "spec", ["timm:swin_tiny_patch4_window7_224", "timm:resnet18", "torchvision:swin_t"]
-)
-def test_unsuitable_architectures_are_refused_without_their_weights(
-    offline: Path, spec: str
-) -> None:
-    # torchvision has a list of its vision transformers, so a name that is not on it is unknown.
-    with pytest.raises(UsageError if spec.startswith("torchvision") else StackError):
-        ls.load(spec)
-
-
-def test_a_hub_model_is_refused_by_its_configuration_alone(offline: Path) -> None:
-    root = offline / "models--someone--swin"
-    place = root / "snapshots" / ("0" * 40)
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text("0" * 40)
-    SwinConfig(image_size=32, embed_dim=8, depths=[2, 2], num_heads=[1, 2]).save_pretrained(place)
-    with pytest.raises(StackError):
-        ls.load("hf:someone/swin")
 
 
 # --- types ----------------------------------------------------------------------------------------

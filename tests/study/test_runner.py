@@ -191,7 +191,7 @@ def test_a_failed_run_holds_back_what_needs_it_and_the_others_go_on(tmp_path):
         **{
             **RECIPE,
             "arms": arms,
-            "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"images": 20}}],
+            "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"max_images": 20}}],
         }
     )
     failed = run_study(study, tmp_path, watch=watch, make_team=ForkedTeam)

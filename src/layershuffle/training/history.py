@@ -29,7 +29,7 @@ SCORES = tuple(
     for score in ("cross_entropy", "top1")
 )
 COLUMNS = ("step", "loss", "accuracy", "learning_rate", "grad_norm", *SCORES)
-Row = Mapping[str, float]
+HistoryRow = Mapping[str, float]
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
@@ -54,13 +54,13 @@ class History:
         rows = [row for row in read_history(self._path) if row["step"] <= at]
         write_text(self._path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
 
-    def add(self, row: Row) -> None:
+    def add(self, row: HistoryRow) -> None:
         """Append a row; columns that it does not have stay empty."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(row))
 
 
-def _line(row: Row) -> str:
+def _line(row: HistoryRow) -> str:
     cells = [str(int(row["step"])), *(str(row.get(name, "")) for name in COLUMNS[1:])]
     return ",".join(cells) + "\n"
 
@@ -74,7 +74,7 @@ def write_page(out: Path, *, method: str, facts: Mapping[str, object]) -> None:
     write_text(out / PAGE, html_page(f"Training: {method}", parts))
 
 
-def _curves(rows: Sequence[Row], method: str) -> Any:
+def _curves(rows: Sequence[HistoryRow], method: str) -> Any:
     """Losses and top-1 by step: of the training, and of held-out images in both order modes."""
     figure = new_figure(10.0, 3.8)
     colour, _, _ = METHOD_STYLES[method]

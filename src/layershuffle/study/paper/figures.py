@@ -44,8 +44,8 @@ def arm_style(summary: Summary, arm: str) -> Style:
     """Colour, marker and dash of an arm, the same in every figure."""
     if arm in METHOD_STYLES:
         return METHOD_STYLES[arm]
-    taken = [METHOD_STYLES[name] for name in summary.arms if name in METHOD_STYLES]
-    others = [style for style in STYLES if style not in taken]
+    used = [METHOD_STYLES[name] for name in summary.arms if name in METHOD_STYLES]
+    others = [style for style in STYLES if style not in used]
     arms = [name for name in (*summary.arms, arm) if name not in METHOD_STYLES]
     turn, index = divmod(arms.index(arm), len(others))
     # Repeated colours have other markers and dashes.
