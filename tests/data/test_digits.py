@@ -119,6 +119,8 @@ def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, in
     dataset = data.splits["train"].dataset
     assert isinstance(dataset, DigitPairs)
     items = [dataset[index][0] for index in (4, 0, 17)]
+    batch = torch.stack([item for item, _ in dataset.__getitems__([4, 0, 17])])
+    assert torch.equal(batch, torch.stack(items))
     images = data.finish(torch.stack(items))
     for image, item in zip(images, items, strict=True):
         assert image.shape == (channels, *size)

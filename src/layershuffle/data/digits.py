@@ -14,6 +14,7 @@ Spec: `digit-pairs`, or with numbers of pairs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -127,6 +128,7 @@ class DigitPairs(Dataset[Item]):
     """Digit pairs in one uint8 tensor of ink; `finish` enlarges them to a larger view, bilinearly.
 
     `digits` int64 [n, 2]: the handwritten digits of each pair, left and right.
+    torch's DataLoader and Subset call `__getitems__`, which fetches a whole batch by one index.
     """
 
     def __init__(self, split: str, count: int) -> None:
@@ -139,6 +141,11 @@ class DigitPairs(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         return self.canvases[index], int(self.labels[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        rows = torch.as_tensor(indices)
+        labels: list[int] = self.labels[rows].tolist()
+        return list(zip(self.canvases[rows].unbind(0), labels, strict=True))
 
 
 def open_source(request: SourceRequest) -> ImageData:
