@@ -28,6 +28,7 @@ STUDY = {
 COMMANDS = {
     "fit": f"fit --method baseline --model {{MODEL}} --data {DATA} --steps 1 --batch-size 8",
     "pretrain": "pretrain base.yaml --model {MODEL}",
+    "export": "export {MODEL}",
     "analyze": f"analyze norms {{MODEL}} --data {DATA} --max-images 8",
     "merge": "merge merge.yaml",
     "merge --overwrite": "merge merge.yaml --overwrite",

@@ -13,7 +13,7 @@ import pytest
 from fixture import facts, merging_rows, run_of, run_rows, tell, write_merging, write_study
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
-from layershuffle.results import read_rows
+from layershuffle.results import ScoreRow, read_rows
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.store import StudyError, read_study
 from refusals import refuses
@@ -37,7 +37,7 @@ def test_every_row_and_fact_is_read(out: Path):
     assert task.name == RUN
     assert result.rows == tuple(run_rows(task, 3, "pass"))
     assert result.rows == tuple(
-        row for row in read_rows(out / "results.csv") if row.method == "layershuffle"
+        row for row in read_rows(out / "results.csv", ScoreRow) if row.method == "layershuffle"
     )
     assert result.selected.metric == "holdout cross-entropy, arbitrary orders"
     assert result.data.sizes["test"] == 5000
@@ -72,7 +72,7 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
     assert done(out) == ["baseline-seed0", "layerdrop-seed0", "layershuffle-depth-seed0"]
     task = run_of(out, "baseline-seed0")
     tell(out, task.name, **facts(task), rows=run_rows(task, 3, "pass"))
-    assert "layershuffle" not in {row.method for row in read_rows(out / "results.csv")}
+    assert "layershuffle" not in {row.method for row in read_rows(out / "results.csv", ScoreRow)}
 
 
 def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
@@ -121,7 +121,7 @@ def test_wrong_facts_are_refused(out: Path, fields: dict[str, Any]):
         ("tasks.jsonl", StudyError),
         ("plan.json", UsageError),
         ("results.csv", DataError),
-        ("merging.csv", StudyError),
+        ("merging.csv", DataError),
     ],
 )
 @pytest.mark.parametrize("cut", [2, 9, 100])

@@ -341,7 +341,7 @@ def test_file(tmp_path):
         with pytest.raises(ModelFileError, match=words):
             read_calibration(path, weights="w")
     path.write_text("{")
-    with pytest.raises(ModelFileError, match="not JSON"):
+    with pytest.raises(ModelFileError, match="json refuses"):
         read_calibration(path, weights="w")
 
 

@@ -123,7 +123,7 @@ def test_errors_have_the_gateways_messages():
         with pytest.raises(SwarmError) as closed:
             stranger.swarm()
     assert unread.value.status == 422
-    assert unread.value.hint == "send JPEG, PNG, WEBP or BMP"
+    assert unread.value.hint == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
     assert (few.value.status, few.value.retry_after) == (503, 1.0)
     assert "3 of 4 blocks could be run" in str(few.value)
     assert "Where: http://gateway/v1/classify." in str(few.value)
