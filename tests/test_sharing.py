@@ -156,6 +156,43 @@ class Losing(Own):
         return x + total
 
 
+class TokensFirst(Own):
+    """The state has its samples on the second axis."""
+
+    class Turned(Block):
+        """Takes and returns tokens first."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    block = Turned
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Scaled(Own):
+    """The blocks take a scale of every sample by keyword, and return a number of every sample."""
+
+    class Scaling(Block):
+        """Scales what it adds."""
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> Any:
+            """The next state, and its size."""
+            out = x + scale * (super().forward(x) - x)
+            return out, out.abs().mean((1, 2))
+
+    block = Scaling
+
+    def run(self, x: Tensor) -> Tensor:
+        scale, sizes = x.abs().amax((1, 2), keepdim=True), 0.0
+        for block in self.blocks:
+            x, size = block(x, scale=scale)
+            sizes = sizes + size
+        return x + sizes[:, None, None]
+
+
 SHARING = [Values, Merging]
 DOING_MORE = [BatchMixing, Conditioned, Casting, Losing]
 
@@ -186,13 +223,27 @@ def test_samples_that_are_not_alone_are_refused(backbone: type[nn.Module]) -> No
         model(images(3))
 
 
-@pytest.mark.parametrize("backbone", [Conditioned, Casting], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "backbone", [Conditioned, Casting, TokensFirst, Scaled], ids=lambda kind: kind.__name__
+)
 def test_samples_get_what_they_get_alone(backbone: type[nn.Module]) -> None:
     model = own(backbone)
     with torch.no_grad(), ls.running(model, EACH):
         together = model(images(3))
     tolerance = 0.02 if backbone is Casting else TOLERANCE
     assert_close(together, one_by_one(model, EQUAL_LENGTHS), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("backbone", [TokensFirst, Scaled], ids=lambda kind: kind.__name__)
+def test_groups_get_what_they_get_alone(backbone: type[nn.Module]) -> None:
+    """Two samples of an order side by side in the batch, also with older states."""
+    model, batch = own(backbone), images(5)
+    texts = ("0+1,3", "0+1,3", "2,0,3", "2,0,3", "3,1+0")
+    each = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in texts]
+    with torch.no_grad(), ls.running(model, each):
+        together = model(batch)
+    wanted = [alone(model, order, batch[row : row + 1]) for row, order in enumerate(each)]
+    assert_close(together, torch.cat(wanted), tolerance=TOLERANCE)
 
 
 def test_a_gate_that_is_trained_later_hides_nothing() -> None:
