@@ -242,7 +242,7 @@ def four_orders(config: BenchConfig, _: Effort) -> Iterator[ClaimRow]:
 
 
 @torch.inference_mode()
-def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
+def shared_beginnings(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
     """Shared beginnings run once, in the dtype of inference."""
     workload = workload_of(replace(config, batch_size=min(256, config.batch_size)))
     workload = converted(workload, config.precision)
@@ -253,7 +253,7 @@ def trie(config: BenchConfig, effort: Effort) -> Iterator[ClaimRow]:
 
 
 SECTIONS = (
-    training, inference, order, compiled, against_plain, four_orders, trie,
+    training, inference, order, compiled, against_plain, four_orders, shared_beginnings,
 )  # fmt: skip
 
 

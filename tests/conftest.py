@@ -55,7 +55,6 @@ FIRST = (
     "test_distributed",
     "test_runner",
     "test_fit",
-    "test_cache",
     # UMAP is compiled once per process, for seconds.
     "test_paper_recipes",
     "test_analyze_command",

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from layershuffle.core.methods import Method
 from layershuffle.errors import DataError
-from layershuffle.results import ScoreRow, current_method, read_rows, write_rows
+from layershuffle.results import ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import read_plan
 from refusals import refuses
 
@@ -146,31 +145,6 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path):
     path.unlink()
     with refuses(DataError, path.parent):
         read_rows(path, ScoreRow, hint="run it again")
-
-
-@pytest.mark.parametrize(
-    ("stored", "current"),
-    [
-        (("baseline", {"drop": None}), ("baseline", {"drop": None})),
-        (("layershuffle-depth", {}), ("layershuffle", {"min_kept": 3})),
-        (("layershuffle-depth", {"min_blocks": None}), ("layershuffle", {"min_kept": 3})),
-        (
-            ("layershuffle-depth", {"min_blocks": 1, "sequential_every": 4}),
-            ("layershuffle", {"min_kept": 1, "sequential_every": 4}),
-        ),
-        (("layershuffle-tied", {"distinct": 3}), ("layershuffle", {"distinct": 3})),
-        (
-            ("layershuffle-mixed", {"orders_per_batch": 4, "exit_weight": 0.3}),
-            ("layershuffle", {"sequential_every": 4, "orders_per_batch": 4, "exit_weight": 0.3}),
-        ),
-        (("layershuffle-exit", {}), ("layershuffle", {"exit_weight": 0.3})),
-        (("layershuffle-parallel", {}), ("layershuffle", {"max_parallel": 4})),
-    ],
-)
-def test_methods_of_earlier_versions_are_read_in_todays_words(stored, current):
-    method, options = current_method(*stored)
-    assert (method, options) == current
-    assert Method(method, **options).name == method
 
 
 def test_every_kept_study_is_read(repository):

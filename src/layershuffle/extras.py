@@ -31,7 +31,7 @@ EXTRAS = {
         "export, eval and predict of exported files", ("onnx", "onnxscript", "onnxruntime")
     ),
     "swarm": Extra(
-        "swarm, classify",
+        "swarm, classify, demo",
         (
             *("ray", "fastapi", "uvicorn", "starlette", "python_multipart", "prometheus_client"),
             *("httpx", "sklearn"),

@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from layershuffle.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where to compute; auto takes a GPU if there is one."""

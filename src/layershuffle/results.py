@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -44,28 +44,6 @@ Effective = Annotated[
     | None,
     BeforeValidator(lambda value: None if value == "" else value),
 ]
-
-
-_FORMER_METHODS: dict[str, dict[str, object]] = {
-    "layershuffle-depth": {"min_kept": 3},
-    "layershuffle-parallel": {"max_parallel": 4},
-    "layershuffle-mixed": {"sequential_every": 4},
-    "layershuffle-exit": {"exit_weight": 0.3},
-    "layershuffle-tied": {"distinct": 1},
-}
-
-
-def current_method(method: str, options: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """A method and its options, as results of earlier versions name them, in today's words.
-
-    Five methods were names for `layershuffle` with one option, and `min_kept` was `min_blocks`.
-    """
-    former = _FORMER_METHODS.get(method, {})
-    renamed = {"min_kept" if key == "min_blocks" else key: options[key] for key in options}
-    chosen = {
-        key: value for key, value in renamed.items() if value is not None or key not in former
-    }
-    return "layershuffle" if former else method, {**former, **chosen}
 
 
 class Row(BaseModel):

@@ -14,7 +14,6 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import parse_modes
-from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -23,8 +22,7 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, choose_precision, device_of
-from layershuffle.models import class_names_of, image_view, load, num_classes_of
-from layershuffle.models.origin import origin_of
+from layershuffle.models import class_names_of, image_view, load, num_classes_of, output_names
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
 from layershuffle.text import Progress, shortened, unheard
@@ -97,16 +95,12 @@ def open_scored(
     """
     options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
     data = open_data(spec, resized_as(image_view(model), settings.resize), options=options)
-    names = class_names_of(model)
-    if names is None and have_names(data.classes):
-        names, order = data.classes, "theirs"
-        if origin_of(backbone_of(model)).natural_classes:
-            from timm.utils import natural_key
-
-            names, order = tuple(sorted(names, key=natural_key)), "natural, as timm sorts folders"
+    names = output_names(model, data.classes)
+    if class_names_of(model) is None and have_names(data.classes):
+        order = "theirs" if names is None else "natural, as timm sorts folders"
         note = (
             f"{name} names no classes, so its outputs are taken for those of the data; the order "
-            f"is {order} ({shortened(names)})"
+            f"is {order} ({shortened(names or data.classes)})"
         )
         data = replace(data, notes=(*data.notes, note))
     # With other classes, or the same in another order, scores would be meaningless.
@@ -157,6 +151,16 @@ def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
         mode.policy().draw(depth, seed=settings.seed, step=0)
 
 
+def refuse_not_finite(score: Score, *, of: str) -> None:
+    """Raises `DataError` for a cross-entropy that is not finite; `of` names the model."""
+    if not math.isfinite(score.cross_entropy):
+        raise DataError(
+            f"The cross-entropy of {of} is {score.cross_entropy} under the order "
+            f"{score.order or 'of a batch'}",
+            hint="score it with precision: fp32, or train it again with a lower lr",
+        )
+
+
 def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
     """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
 
@@ -164,12 +168,7 @@ def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -
     """
     scores = list(scores)
     for score in scores:
-        if not math.isfinite(score.cross_entropy):
-            raise DataError(
-                f"The cross-entropy of {method}, seed {seed}, is {score.cross_entropy} under the "
-                f"order {score.order or 'of a batch'}",
-                hint="score it with precision: fp32, or train it again with a lower lr",
-            )
+        refuse_not_finite(score, of=f"{method}, seed {seed},")
     return [
         ScoreRow(
             method=method,

@@ -57,8 +57,10 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _none(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        # The word of a flag, as in `--epochs None`.
+    def _none(cls, fields: Any) -> Any:
+        # The word of a flag, as in `--epochs None`. What is no mapping is for pydantic to refuse.
+        if not isinstance(fields, dict):
+            return fields
         return {name: None if value == "None" else value for name, value in fields.items()}
 
 

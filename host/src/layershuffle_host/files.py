@@ -8,6 +8,7 @@ import os
 import ssl
 import threading
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from layershuffle_host.wire import FILE_PATH
 
 _CHUNK = 1 << 16
 _SECONDS = 10.0  # without a byte
+_DIGEST_LETTERS = 64
 
 
 class FetchError(OSError):
@@ -102,7 +104,13 @@ class Cache:
 
     def _prune(self, *, keep: Path) -> None:
         """Remove files beyond the limit, the one unused for longest first."""
-        facts = [(p.stat().st_mtime, p.stat().st_size, p) for p in self._directory.iterdir()]
+        facts = []
+        for path in self._directory.iterdir():
+            # Not what another host is still fetching; and another host may remove files, too.
+            if len(path.name) == _DIGEST_LETTERS:
+                with suppress(FileNotFoundError):
+                    stat = path.stat()
+                    facts.append((stat.st_mtime, stat.st_size, path))
         total = sum(size for _, size, _ in facts)
         for _, size, path in sorted(facts):
             if total > self._limit and path != keep:

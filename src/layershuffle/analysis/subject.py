@@ -25,7 +25,7 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
-from layershuffle.models import class_names_of, image_view, load, num_classes_of
+from layershuffle.models import image_view, load, num_classes_of, output_names
 from layershuffle.models.origin import trained_with
 from layershuffle.stats import ImageGroups
 from layershuffle.text import Progress
@@ -106,8 +106,7 @@ class Subject:
         """
         settings = self.settings
         part = self._split(split)
-        # The size of a stream is unknown: it is read up to the number in the settings.
-        count = math.ceil((part.size or settings.max_images) / settings.batch_size)
+        count = math.ceil(part.size / settings.batch_size)
         # Every batch takes the next rows of the square; all batches together must fill the table.
         orders = settings.num_orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
@@ -118,7 +117,7 @@ class Subject:
                 self.depth, first=number * orders, count=orders, seed=settings.seed
             )
             first = number * settings.batch_size
-            self.progress(f"{split} images", first, part.size or settings.max_images)
+            self.progress(f"{split} images", first, part.size)
             yield Batch(first=first, images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
@@ -148,7 +147,7 @@ class Subject:
 
     def require_classes(self) -> None:
         """Raises `DataError` unless the data have the model's classes."""
-        names, outputs = class_names_of(self.model), num_classes_of(self.model)
+        names, outputs = output_names(self.model, self.data.classes), num_classes_of(self.model)
         match_classes(self.data, names, outputs=outputs, place=self.spec)
 
     def _split(self, name: str) -> Split:
@@ -195,7 +194,8 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
         skip_corrupt=settings.skip_corrupt,
     )
     view = resized_as(image_view(model), settings.resize)
-    data, names = open_data(spec, view, options=options), class_names_of(model)
+    data = open_data(spec, view, options=options)
+    names = output_names(model, data.classes)
     # Most analyses do not use the classes; the others check them (`require_classes`).
     fits = class_difference(data.classes, names, outputs=num_classes_of(model)) is None
     return in_order_of(data, names) if fits else data

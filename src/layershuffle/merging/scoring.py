@@ -36,7 +36,14 @@ from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import load
 from layershuffle.models.origin import trained_with
 from layershuffle.results import MergingRow
-from layershuffle.scoring import batches_of, compiler_for, open_scored, placed, prepare
+from layershuffle.scoring import (
+    batches_of,
+    compiler_for,
+    open_scored,
+    placed,
+    prepare,
+    refuse_not_finite,
+)
 from layershuffle.text import Progress, unheard
 
 # Kinds of models with orders of their own: merge 3 runs in other orders than donor 3.
@@ -250,7 +257,7 @@ class _Scorer:
     def watch(self, batches: DeviceBatches) -> Callable[[int], object]:
         """What hears of images: parts of a model count, because ImageNet takes minutes."""
         return lambda images: self.progress(
-            "models", self.done + images / (batches.split.size or images), self.total
+            "models", self.done + images / batches.split.size, self.total
         )
 
     def add(self, scores: Sequence[Score], *, donors: Iterable[int] | str, **fields: Any) -> None:
@@ -258,6 +265,7 @@ class _Scorer:
         members = donors if isinstance(donors, str) else ",".join(map(str, donors))
         numbers = ("top1", "top5", "cross_entropy", "top1_n", "top5_n")
         for score in scores:
+            refuse_not_finite(score, of=f"the {fields['kind']} {fields['index']}")
             order = "" if score.order is None else str(score.order)
             if isinstance(score, EnsembleScore) and score.order is None:
                 order = ";".join(map(str, score.member_orders))

@@ -319,6 +319,20 @@ def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
     return library_of(backbone).class_names(backbone)
 
 
+def output_names(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...] | None:
+    """The classes of the model's outputs, where the data have `classes`; `None`: nobody knows.
+
+    A model of timm without names was trained on folders that timm sorts naturally and without case
+    (species2 before species10), so its outputs are `classes` in that order.
+    """
+    names = class_names_of(model)
+    if names is None and origin_of(backbone_of(model)).natural_classes:
+        from timm.utils import natural_key
+
+        return tuple(sorted(classes, key=natural_key))
+    return names
+
+
 def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
     """Set the class names of `model`, one per logit. The format of its library stores them."""
     if len(names) != num_classes_of(model):

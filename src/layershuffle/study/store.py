@@ -78,11 +78,7 @@ def read_study(out: Path) -> Study:
             place=out,
             hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
         )
-    for run in plan.runs:
-        if run.is_done(stored.facts) and run.name not in stored.rows:
-            cause = f"{SCORES_FILE} has no scores of {run.name}, which is finished"
-            raise StudyError(cause, place=out, hint=_HINT)
-
+    _refuse_lost_rows(plan, stored, out)
     try:
         return Study(
             settings=settings,
@@ -104,6 +100,14 @@ def read_study(out: Path) -> Study:
             place=out / TASKS_FILE,
             hint=_HINT,
         ) from error
+
+
+def _refuse_lost_rows(plan: Plan, stored: Stored, out: Path) -> None:
+    for file, tasks in ((SCORES_FILE, plan.runs), (MERGES_FILE, plan.mergings)):
+        for task in tasks:
+            if task.name in stored.facts and task.name not in stored.rows:
+                cause = f"{file} has no scores of {task.name}, which is finished"
+                raise StudyError(cause, place=out, hint=_HINT)
 
 
 def failure_of(task: Task[Any], out: Path) -> str:
@@ -148,6 +152,7 @@ def record(task: Task[Any], out: Path, *, say: Say) -> None:
     result = task.run(out, say)
     with writing(out):
         stored, plan = read_stored(out), plan_of(read_plan(out))
+        _refuse_lost_rows(plan, stored, out)
         stored.facts[task.name] = {"task": task.name, **result.model_dump(mode="json")}
         stored.rows[task.name] = result.rows
         scores, merges = (

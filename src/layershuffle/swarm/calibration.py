@@ -138,7 +138,7 @@ def calibrate(
     from layershuffle.core.stack import blocks_of, depth_of
     from layershuffle.core.tying import places_tied
     from layershuffle.data import DataOptions, match_classes, open_data
-    from layershuffle.models import class_names_of, file_view, num_classes_of
+    from layershuffle.models import file_view, num_classes_of, output_names
     from layershuffle.models.files import weights_digest
     from layershuffle.swarm.remote_model import served_host
 
@@ -147,9 +147,10 @@ def calibrate(
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
     options = DataOptions(train=False, max_test=images)
+    opened = open_data(data, file_view(host), options=options)
     opened = match_classes(
-        open_data(data, file_view(host), options=options),
-        class_names_of(host),
+        opened,
+        output_names(host, opened.classes),
         outputs=num_classes_of(host),
         place="the model",
     )

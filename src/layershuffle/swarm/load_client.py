@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.errors import UsageError
 from layershuffle.image_view import uncropped_size
-from layershuffle.models import class_names_of, file_view, num_classes_of
+from layershuffle.models import file_view, num_classes_of, output_names
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
 
@@ -55,9 +55,10 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
         mean=(0.0,) * view.channels,
         std=(1.0,) * view.channels,
     )
+    opened = open_data(data, raw, options=DataOptions(train=False, max_test=count))
     opened = match_classes(
-        open_data(data, raw, options=DataOptions(train=False, max_test=count)),
-        class_names_of(model),
+        opened,
+        output_names(model, opened.classes),
         outputs=num_classes_of(model),
         place="the model",
     )

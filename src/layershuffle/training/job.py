@@ -24,10 +24,10 @@ from layershuffle.errors import UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import choose_precision, device_of
 from layershuffle.models import (
-    class_names_of,
     image_view,
     load,
     num_classes_of,
+    output_names,
     replace_head,
     set_class_names,
     set_image_view,
@@ -121,9 +121,9 @@ class Job:
         It stays on the GPU after the first pass if there is room for it.
         """
         split, ranks = self.data.splits[self.selection_split], self.ranks
-        # Every process scores every n-th image. A stream has no n-th image, and with fewer images
-        # than processes some would get none; in these cases every process scores all images.
-        if ranks.count > 1 and split.size is not None and split.size >= ranks.count:
+        # Every process scores every n-th image. With fewer images than processes some would get
+        # none, so every process scores all of them.
+        if ranks.count > 1 and split.size >= ranks.count:
             rows = range(ranks.rank, split.size, ranks.count)
             split = Split(dataset=Subset(split.dataset, rows), size=len(rows))
         return DeviceBatches(
@@ -210,7 +210,7 @@ def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> I
 
     The model has the names of the data afterwards; data without names are numbered.
     """
-    names, outputs = class_names_of(backbone), num_classes_of(backbone)
+    names, outputs = output_names(backbone, data.classes), num_classes_of(backbone)
     difference = class_difference(data.classes, names, outputs=outputs)
     if difference is None:
         data = in_order_of(data, names)
@@ -229,7 +229,7 @@ def _warn_of_few(data: ImageData) -> None:
     classes, images = len(data.classes), data.splits["train"].size
     if classes == 1:
         LOG.warning("%s has a single class, so every answer is right: give several", data.spec)
-    elif images is not None and images < 2 * classes:
+    elif images < 2 * classes:
         LOG.warning(
             "%s has %d training images for %d classes, fewer than two per class: check that its "
             "folders are classes, or give a smaller --holdout",
@@ -241,7 +241,7 @@ def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
     """`data` with a note if too few images pick the checkpoint."""
     split = "test" if settings.paper_protocol else "holdout"
     images = data.splits[split].size
-    if images is None or images >= _FEW_IMAGES:
+    if images >= _FEW_IMAGES:
         return data
     note = (
         f"only {counted(images, 'image')} ({split}) to pick the checkpoint, so the choice is "

@@ -235,7 +235,11 @@ def budget_curves(study: Study) -> dict[tuple[str, str], dict[int, Estimate]]:
     for task, result in study.runs:
         for row in result.rows:
             # Scores of pruned models are not part of the curve.
-            if row.choose == "" and (task.curve, row.mode) in rows:
+            if (
+                row.choose == ""
+                and row.parallel == row.passes == 1
+                and (task.curve, row.mode) in rows
+            ):
                 rows[task.curve, row.mode].setdefault(result.steps, []).append(row)
     return {
         key: {steps: estimate_of(group) for steps, group in sorted(lengths.items())}
