@@ -108,3 +108,8 @@ def test_a_range_stands_for_each_of_its_counts(text, expanded):
 def test_wrong_mode_texts(text):
     with refuses(UsageError):
         parse_modes(text)
+
+
+def test_a_range_stands_among_other_modes() -> None:
+    words = [str(mode) for mode in parse_modes("sequential,kept:1-2:arbitrary,arbitrary")]
+    assert words == ["sequential", "kept:2:arbitrary", "kept:1:arbitrary", "arbitrary"]
