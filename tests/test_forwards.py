@@ -15,7 +15,7 @@ from layershuffle.core.forwards import block_runs, forward_many, images_at_once
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running
 from layershuffle.core.tensors import state_of
-from layershuffle.errors import StackError
+from layershuffle.errors import StackError, UsageError
 from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 from own_models import CHAINS, LOOPS
 from refusals import refuses
@@ -170,3 +170,8 @@ def test_only_a_backbone_that_hands_the_state_on_has_two_ends(family):
     else:
         with pytest.raises(StackError):
             refuse_more_than_blocks(model, images(2), forward=forward)
+
+
+def test_one_order_is_not_taken_for_a_list_of_them() -> None:
+    with refuses(UsageError):
+        ls.forward_many(FAMILIES["timm-vit"].wrapped(), images(2), "2,0,1")

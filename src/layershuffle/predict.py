@@ -57,7 +57,7 @@ def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
 
 def predict(
     model: nn.Module | str,
-    images: Sequence[str | Path],
+    images: Sequence[str | Path] | str | Path,
     *,
     order: ExecutionOrder | str | None = None,
     mode: str = "sequential",
@@ -66,9 +66,10 @@ def predict(
 ) -> list[Prediction | DataError]:
     """The `top` most probable classes of every image file, as `layershuffle predict` gives them.
 
-    `model` is a wrapped model or a spec. The blocks run in `order`, or in one drawn for `mode` from
-    `seed`. For a file that cannot be read, the list holds the error that says why. Raises
-    `UsageError` for an order or a mode that does not fit the model, and without an image.
+    `model` is a wrapped model or a spec; `images` are paths, or one. The blocks run in `order`, or
+    in one drawn for `mode` from `seed`. For a file that cannot be read, the list holds the error
+    that says why. Raises `UsageError` for an order or a mode that does not fit the model, and
+    without an image.
 
         (answer,) = ls.predict("bundled:digits-swarm", ["bundled:digit-pair.png"], order="3,0,2")
         answer.top[0].label, answer.top[0].probability
@@ -77,7 +78,8 @@ def predict(
         model = load(model)
     depth = depth_of(model)
     chosen = order_for(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
-    files = [image_file(Path(image)) for image in images]
+    paths = [images] if isinstance(images, str | Path) else images
+    files = [image_file(Path(image)) for image in paths]
     return predict_files(model, files, order=chosen, top=top)
 
 

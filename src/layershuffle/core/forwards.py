@@ -19,6 +19,7 @@ from layershuffle.core.runs import Asked
 from layershuffle.core.sharing import Beginnings, beginnings, forget
 from layershuffle.core.stack import in_order, running, stack_of
 from layershuffle.core.tensors import logits_of
+from layershuffle.errors import UsageError
 
 _log = logging.getLogger("layershuffle")
 # Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.
@@ -43,7 +44,8 @@ def forward_many(
 
         logits = dict(layershuffle.forward_many(model, images, ["0,1,2,3", "0,1,3,2"]))
     """
-
+    if isinstance(orders, str):
+        raise UsageError(f"{orders!r} is one order, not several", hint=f"give [{orders!r}]")
     forget(stack_of(model))
     return run_many(model, images, orders=orders, forward=forward)
 

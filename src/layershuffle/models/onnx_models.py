@@ -141,10 +141,15 @@ class ExportedModel(nn.Module):
 def read_manifest(directory: Path) -> ExportManifest:
     """The manifest of an exported directory. Raises `ModelFileError` for anything else."""
     place = directory / MANIFEST
-    text = json.dumps(read_json(place))
-    # A file of one order (`layershuffle export --whole`) has no blocks.
+    manifest = read_json(place)
+    if "order" in manifest:
+        raise ModelFileError(
+            "This export is one file of one order, for other programs, and has no blocks",
+            place=place,
+            hint="export the model without --whole",
+        )
     with refused_by("pydantic", place, hint="name a directory of layershuffle export"):
-        return ExportManifest.model_validate_json(text)
+        return ExportManifest.model_validate_json(json.dumps(manifest))
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:

@@ -349,7 +349,7 @@ def library_of(backbone: nn.Module) -> Library:
             return _library(name)
     raise UsageError(
         f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
-        hint="wrap and run it as you like; loading and saving need one of these libraries",
+        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
     )
 
 
