@@ -52,9 +52,7 @@ class ForkedTeam:
         return any(self._processes)
 
     def _start(self) -> BaseProcess:
-        process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(self._out, self._tasks)
-        )
+        process = SERVER.Process(target=_work, args=(self._out, self._tasks))
         process.start()
         return process
 

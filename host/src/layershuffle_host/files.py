@@ -17,7 +17,6 @@ from layershuffle_host.wire import FILE_PATH
 
 _CHUNK = 1 << 16
 _SECONDS = 10.0  # without a byte
-_DIGEST_LETTERS = 64
 
 
 class FetchError(OSError):
@@ -105,12 +104,9 @@ class Cache:
     def _prune(self, *, keep: Path) -> None:
         """Remove files beyond the limit, the one unused for longest first."""
         facts = []
-        for path in self._directory.iterdir():
-            # Not what another host is still fetching; and another host may remove files, too.
-            if len(path.name) == _DIGEST_LETTERS:
-                with suppress(FileNotFoundError):
-                    stat = path.stat()
-                    facts.append((stat.st_mtime, stat.st_size, path))
+        for path in self._directory.glob("?" * 64):  # not what another host still fetches
+            with suppress(FileNotFoundError):  # another host may remove files, too
+                facts.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in facts)
         for _, size, path in sorted(facts):
             if total > self._limit and path != keep:

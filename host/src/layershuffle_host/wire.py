@@ -25,7 +25,6 @@ MAX_FRAME_BYTES, MAX_TEXT_BYTES = 64 << 20, 1 << 20
 MAX_IMAGES, MAX_BLOCKS, MAX_FILE_BYTES = 256, 1024, 4 << 30
 MAX_TEXT, MAX_HELD = 400, 4096
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,39}"
-HELLO_SECONDS = 5.0  # after which the gateway closes a connection that has not said hello
 PING_SECONDS, PONG_SECONDS = 2.0, 4.0
 
 HEADER = struct.Struct("<BBHIHHI")
@@ -48,11 +47,7 @@ Why = IntEnum("Why", "UNKNOWN_BLOCK FULL LATE FAILED DRAINING")
 class Close(IntEnum):
     """Codes with which a gateway closes the connection of a host."""
 
-    PROTOCOL_ERROR = 4400
     BAD_TOKEN = 4401
-    LATE_HELLO = 4408
-    NAME_TAKEN = 4409
-    OTHER_VERSION = 4426
 
 
 class Header(NamedTuple):
