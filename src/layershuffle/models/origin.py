@@ -152,7 +152,7 @@ def check_rebuilt(
 def warn_new_head(old: int, new: int, *, seed: int) -> None:
     """Warn that the classification head was replaced."""
     LOG.warning(
-        "The model has a new head (%d classes before, %d now). It is freshly initialised "
+        "The model has a new head: %d -> %d classes. It is freshly initialised "
         "(seed %d); its old weights are lost, so train before you score.",
         old,
         new,
