@@ -89,8 +89,8 @@ def legend_below(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]])
         legend.remove()
 
 
-def figure_bytes(figure: Figure, kind: Literal["svg", "png"], *, dpi: int = 150) -> bytes:
-    """The figure as an SVG with real text, or as a PNG of `dpi` dots per inch; no dates inside."""
+def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside."""
     import matplotlib
 
     # Dates and versions would make another file of the same picture, and so would element ids
@@ -98,7 +98,7 @@ def figure_bytes(figure: Figure, kind: Literal["svg", "png"], *, dpi: int = 150)
     nothing = ("Creator", "Date", "Format", "Type") if kind == "svg" else ("Software",)
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
-        figure.savefig(file, format=kind, dpi=dpi, metadata=dict.fromkeys(nothing))
+        figure.savefig(file, format=kind, dpi=150, metadata=dict.fromkeys(nothing))
     return file.getvalue()
 
 

@@ -294,7 +294,7 @@ class AnalysisSpec(Task[AnalysisResult]):
         )
         answer = json.loads((files / "summary.json").read_text(encoding="utf-8"))
         (out / FIGURES).mkdir(exist_ok=True)
-        for picture in [*files.glob("*.png")] or files.glob("*.svg"):
+        for picture in files.glob("*.png"):
             shutil.copy(picture, out / FIGURES / f"{self.name}-{picture.name}")
         return AnalysisResult(
             **_facts_of(options, started=started),

@@ -40,7 +40,7 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
 
     They are resized to the size at which the model's preparation of images starts, so the server
     prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
-    the model's, and for a stream; `UsageError` for a `count` below 1.
+    the model's; `UsageError` for a `count` below 1.
     """
     if count < 1:
         raise UsageError(f"At least one request is needed, got {count}", hint="--requests 300")
