@@ -34,7 +34,8 @@ LABELS = torch.arange(BATCH) % CLASSES
     ("name", "policy", "selects_by", "more"),
     [
         ("anyorder", Shuffled(sequential_every=4), "arbitrary",
-         {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3}),
+         {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3,
+          "self_distillation": 0.3}),
         ("baseline", Sequential(), "sequential", {}),
         ("layershuffle", Shuffled(), "arbitrary", {}),
         ("layershuffle-position", Shuffled(), "arbitrary", {"position": "encode"}),
@@ -60,7 +61,8 @@ def test_anyorder_is_the_default() -> None:
 def test_the_options_of_a_method_are_settings_of_fit() -> None:
     assert set(METHOD_OPTIONS) <= FitSettings.model_fields.keys()
     options: dict[str, Any] = {
-        "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5, "min_kept": 2,
+        "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5,
+        "self_distillation": 0.2, "min_kept": 2,
         "max_parallel": 3, "distinct": 2, "position": "encode", "kept": 4, "choose": "last",
     }  # fmt: skip
     method = FitSettings(method="layershuffle", model="m", data="d", seed=9, **options)
@@ -115,7 +117,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential one already": ("baseline", {"sequential_every": 4}),
     "at least 2": ("layershuffle", {"sequential_every": 1}),
     "in [0, 1)": ("layerdrop", {"drop": 1.0}),
-    "above 0": ("anyorder", {"exit_weight": 0.0}),
+    "exit_weight must be above 0": ("anyorder", {"exit_weight": 0.0}),
+    "self_distillation must be above 0": ("anyorder", {"self_distillation": -0.3}),
     "orders_per_batch must be a whole number from 1, got 0": ("anyorder", {"orders_per_batch": 0}),
     "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
     "one of none, encode, predict, got 'encoding'": ("anyorder", {"position": "encoding"}),
@@ -183,6 +186,8 @@ def test_exits_are_uniform_and_leave_something_to_run() -> None:
     assert {method.exit_after(short, step=step) for step in range(99)} == {1, 2}
     assert method.exit_after([ls.ExecutionOrder((3,), 12)], step=0) == 1
     assert Method("layershuffle").exit_after(orders, step=0) is None
+    taught = Method("layershuffle", self_distillation=0.1, seed=3)
+    assert [taught.exit_after(orders, step=step) for step in range(99)] == drawn[:99]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -199,14 +204,19 @@ def slow_loss(method: Method, model: nn.Module, *, step: int, smoothing: float =
         with ls.running(model, order):
             if method.position == "predict":
                 with model.guessing() as guesses:
-                    loss = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
-                loss = loss + guesses.loss()
+                    final = model(own)
+                loss = guesses.loss()
             else:
-                loss = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
+                final, loss = model(own), torch.zeros(())
+        loss = loss + F.cross_entropy(final, truth, label_smoothing=smoothing)
         if exit_after is not None:
             with ls.running(model, losses.beginning_of(order, exit_after)):
-                early = F.cross_entropy(model(own), truth, label_smoothing=smoothing)
-            loss = loss + method.exit_weight * early
+                early = model(own)
+            taught = F.cross_entropy(early, truth, label_smoothing=smoothing)
+            loss = loss + (method.exit_weight or 0.0) * taught
+            own_answer = final.detach().softmax(1)
+            gap = own_answer * (own_answer.log() - early.softmax(1).log())
+            loss = loss + (method.self_distillation or 0.0) * gap.sum(1).mean()
         total = total + loss * len(own) / BATCH
     return total
 
@@ -218,6 +228,7 @@ METHODS = [
     Method("layershuffle-position", exit_weight=0.5),
     Method("layerdrop", orders_per_batch=3, sequential_every=2),
     Method("baseline", min_kept=1, max_parallel=2, exit_weight=1.0),
+    Method("layershuffle", orders_per_batch=2, self_distillation=0.7),
 ]
 
 
@@ -320,6 +331,7 @@ CHOICES: dict[str, list[Any]] = {
     "orders_per_batch": [1, 2, 4],
     "sequential_every": [None, 2, 4],
     "exit_weight": [None, 0.3],
+    "self_distillation": [None, 0.3],
     "drop": [None, None, 0.4],
     "min_kept": [None, None, 1, 3],
     "max_parallel": [None, None, 1, 3],

@@ -63,10 +63,14 @@ def loss_by_hand(
     total = torch.zeros(())
     for group, order in enumerate(orders):
         own, truth = batch[group :: len(orders)], labels[group :: len(orders)]
-        loss = F.cross_entropy(model.logits(own, order.blocks), truth)
-        if exit_after is not None and method.exit_weight is not None:
+        final = model.logits(own, order.blocks)
+        loss = F.cross_entropy(final, truth)
+        if None not in (exit_after, method.exit_weight, method.self_distillation):
             early = model.logits(own, order.blocks[:exit_after])
             loss = loss + method.exit_weight * F.cross_entropy(early, truth)
+            target = final.detach().softmax(1)
+            gap = target * (target.log() - early.log_softmax(1))
+            loss = loss + method.self_distillation * gap.sum(1).mean()
         total = total + loss * len(own) / len(batch)
     return total
 

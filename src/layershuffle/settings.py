@@ -68,9 +68,9 @@ class FitSettings(Settings):
     """One training run. The defaults are those of the paper's section 4, if it gives them."""
 
     method: str = "anyorder"
-    """How to train: anyorder (four orders per batch, one of them sequential, and an exit loss), or
+    """How to train: anyorder (four orders per batch, one of them sequential, and an exit), or
     as in the paper: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop
-    or truncated. Each is a set of the ten options that follow; every method takes every option."""
+    or truncated. Each is a set of the options that follow; every method takes every option."""
     model: str
     """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
@@ -86,6 +86,9 @@ class FitSettings(Settings):
     exit_weight: Annotated[float, Field(gt=0)] | None = None
     """Weight of a second loss: the state after a random number of blocks is classified as well
     (anyorder: 0.3; the others: no such loss)."""
+    self_distillation: Annotated[float, Field(gt=0)] | None = None
+    """Weight of a third loss: the answer after all blocks teaches the one after a random number of
+    them (anyorder: 0.3; the others: no such loss)."""
     drop: float | None = None
     """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
     min_kept: Positive | None = None

@@ -170,8 +170,8 @@ FLAGS = {
     "eval-every eval-orders exit-weight holdout kept log-every log-with lr max-parallel method "
     "min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
-    "resize schedule seed select-by sequential-every skip-corrupt steps threads warmup "
-    "weight-decay workers",
+    "resize schedule seed select-by self-distillation sequential-every skip-corrupt steps threads "
+    "warmup weight-decay workers",
     "predict": "device image json model modes order seed threads top",
     "eval": "batch-size compile data device draw json max-images model modes num-orders order "
     "precision resize seed skip-corrupt threads",

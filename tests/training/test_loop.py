@@ -90,6 +90,6 @@ def test_given_batches_end_the_run(tmp_path):
 def test_a_run_goes_on_with_the_options_that_its_method_has_anyway(tmp_path):
     """However they are written: the method is the same."""
     fit(settings(method="anyorder", steps=1), tmp_path)
-    fit(settings(method="anyorder", exit_weight=0.3, steps=1), tmp_path)
+    fit(settings(method="anyorder", self_distillation=0.3, steps=1), tmp_path)
     with refuses(UsageError):
         fit(settings(method="anyorder", exit_weight=0.4, steps=1), tmp_path)

@@ -86,10 +86,15 @@ def by_hand(run):
             exit_after = method.exit_after(orders, step=step, micro_batch=micro)
             for group, order in enumerate(orders):
                 images, truth = pixels[group::groups], labels[group::groups]
-                loss = group_loss(model, images, truth, order)
-                if method.exit_weight is not None:
+                loss, final = group_loss(model, images, truth, order)
+                if exit_after is not None:
                     with ls.running(model, beginning_of(order, exit_after)):
-                        loss = loss + method.exit_weight * F.cross_entropy(model(images), truth)
+                        early = model(images)
+                    loss = loss + (method.exit_weight or 0.0) * F.cross_entropy(early, truth)
+                    own = F.cross_entropy(early, final.softmax(1)) - F.cross_entropy(
+                        final, final.softmax(1)
+                    )
+                    loss = loss + (method.self_distillation or 0.0) * own
                 loss = loss * len(truth) / 10 / 2
                 loss.backward()
                 total += float(loss.detach())
@@ -104,9 +109,12 @@ def by_hand(run):
 def group_loss(model, pixels, labels, order):
     with ls.running(model, order):
         if getattr(model, "prediction", None) is None:
-            return F.cross_entropy(model(pixels), labels)
-        with model.guessing() as guesses:
-            return F.cross_entropy(model(pixels), labels) + guesses.loss()
+            logits, guessed = model(pixels), 0.0
+        else:
+            with model.guessing() as guesses:
+                logits = model(pixels)
+            guessed = guesses.loss()
+    return F.cross_entropy(logits, labels) + guessed, logits.detach()
 
 
 def test_killed_and_resumed(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,19 +37,27 @@ def loss_along(
     orders: Sequence[ExecutionOrder],
     exit_after: int | None = None,
     exit_weight: float = 0.0,
+    self_distillation: float = 0.0,
     criterion: Criterion | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of `images` `[n, channels, height, width]` and their logits `[n, classes]`, in fp32.
 
     Row i runs along `orders[i % len(orders)]`. The loss is `criterion` (the cross-entropy) of the
-    logits, plus `exit_weight` times that of the logits after `exit_after` steps, plus the position
-    loss of a model that predicts positions. `model` may be inside wrappers of other libraries.
+    logits, plus the exit loss of the logits after `exit_after` steps, plus the position loss of a
+    model that predicts positions. The exit loss is `exit_weight` times the criterion, plus
+    `self_distillation` times the KL divergence from the softmax of the logits, which get no
+    gradient by it (as arXiv 2604.09168 does for loops). `model` may be inside wrappers of other
+    libraries.
 
     A backbone that cannot run several orders in one batch, or has no state to take out between its
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
     in more time.
     """
     is_mixed = len(orders) > 1 or exit_after is not None
+    criterion = criterion or F.cross_entropy
+    exit_loss = partial(
+        _exit_loss, criterion=criterion, by_labels=exit_weight, by_itself=self_distillation
+    )
 
     def by(walk: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return walk(
@@ -57,8 +66,8 @@ def loss_along(
             labels=labels,
             orders=orders,
             exit_after=exit_after,
-            exit_weight=exit_weight,
-            criterion=criterion or F.cross_entropy,
+            criterion=criterion,
+            exit_loss=exit_loss,
         )
 
     stack = stack_of(model)
@@ -86,8 +95,8 @@ def _joined(
     labels: Tensor,
     orders: Sequence[ExecutionOrder],
     exit_after: int | None,
-    exit_weight: float,
     criterion: Criterion,
+    exit_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """All groups in one forward."""
     way: ExecutionOrder | list[ExecutionOrder] = orders[0]
@@ -108,7 +117,7 @@ def _joined(
     logits, *early = (part.float() for part in parts)
     loss = criterion(logits, labels)
     for answers in early:
-        loss = loss + exit_weight * criterion(answers, labels)
+        loss = loss + exit_loss(answers, logits, labels)
     return (loss if position_loss is None else loss + position_loss), logits
 
 
@@ -129,8 +138,8 @@ def _apart(
     labels: Tensor,
     orders: Sequence[ExecutionOrder],
     exit_after: int | None,
-    exit_weight: float,
     criterion: Criterion,
+    exit_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Each group in a forward of its own, and its exit in another one."""
     logits, early, position_losses = [], [], []
@@ -149,8 +158,25 @@ def _apart(
     answers = torch.cat(logits).index_select(0, back)
     loss = criterion(answers, labels)
     if early:
-        loss = loss + exit_weight * criterion(torch.cat(early).index_select(0, back), labels)
+        loss = loss + exit_loss(torch.cat(early).index_select(0, back), answers, labels)
     return torch.stack([loss, *position_losses]).sum(), answers
+
+
+def _exit_loss(
+    early: Tensor,
+    final: Tensor,
+    labels: Tensor,
+    *,
+    criterion: Criterion,
+    by_labels: float,
+    by_itself: float,
+) -> Tensor:
+    """The loss of logits at an exit, `[n, classes]`, beside the final ones of the same run."""
+    loss = by_labels * criterion(early, labels)
+    if by_itself:
+        own, taught = final.detach().log_softmax(-1), early.log_softmax(-1)
+        loss = loss + by_itself * F.kl_div(taught, own, log_target=True, reduction="batchmean")
+    return loss
 
 
 def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:

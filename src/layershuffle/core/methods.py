@@ -33,10 +33,16 @@ PositionPart = Literal["none", "encode", "predict"]
 
 
 PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
-    # Ours. Every layer has an exit so in arXiv 2404.16710.
+    # Ours. Every layer has an exit so in arXiv 2404.16710; the run's own answer teaches loops in
+    # arXiv 2604.09168.
     "anyorder": (
         "arbitrary",
-        {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3},
+        {
+            "orders_per_batch": 4,
+            "sequential_every": 4,
+            "exit_weight": 0.3,
+            "self_distillation": 0.3,
+        },
     ),
     # The paper's: sections 4, 3.2, 3.3 and 3.4. `layerdrop` is arXiv 1909.11556 at the rate of
     # section 4.2, as is `truncated`, a model made of some of the blocks.
@@ -79,7 +85,10 @@ class Method:
     """Every n-th order runs all blocks in sequence; `None` adds no such order."""
     exit_weight: float | None = None
     """Weight of the loss at an exit: the state after a random number of steps goes to the head
-    as well. `None`: there is no exit."""
+    as well. `None`: labels teach no exit."""
+    self_distillation: float | None = None
+    """Weight of a second loss at the exit: the final answer of the same run teaches it (softmax of
+    the logits, detached; KL divergence). `None`: it teaches no exit."""
     drop: float | None = None
     """Probability with which a block is left out of an order."""
     min_kept: int | None = None
@@ -145,12 +154,14 @@ class Method:
                 f"{self.sequential_every}th",
                 hint="leave sequential_every out, or take the method layershuffle",
             )
-        if self.exit_weight is not None and not self.exit_weight > 0:
-            raise UsageError(
-                f"exit_weight must be above 0, got {self.exit_weight}",
-                hint="leave it out for no exit; anyorder without one is layershuffle with "
-                "orders_per_batch=4 and sequential_every=4",
-            )
+        for option in ("exit_weight", "self_distillation"):
+            weight = getattr(self, option)
+            if weight is not None and not weight > 0:
+                raise UsageError(
+                    f"{option} must be above 0, got {weight}",
+                    hint="leave it out for no exit; anyorder without one is layershuffle with "
+                    "orders_per_batch=4 and sequential_every=4",
+                )
         # Both check what is left: probabilities, ranges and words.
         _ = self.policy, self.blocks
 
@@ -220,7 +231,7 @@ class Method:
         Uniform in 1 to one less than the longest order has; an order that is shorter than that
         counts with its end. `None` without an exit.
         """
-        if self.exit_weight is None:
+        if self.exit_weight is None and self.self_distillation is None:
             return None
         # No group has this number, so exits do not depend on the draws of the orders.
         stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=rank)
@@ -319,6 +330,7 @@ class Method:
             orders=orders,
             exit_after=self.exit_after(orders, **place),
             exit_weight=self.exit_weight or 0.0,
+            self_distillation=self.self_distillation or 0.0,
             criterion=criterion,
         )
 

@@ -84,6 +84,7 @@ def try_forward(state: TrainState, images: int) -> None:
                     orders=orders,
                     exit_after=job.method.exit_after(orders, step=0),
                     exit_weight=job.method.exit_weight or 0.0,
+                    self_distillation=job.method.self_distillation or 0.0,
                 )
                 with state.recomputing():
                     state.accelerator.backward(job.compiler.or_eager(forward)[0])
