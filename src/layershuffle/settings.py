@@ -149,6 +149,8 @@ class FitSettings(Settings):
     """Pick the checkpoint on the split that is reported, as the paper did; reports say so."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
+    data_changed: bool = False
+    """Go on with a run whose images are others now: other classes, files or sizes of files."""
 
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data (default: once per epoch)."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from PIL import Image
 import layershuffle as ls
 from common import FAMILIES, assert_close, images, redraw
 from layershuffle.core.position import backbone_of
-from layershuffle.errors import DataError
+from layershuffle.errors import DataError, Interrupted, UsageError
 from layershuffle.models import class_names_of, image_view, set_class_names
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings, FitSettings
@@ -169,3 +172,44 @@ def test_timm_models_carry_the_names_too(data: Path, tmp_path: Path) -> None:
     assert config["label_names"] == list(FOLDERS)
     assert config["pretrained_cfg"]["crop_mode"] == "squash"
     assert config["pretrained_cfg"]["crop_pct"] == 1.0
+
+
+def test_a_run_goes_on_with_the_images_that_it_began_with(data: Path, tmp_path: Path) -> None:
+    """A renamed class permutes labels, and a new image moves the holdout: neither in silence."""
+    model, images, out = base(tmp_path / "base", FOLDERS), tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data, images)
+
+    settings = FitSettings(
+        model=model, data=f"folder:{images}", method="baseline", steps=3, batch_size=6, workers=0,
+        eval_every=3, eval_batch_size=8, log_every=1, lr=1e-6,
+    )  # fmt: skip
+
+    def go_on(**changes: Any) -> None:
+        # In a copy, because what goes on is another run afterwards.
+        again = tmp_path / f"run-{len([*tmp_path.glob('run-*')])}"
+        shutil.copytree(out, again)
+        fit(settings.model_copy(update=changes), again)
+
+    def ask_to_stop(event: dict[str, Any]) -> None:
+        if event["kind"] == "log" and event["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with refuses(Interrupted):
+        fit(settings, out, on_event=ask_to_stop)
+    go_on()
+
+    (images / "train/disk/0.png").rename(images / "train/disk/00.png")
+    with pytest.raises(UsageError, match="train/disk"):
+        go_on()
+    (images / "train/disk/00.png").rename(images / "train/disk/0.png")
+    with (images / "train/disk/0.png").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UsageError, match="train/disk"):
+        go_on()
+    shutil.rmtree(images)
+    shutil.copytree(data, images)
+    for split in ("train", "val"):
+        (images / split / "disk").rename(images / split / "zebra")
+    with pytest.raises(UsageError, match="zebra"):
+        go_on()
+    go_on(data_changed=True)

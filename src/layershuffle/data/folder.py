@@ -35,10 +35,19 @@ _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "test
 
 
 class FolderTable:
-    """The images below one split folder; `files[i]` has class `labels[i]`."""
+    """The images below one split folder; `files[i]` has class `labels[i]` and `sizes[i]` bytes."""
 
-    def __init__(self, files: Sequence[str], labels: Sequence[int], *, channels: int) -> None:
-        self.files, self.labels, self.channels = files, labels, channels
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[str],
+        labels: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        channels: int,
+    ) -> None:
+        self.root, self.files, self.labels, self.sizes = root, files, labels, sizes
+        self.channels = channels
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
@@ -48,6 +57,10 @@ class FolderTable:
     def name(self, index: int) -> str:
         """The path of image `index`."""
         return self.files[index]
+
+    def identity(self, index: int) -> str:
+        """The path below the folder of the split, and the size in bytes."""
+        return f"{os.path.relpath(self.files[index], self.root)} {self.sizes[index]}"
 
 
 def open_source(request: SourceRequest) -> ImageData:
@@ -152,6 +165,7 @@ def folder_table(
     """
     files: list[str] = []
     labels: list[int] = []
+    sizes: list[int] = []
     left_out: list[str] = []
     for label, name in enumerate(classes):
         images, others = image_files(split / name)
@@ -164,18 +178,19 @@ def folder_table(
                 "split",
             )
         files += images
+        sizes += images.values()
         labels += [label] * len(images)
         left_out += [f"{name}/{other}" for other in others]
-    return FolderTable(files, labels, channels=channels), left_out
+    return FolderTable(split, files, labels, sizes, channels=channels), left_out
 
 
-def image_files(folder: Path) -> tuple[list[str], list[str]]:
-    """(image paths, paths below `folder` of what was left out) anywhere below a folder, sorted.
+def image_files(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """(bytes by path of an image, paths of what was left out) anywhere below a folder, sorted.
 
     Links are followed, as in torchvision's ImageFolder, but every file and folder counts once, by
     its device and inode: a link back to a folder above would give its images again and again.
     """
-    images: list[str] = []
+    images: dict[str, int] = {}
     others: list[str] = []
     # The folders above have the images of other classes.
     above = map(os.stat, (folder, *folder.resolve().parents))
@@ -199,7 +214,7 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
                 continue
             seen.add(place)
             if is_image:
-                images.append(path)
+                images[path] = status.st_size
             else:
                 folders.append(name)
     return images, others

@@ -66,6 +66,10 @@ class HubTable:
         path = (row[self.column] or {}).get("path")
         return f"row {index} of {self.place}" + (f" ({path})" if path else "")
 
+    def identity(self, index: int) -> str:
+        """The row: to know more of it is to read it."""
+        return str(index)
+
 
 def open_source(request: SourceRequest) -> ImageData:
     """Data of Hugging Face `datasets` as ImageData.

@@ -8,12 +8,14 @@ batches become normalised floats, on the model's device (`PixelFinish`).
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -152,6 +154,9 @@ class ImageTable(Protocol):
     def name(self, index: int) -> str:
         """The name of image `index` for messages."""
 
+    def identity(self, index: int) -> str:
+        """What tells image `index` from another one in its place, without opening it."""
+
 
 class Images(Dataset[Item]):
     """The images `indices` of a table, each through one transform.
@@ -177,6 +182,17 @@ class Images(Dataset[Item]):
     def set_epoch(self, epoch: int) -> None:
         """Use the augmentation of `epoch` from now on, in every process."""
         self._epoch.fill_(epoch)
+
+    def contents(self, classes: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """By class, the number of its images and a digest of their identities, in order."""
+        counts, digests = Counter[int](), defaultdict[int, Any](hashlib.sha256)
+        for row in self.indices:
+            label = self.table.labels[row]
+            counts[label] += 1
+            digests[label].update(f"{self.table.identity(row)}\0".encode(errors="surrogateescape"))
+        return {
+            classes[label]: (counts[label], digests[label].hexdigest()) for label in sorted(counts)
+        }
 
     def __len__(self) -> int:
         return len(self.indices)

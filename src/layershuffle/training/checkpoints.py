@@ -8,6 +8,7 @@ are pure functions of the seed and the step, so they are not saved.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -20,19 +21,21 @@ import yaml
 from safetensors.torch import load_model, save_model
 
 from layershuffle.core.methods import METHOD_OPTIONS
+from layershuffle.data.transforms import Images
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
 from layershuffle.settings import FitSettings, read_recipe
+from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
 from layershuffle.training.job import Job
 from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
 from layershuffle.training.state import TrainState, new_state
 
-SETTINGS_FILE, LOGS = "settings.yaml", "logs"
+SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
-_MAY_CHANGE = frozenset({"log_every", "log_with", "workers"})
-_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", HISTORY, LOGS})
+_MAY_CHANGE = frozenset({"log_every", "log_with", "workers", "data_changed"})
+_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
 
 
 def prepare_directory(out: Path, settings: FitSettings) -> None:
@@ -52,6 +55,46 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
         write_text(path, yaml.safe_dump(resolved, sort_keys=False))
     remove_stale_stages(out)
     remove_stale_stages(out / "checkpoints")
+
+
+def check_data(job: Job) -> None:
+    """Note the images of a new run, or check that an unfinished one still has them.
+
+    Known are the classes in their order and, by split and class, the number of images and what
+    their source tells without opening them: names and sizes of files, or rows. Raises `UsageError`,
+    which lists what differs, unless the settings say that the data may have changed.
+    """
+    path, data = job.out / DATA_FILE, job.data
+    now: dict[str, Any] = {"classes": [*data.classes]} | {
+        name: split.dataset.contents(data.classes)
+        for name, split in data.splits.items()
+        if isinstance(split.dataset, Images)
+    }
+    goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
+    if goes_on and not job.settings.data_changed:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        others: dict[str, tuple[int, int]] = {}
+        for split in sorted((before.keys() | now.keys()) - {"classes"}):
+            old, new = before.get(split, {}), now.get(split, {})
+            for name in sorted(old.keys() | new.keys()):
+                (count, was), (images, digest) = old.get(name, (0, "")), new.get(name, (0, ""))
+                if was != digest:
+                    others[f"{split}/{name}"] = count, images
+        # Classes that came or went say more than the images that moved for them.
+        differing = [
+            f"{place} ({count} before, {images} now)" if count != images else f"{place} (others)"
+            for place, (count, images) in sorted(others.items(), key=lambda item: 0 not in item[1])
+        ]
+        if not differing and before["classes"] != now["classes"]:
+            differing = [f"the order of the classes ({shortened(now['classes'])} now)"]
+        if differing:
+            raise UsageError(
+                f"The images are not those that this run began with: {shortened(differing)}",
+                place=data.spec,
+                hint="give the same images, go on with these (--data-changed), or start again in "
+                "another --out",
+            )
+    write_text(path, json.dumps(now, indent=1))
 
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:

@@ -24,7 +24,9 @@ from layershuffle.models import save
 from layershuffle.settings import FitSettings, digest
 from layershuffle.text import unheard
 from layershuffle.training.checkpoints import (
+    DATA_FILE,
     SETTINGS_FILE,
+    check_data,
     latest_checkpoint,
     load_state,
     prepare_directory,
@@ -109,6 +111,8 @@ def fit(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         job = prepare(settings, out, ranks=ranks)
+        if ranks.first:
+            check_data(job)
         return _run(job, on_event, on_phase)
 
 
@@ -121,7 +125,7 @@ def _own(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if was_empty and names_in(out) <= {SETTINGS_FILE}:
+            if was_empty and names_in(out) <= {SETTINGS_FILE, DATA_FILE}:
                 for path in out.iterdir():  # the lock, too
                     path.unlink()
                 if is_new:
