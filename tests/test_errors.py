@@ -36,6 +36,9 @@ def test_a_long_cause_loses_its_middle():
     assert error.cause.startswith("the column holds QUJD")
     assert error.cause.endswith("QUJD, which is no path")
     assert len(str(error)) == 400 + len(" ... . Where: a.csv.")
+    placed = DataError("no image", place="a/" * 5_000)
+    assert len(str(placed)) == 300 + len("no image. Where:  ... .")
+    assert len(placed.place) == 10_000
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 _MOST_CHARACTERS = 400  # the longest cause of our own has 350
+_MOST_OF_A_PLACE = 300  # a column of data may stand where a path is expected
 _ROOM = "make room there, or give another place"
 
 
@@ -16,8 +17,8 @@ class LayerShuffleError(Exception):
     """A failure with a known cause. Exit code 1.
 
     `cause` says what is wrong, `place` where (a file, a flag, a module path), `hint` what to
-    type or change next. `str()` joins them into one paragraph. A cause of more than 400 characters
-    holds somebody's data (a column, a setting), and loses its middle.
+    type or change next. `str()` joins them into one paragraph. A cause of more than 400 characters,
+    or a place of more than 300, holds somebody's data (a column, a setting), and loses its middle.
     """
 
     exit_code = 1
@@ -28,7 +29,7 @@ class LayerShuffleError(Exception):
         self.cause, self.place, self.hint = _shortened(self._own_words(cause)), place, hint
         parts = [_sentence(self.cause)]
         if place is not None:
-            parts.append(f"Where: {place}.")
+            parts.append(f"Where: {_shortened(str(place), _MOST_OF_A_PLACE)}.")
         if hint is not None:
             parts.append(f"Next: {_sentence(hint)}")
         super().__init__(" ".join(parts))
@@ -41,11 +42,8 @@ class LayerShuffleError(Exception):
         return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
 
 
-def _shortened(cause: str) -> str:
-    if len(cause) <= _MOST_CHARACTERS:
-        return cause
-    half = _MOST_CHARACTERS // 2
-    return f"{cause[:half]} ... {cause[-half:]}"
+def _shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _sentence(text: str) -> str:
@@ -142,10 +140,5 @@ _OF_THE_MACHINE = (
         r"Too many open files",
         "This process may open no more files",
         "raise the limit in this shell (ulimit -n 4096), or give fewer --workers",
-    ),
-    (
-        r"codec can't encode",
-        "The output of this shell cannot show some characters",
-        "set PYTHONIOENCODING=utf-8",
     ),
 )

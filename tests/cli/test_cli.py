@@ -1,6 +1,7 @@
 """The command line: exit codes, errors of one paragraph, flags over recipes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -153,3 +154,22 @@ def test_without_an_output_nothing_fails(monkeypatch):
     """As in a service whose standard output is closed."""
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["--version"]) == 0
+
+
+def test_a_shell_that_lacks_characters_or_an_end_shows_the_rest():
+    """Rules of tables are no ASCII, and a service may have closed its standard error."""
+    words = [
+        sys.executable,
+        "-m",
+        "layershuffle",
+        "eval",
+        "bundled:digits",
+        "--data",
+        "digit-pairs",
+    ]
+    words += ["--max-images", "20", "--modes", "sequential", "--batch-size", "20"]
+    shell = ["sh", "-c", '"$@" 2>&-', "sh"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*shell, *words], capture_output=True, text=True, env=env, check=True)
+    assert "sequential" in done.stdout
+    assert "????" in done.stdout

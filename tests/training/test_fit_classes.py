@@ -18,7 +18,7 @@ from PIL import Image
 import layershuffle as ls
 from common import FAMILIES, assert_close, images, redraw
 from layershuffle.core.position import backbone_of
-from layershuffle.errors import DataError, Interrupted, UsageError
+from layershuffle.errors import DataError, Interrupted, ModelFileError, UsageError
 from layershuffle.models import class_names_of, image_view, set_class_names
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings, FitSettings
@@ -213,3 +213,8 @@ def test_a_run_goes_on_with_the_images_that_it_began_with(data: Path, tmp_path: 
     with pytest.raises(UsageError, match="zebra"):
         go_on()
     go_on(data_changed=True)
+
+    (state,) = out.glob("checkpoints/*/state.pt")
+    os.truncate(state, 1000)
+    with pytest.raises(ModelFileError, match="delete it to begin again"):
+        go_on(data_changed=True)

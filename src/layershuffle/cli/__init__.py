@@ -6,6 +6,7 @@ output has gone), 143 stopped by a signal after a checkpoint was saved.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -109,6 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Removed by hand, because parsing itself may fail.
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
+    # A service may have closed them, and libraries write to them all the same.
+    sys.stdout, sys.stderr = (
+        stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- open until the end
+        for stream in (sys.stdout, sys.stderr)
+    )
+    for stream in (sys.stdout, sys.stderr):
+        # A character that a shell cannot show must not lose the result of an hour.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         with _log_to_stderr():
             command = parse(arguments)

@@ -105,9 +105,13 @@ def _training_splits(
     else:
         # Among the readable images only, so the share is that of the used images.
         left, cut = stratified_holdout([train.labels[row] for row in training], options.holdout)
+        # Of few images, one is more than the share.
+        share = f"a share of {options.holdout:g} per class"
+        if len(cut) > 1.5 * options.holdout * len(training):
+            share = f"at least one of each class, and {options.holdout:g} of it where that is more"
         sentences.append(
-            f"the holdout is {len(cut)} of {len(training)} training images, "
-            f"a share of {options.holdout:g} per class, the same for every seed"
+            f"the holdout is {len(cut)} of {len(training)} training images, {share}, the same for "
+            "every seed"
         )
         if not cut:
             raise DataError(

@@ -24,6 +24,7 @@ from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.transforms import Images
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
+from layershuffle.models.files import refused_by
 from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
@@ -168,15 +169,20 @@ def save_checkpoint(state: TrainState) -> None:
 
 
 def load_state(job: Job, checkpoint: Path | None) -> TrainState:
-    """The state of a run at the checkpoint; without a checkpoint, before its first step."""
+    """The state of a run at the checkpoint; without a checkpoint, before its first step.
+
+    Raises `ModelFileError` for a checkpoint that is damaged.
+    """
     if checkpoint is None:
         return new_state(job)
-    load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
+    hint = "delete it to begin again; the best model so far is in model/"
+    with refused_by("torch", checkpoint, hint=hint):
+        load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
+        # A run directory may come from elsewhere, so nothing in it is unpickled.
+        content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state = new_state(job)
     if state.ema is not None:
         load_model(state.ema.module, str(checkpoint / _EMA))
-    # A run directory may come from elsewhere, so nothing in it is unpickled.
-    content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state.step, state.best = content["step"], content["best"]
     state.seconds_before = content["seconds"]
     state.images_trained, state.step_seconds = content["images"], content["step_seconds"]
