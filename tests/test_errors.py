@@ -58,7 +58,6 @@ def test_a_long_cause_loses_its_middle():
             "numba",
             None,
         ),
-        (UnicodeEncodeError("ascii", "\u2013", 0, 1, "not in range(128)"), "characters", None),
     ],
 )
 def test_what_the_machine_causes(error, cause, place):
