@@ -99,8 +99,8 @@ def test_all_reports_analyses_that_do_not_apply(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "phrase"),
     [
-        (["analyze"], "--name requires an argument"),
-        (["analyze", "norms", MODEL, "--data", DATA], "--out requires an argument"),
+        (["analyze"], "NAME is missing"),
+        (["analyze", "norms", MODEL, "--data", DATA], "--out is missing"),
         (["analyze", "nroms", MODEL, "--data", DATA, "--out", "x"], "did you mean 'norms'?"),
         (
             ["analyze", "norms", MODEL, "--data", DATA, "--out", "x", "--max-images", "0"],

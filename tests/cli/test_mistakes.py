@@ -49,11 +49,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # commands and flags
         ("evel", 'Unknown command "evel". Did you mean "eval"? Next: layershuffle --help'),
         ("swarm upp", 'Unknown command "upp". Did you mean "up"? Next: layershuffle swarm --help'),
-        ("eval", 'Command "eval" parameter --model requires an argument. Next: layershuffle eval'),
-        ("eval bundled:digits", 'Command "eval" parameter --data requires an argument'),
-        ("swarm drain", 'Command "swarm drain" parameter --host requires an argument'),
-        ("pretrain", 'Command "pretrain" parameter --recipe requires an argument'),
-        ("pretrain digits-base", 'Command "pretrain" parameter --out requires an argument'),
+        ("eval", "MODEL is missing. Next: layershuffle eval --help"),
+        ("eval bundled:digits", "--data is missing"),
+        ("swarm drain", "HOST is missing"),
+        ("pretrain", "RECIPE is missing"),
+        ("pretrain digits-base", "--out is missing"),
         ("merge a --random 2", "merge --random needs --data SPEC"),
         (f"{FIT} --lrr 1 --out x", "Unknown option: --lrr. Did you mean --lr?"),
         (f"{FIT} --ou x", "Unknown option: --ou. Did you mean --out?"),  # not: --out is missing
@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{FIT} --lr -1 --out x", "lr: Input should be greater than 0"),
         (f"{FIT} --epochs 3 --out x", "steps and epochs exclude each other"),
         (f"{EVAL} --threads 0", "--threads must be at least 1"),
-        (f"{EVAL} --modes kept:9", "Cannot keep 9 blocks"),
+        (f"eval {MODEL} --data folder:none --modes kept:9", "Cannot keep 9 blocks"),  # before data
         (f"{EVAL} --modes shuffled", "'shuffled' is not an evaluation mode"),
         (f"{EVAL} --order 0,7", "7 is not a block"),
         (f"{EVAL} --order a", "'a' in the execution order"),

@@ -306,32 +306,13 @@ def test_ensemble_command(capsys, work):
     )
 
 
-def test_members_of_an_ensemble_may_differ(capsys, work):
-    """In depth, method and base, on which the mean of their outputs does not depend."""
-    other = redraw(ls.load(SPEC.replace("depth=3", "depth=2")), seed=5)
-    ls.save(other, work / "other", record={"method": "baseline", "provenance": {"base": "x"}})
-    words = ["ensemble", "runs/a", "other", "--data", DATA, "--modes", "sequential", "--json"]
-    code, out, err = run(capsys, *words)
-    assert code == 0, err
-    models = [ls.load("runs/a"), ls.load("other")]
-    data = open_data(DATA, image_view(models[0]), options=DataOptions(train=False))
-    split = data.splits["test"]
-    batches = DeviceBatches(split, data.finish, batch_size=50, device="cpu", processes=0)
-    with torch.inference_mode():
-        right = sum(
-            (sum(model(images) for model in models).argmax(-1) == labels).sum().item()
-            for images, labels in batches
-        )
-    assert json.loads(out)["top1"]["mean"] == pytest.approx(100 * right / 50)
-
-
 RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [
-        (["merge"], 2, "--model requires an argument"),
+        (["merge"], 2, "MODEL is missing"),
         (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
         (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
         (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
@@ -350,7 +331,7 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
             "merges: Input should be greater than or equal to 1",
         ),
         (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
-        (["ensemble", "--data", DATA], 2, "--model requires an argument"),
+        (["ensemble", "--data", DATA], 2, "MODEL is missing"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
     ],
 )

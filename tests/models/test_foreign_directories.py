@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from saved_models import (
     WEIGHTS,
     assert_same_model,
@@ -31,7 +30,6 @@ from layershuffle.models import (
 )
 from layershuffle.models.files import (
     weight_files,
-    write_tensors,
 )
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -103,15 +101,6 @@ def test_wrong_image_processors_are_refused(settings: dict[str, Any], hf_directo
     (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelFileError):
         image_view(ls.load(f"hf:{hf_directory}"))
-
-
-def test_tensors_that_share_memory_are_written_whole(tmp_path: Path) -> None:
-    base = torch.arange(6.0).view(2, 3)
-    write_tensors({"a": base, "b": base.t(), "c": base[0]}, tmp_path / "x.safetensors")
-    again = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(again["a"], base)
-    assert torch.equal(again["b"], base.t())
-    assert torch.equal(again["c"], base[0])
 
 
 # --- what other people's files are like -----------------------------------------------------------

@@ -89,27 +89,6 @@ def test_trained_timm_models_name_imagenet(tmp_path: Path) -> None:
         assert ls.models.class_names_of(ls.load(spec)) is None
 
 
-@pytest.mark.parametrize("way", ["argument", "spec"])
-def test_a_trained_timm_model_loses_its_head_loudly(
-    way: str, timm_weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    model = (
-        ls.load("timm:test_vit", num_classes=7)
-        if way == "argument"
-        else ls.load("timm:test_vit?num_classes=7")
-    )
-    assert "1000 -> 7 classes" in caplog.text
-    unchanged = [n for n, t in model.state_dict().items() if torch.equal(t, timm_weights[n])]
-    assert set(timm_weights) - set(unchanged) == {"head.weight", "head.bias"}
-
-
-@pytest.mark.usefixtures("timm_weights")
-def test_weights_that_do_not_fit_the_arguments_are_a_usage_error() -> None:
-    with pytest.raises(UsageError) as caught:
-        ls.load("timm:test_vit?depth=8")
-    assert "depth" in str(caught.value.place)
-
-
 def poison(path: Path, sentinel: Path) -> None:
     with path.open("wb") as file:
         pickle.dump({"weight": Sentinel(sentinel)}, file)

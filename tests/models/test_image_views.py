@@ -108,19 +108,6 @@ def test_the_processor_s_file_decides(
             ls.load(f"hf:{tmp_path / 'hf-vit'}")
 
 
-def test_processors_that_do_not_rescale_or_normalise(hf_directory: Path) -> None:
-    file = hf_directory / "preprocessor_config.json"
-    file.write_text(
-        json.dumps({"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": 255})
-    )
-    view = image_view(ls.load(f"hf:{hf_directory}"))
-    assert view.mean == pytest.approx((0.2, 0.2, 0.2))
-    assert view.std == pytest.approx((1.0, 1.0, 1.0))
-    file.write_text(json.dumps({"size": 32, "do_normalize": False}))
-    view = image_view(ls.load(f"hf:{hf_directory}"))
-    assert (view.mean, view.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
 def test_the_processor_travels_with_the_model(hf_directory: Path, tmp_path: Path) -> None:
     processor = transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], size=32)
     processor.save_pretrained(hf_directory)

@@ -90,6 +90,7 @@ PROCESSORS = [
     ("hf-vit", {"image_processor_type": "DINOv3ViTImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "PvtImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "ChineseCLIPImageProcessor", "size": 36, "crop_size": 32}),
+    ("hf-vit", {"size": 32, "do_normalize": False}),
     ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),
 ]
 

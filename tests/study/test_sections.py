@@ -13,7 +13,6 @@ from layershuffle.results import ScoreRow
 from layershuffle.stats import mean
 from layershuffle.study.paper.claims import CLAIMS, judge
 from layershuffle.study.paper.markdown import literal
-from layershuffle.study.paper.open_choices import QUESTIONS, open_choices
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.paper.summary import Column, summarise
 from layershuffle.study.paper.tables import (
@@ -21,7 +20,6 @@ from layershuffle.study.paper.tables import (
     budget_section,
     table_1,
 )
-from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_study
 
 FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
@@ -235,37 +233,15 @@ def test_spreads_of_few_models_are_told_apart_or_not(tmp_path, predict, verdict)
 # --- notes ---------------------------------------------------------------------------------------
 
 
-def test_every_detail_that_the_paper_omits_has_a_note():
-    study = StudySettings(
-        name="s",
-        model="bundled:digits",
-        data="digit-pairs",
-        arms=[
-            {"method": "layershuffle-position", "fit": {"encoding": {"table": "shared"}}},
-            {"method": "truncated", "fit": {"kept": 3, "choose": "last"}},
-        ],
-        evaluate={"draw": "batch", "num_orders": 7},
-        merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
-    )
-    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
-    rows = {row[""]: row for row in table_of(open_choices(study))}
-    assert rows["A1"]["Default"] == "draw pass, num_orders 20"
-    assert rows["A1"]["This study"] == "draw batch, num_orders 7"
-    assert rows["A3"]["This study"] == "encoding.table shared, encoding.table_init normal"
-    assert rows["A10"]["This study"].startswith("choose last")
-    scores = "precision auto; scores: precision fp32; merges: precision fp32"
-    assert rows["A17"]["This study"].endswith(scores)
-    assert rows["A12"]["This study"] == "ends average/base"
-    assert all(cell for row in rows.values() for cell in row.values())
-
-
-def test_analyses_have_their_figures_and_sentences(out):
+def test_analyses_have_their_figures_and_numbers(out):
     blocks = {"blocks": 12.0, "tokens": {"mean": {"purity": 0.6, "chance": 0.2}}}
     name = "umap-layershuffle-seed0"
-    tell(out, name, title="UMAP (Figure 4)", paragraph="It says so.", facts=blocks)
+    tell(out, name, title="UMAP (Figure 4)", facts=blocks)
     (out / "figures").mkdir()
     (out / "figures" / f"{name}-joint.svg").write_text("<svg/>")
     write_report(out)
     text = (out / "report.md").read_text()
-    assert f"## UMAP (Figure 4)\n\nLayerShuffle ({name}): It says so.\n\n![{name}: joint]" in text
+    assert f"## UMAP (Figure 4)\n\n![{name}: joint]" in text
+    assert "| Number | layershuffle-seed0 |" in text
+    assert "| mean: purity | 0.6 |" in text
     assert verdict_on("output depends on its position", out)[0] == "holds"

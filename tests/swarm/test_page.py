@@ -11,7 +11,7 @@ import torch
 import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.core.tensors import logits_of
-from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
+from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
 from layershuffle.models import truncate
@@ -28,6 +28,7 @@ from layershuffle.swarm.server.workbench import (
     digits_workbench,
     pair_names,
 )
+from pictures import DIGIT_VIEW
 
 SHUFFLED = "7,2,10,0,5,11,3,8,1,9,4,6"
 MOST_BYTES = 60_000

@@ -57,16 +57,6 @@ def train(model, order, batch=4):
         (F.cross_entropy(logits, torch.zeros(batch, dtype=torch.long)) + guesses.loss()).backward()
 
 
-def test_a_model_that_is_compiled_whole_has_a_graph_per_order():
-    """Right, and a reason to compile blocks instead (docs/python.md)."""
-    model, pixels = deep_model().backbone.eval(), images()[:, :, :16, :16]
-    compiled = torch.compile(model, backend="eager")
-    for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0]), start=1):
-        with ls.running(model, order), torch.no_grad():
-            assert torch.equal(compiled(pixels), model(pixels))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == number
-
-
 @pytest.mark.parametrize(("drop_path", "graphs"), [(0.0, 1), (0.1, DEPTH)])
 def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
     """With position parts on, in training and in evaluation.
@@ -249,13 +239,6 @@ def test_no_c_compiler(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("NOT compiled") == 1
 
 
-def test_switched_off_in_torch(tmp_path, caplog):
-    with torch.compiler.set_stance("force_eager"):
-        result, _ = fitted(tmp_path, steps=1, compile=True)
-    assert "torch.compile is switched off" in result.compile["reason"]
-    assert caplog.text.count("NOT compiled") == 1
-
-
 def test_more_graphs_than_allowed(tmp_path, monkeypatch, caplog):
     """torch would run the rest in eager mode with a warning in its own log."""
     compiled_with(monkeypatch, "eager")
@@ -330,19 +313,6 @@ def test_a_compiled_model_is_saved_copied_and_unwrapped_as_usual(tmp_path):
         assert all(block._compiled_call_impl is None for block in blocks_of(model))
         assert list(ls.unwrap(model).state_dict()) == keys
         assert torch.equal(model(pixels), expected)
-
-
-def test_adam_is_fused(tmp_path, monkeypatch):
-    seen = []
-    step = torch.optim.AdamW.step
-
-    def record(self, *args, **kwargs):
-        seen.append(self.param_groups[0]["fused"])
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    fitted(tmp_path, steps=2)
-    assert seen == [True, True]
 
 
 def test_recomputing_keeps_gradients_and_drops_activations():

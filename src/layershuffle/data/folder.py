@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import csv
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.datasets.folder import make_dataset
 
 from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
@@ -81,8 +81,8 @@ def open_source(request: SourceRequest) -> ImageData:
             tables[name], left_out = folder_table(split, classes, channels=request.view.channels)
             if left_out:
                 notes.append(
-                    f"{split.name}: {len(left_out)} files or folders are no images of a known "
-                    "kind, hidden, special or counted already, and were left out: "
+                    f"{split.name}: {len(left_out)} files are no images of a known kind, hidden "
+                    "or counted already, and were left out: "
                     f"{shortened(left_out)}"
                 )
     groups = group_numbers(root, tables["test"].files)
@@ -135,74 +135,50 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
 def class_folders(split: Path) -> tuple[str, ...]:
     """Sorted names of the folders in `split`, without hidden ones such as .ipynb_checkpoints."""
     try:
-        with os.scandir(split) as entries:
-            return tuple(
-                sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-            )
+        folders = [path.name for path in split.iterdir() if path.is_dir()]
     except OSError as error:
-        raise _unlisted(error) from error
+        raise DataError(
+            f"cannot list the folder ({error.strerror})",
+            place=str(error.filename),
+            hint="let this user read it",
+        ) from error
+    return tuple(sorted(name for name in folders if not name.startswith(".")))
 
 
 def folder_table(
     split: Path, classes: Sequence[str], *, channels: int
 ) -> tuple[FolderTable, list[str]]:
-    """(All images of a split in sorted order, what was left out).
+    """(All images of a split as torchvision lists them, what was left out).
 
     Raises DataError for a class without images.
     """
-    files: list[str] = []
-    labels: list[int] = []
     left_out: list[str] = []
-    for label, name in enumerate(classes):
-        images, others = image_files(split / name)
-        if not images:
-            content = f"only other files, such as {others[0]}" if others else "no files"
-            raise DataError(
-                f"class folder {name!r} has no images ({content})",
-                place=split / name,
-                hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
-                "split",
-            )
-        files += images
-        labels += [label] * len(images)
-        left_out += [f"{name}/{other}" for other in others]
-    return FolderTable(files, labels, channels=channels), left_out
+    seen: set[str] = set()
 
+    def is_image(path: str) -> bool:
+        # By links a folder may have its images again, even without an end.
+        below, real = os.path.relpath(path, split), os.path.realpath(path)
+        hidden = any(part.startswith(".") for part in below.split(os.sep))
+        fits = path.lower().endswith(extensions()) and os.path.isfile(path)
+        if hidden or not fits or real in seen:
+            left_out.append(below)
+            return False
+        seen.add(real)
+        return True
 
-def image_files(folder: Path) -> tuple[list[str], list[str]]:
-    """(image paths, paths below `folder` of what was left out) anywhere below a folder, sorted.
-
-    Links are followed, as in torchvision's ImageFolder, but every file and folder counts once, by
-    its device and inode: a link back to a folder above would give its images again and again.
-    """
-    images: list[str] = []
-    others: list[str] = []
-    # The folders above have the images of other classes.
-    above = map(os.stat, (folder, *folder.resolve().parents))
-    seen = {(status.st_dev, status.st_ino) for status in above}
-
-    def refuse(error: OSError) -> None:
-        raise _unlisted(error) from error
-
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        listed = sorted([*folders, *names])
-        # os.walk goes on with what is put here, in an order that is the same on every file system.
-        folders.clear()
-        for name in listed:
-            path = os.path.join(parent, name)
-            # A link to nothing is described as a link.
-            status = os.stat(path, follow_symlinks=os.path.exists(path))
-            kind, place = stat.S_IFMT(status.st_mode), (status.st_dev, status.st_ino)
-            is_image = kind == stat.S_IFREG and path.lower().endswith(extensions())
-            if name.startswith(".") or place in seen or not (is_image or kind == stat.S_IFDIR):
-                others.append(os.path.relpath(path, folder))
-                continue
-            seen.add(place)
-            if is_image:
-                images.append(path)
-            else:
-                folders.append(name)
-    return images, others
+    numbers = {name: number for number, name in enumerate(classes)}
+    found = make_dataset(split, numbers, is_valid_file=is_image, allow_empty=True)
+    labels = [label for _, label in found]
+    for empty in numbers.keys() - {classes[label] for label in labels}:
+        others = [other for other in left_out if other.startswith(f"{empty}{os.sep}")]
+        content = f"only other files, such as {others[0]}" if others else "no files"
+        raise DataError(
+            f"class folder {empty!r} has no images ({content})",
+            place=split / empty,
+            hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
+            "split",
+        )
+    return FolderTable([path for path, _ in found], labels, channels=channels), left_out
 
 
 def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
@@ -232,11 +208,3 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
         )
     numbers = {group: number for number, group in enumerate(sorted(set(named.values())))}
     return torch.tensor([[numbers[named[name]]] for name in names])
-
-
-def _unlisted(error: OSError) -> DataError:
-    return DataError(
-        f"cannot list the folder ({error.strerror})",
-        place=str(error.filename),
-        hint="let this user read it",
-    )

@@ -21,6 +21,7 @@ from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
 from layershuffle.models.files import LOG, check_finite, shapes_of
+from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
@@ -53,6 +54,9 @@ def check_compatible(
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
+        if isinstance(backbone_of(donor), ExportedModel):
+            hint = "merge the models that they were exported from"
+            raise UsageError("Exported files cannot be merged", place=name, hint=hint)
         if share_weights(blocks_of(donor)):
             raise UsageError(
                 "The blocks of this donor are tied, so a merge cannot choose between them",

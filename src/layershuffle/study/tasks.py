@@ -100,7 +100,6 @@ class AnalysisResult(TaskResult):
     """A finished analysis. `facts`: its numbers, nested by name."""
 
     title: str
-    paragraph: str = ""
     facts: dict[str, Any]
     seconds: float = 0.0
     rows: tuple[()] = Field(default=(), exclude=True)
@@ -299,7 +298,6 @@ class AnalysisSpec(Task[AnalysisResult]):
         return AnalysisResult(
             **_facts_of(options, started=started),
             title=answer["title"],
-            paragraph=answer.get("paragraph", ""),
             facts=_numbers(answer["facts"]),
         )
 

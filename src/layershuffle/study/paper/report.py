@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
 from layershuffle.stats import compare
@@ -27,9 +28,9 @@ from layershuffle.study.paper.figures import (
     draw_figure,
 )
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
-from layershuffle.study.paper.open_choices import open_choices
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
+    NONE,
     WIDTH,
     DrawFigure,
     budget_section,
@@ -111,7 +112,6 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
         _claims_section(summary),
-        open_choices(study.settings),
         section("How the checkpoint was picked", *map(literal, _selection(study))),
         _facts_section(study),
     ]
@@ -189,16 +189,24 @@ def _analysis_sections(summary: Summary, out: Path) -> list[str]:
     """A section per analysis of the main arms; those along a curve are in its table."""
     arms = {run.arm for run in summary.study.plan.runs if run.part == "main"}
     blocks: dict[str, list[str]] = {}
+    numbers: dict[str, dict[str, dict[str, str]]] = {}
     for task, result in summary.study.analyses:
         if task.arm not in arms:
             continue
+        for number in numbers_of(result.facts):
+            row = numbers.setdefault(result.title, {}).setdefault(number["name"], {})
+            row[task.model.name] = f"{number['value']:.6g}"
         shown = blocks.setdefault(result.title, [])
-        if result.paragraph:
-            shown.append(literal(f"{label(task.arm)} ({task.name}): {result.paragraph}"))
         for path in sorted((out / FIGURES).glob(f"{task.name}-*")):
             caption = f"{task.name}: {path.stem.removeprefix(f'{task.name}-')}"
             shown.append(picture(f"{FIGURES}/{path.name}", caption))
-    return [section(title, *shown) for title, shown in blocks.items()]
+    sections = []
+    for title, pictures in blocks.items():
+        rows = numbers.get(title, {})
+        models = unique(model for row in rows.values() for model in row)
+        cells = ((name, *(row.get(model, NONE) for model in models)) for name, row in rows.items())
+        sections.append(section(title, *pictures, grid(("Number", *models), cells)))
+    return sections
 
 
 def _claims_section(summary: Summary) -> str:
