@@ -54,6 +54,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("swarm drain", "HOST is missing"),
         ("pretrain", "RECIPE is missing"),
         ("pretrain digits-base", "--out is missing"),
+        ("merge", "MODEL is missing"),
+        (f"ensemble --data {DATA}", "MODEL is missing"),
+        ("analyze", "NAME is missing"),
+        (f"analyze nroms {MODEL} --data {DATA} --out x", "There is no analysis 'nroms'"),
+        (f"analyze norms {MODEL} --data {DATA} --out x --max-images 0", "max_images: Input should"),
         ("merge a --random 2", "merge --random needs --data SPEC"),
         (f"{FIT} --lrr 1 --out x", "Unknown option: --lrr. Did you mean --lr?"),
         (f"{FIT} --ou x", "Unknown option: --ou. Did you mean --out?"),  # not: --out is missing

@@ -290,19 +290,6 @@ def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
     assert "Stem: average. Head: runs/b." in card
 
 
-def test_donors_of_several_dtypes_become_float32(caplog):
-    donors = donors_of("timm-vit", count=2)
-    donors[1].bfloat16()
-    wanted = copy.deepcopy(donors[1]).float()
-    soup = ls.uniform_soup([copy.deepcopy(donor) for donor in donors])
-    assert {tensor.dtype for tensor in soup.parameters()} == {torch.float32}
-    mean = (donors[0].head.weight.double() + wanted.head.weight.double()) / 2
-    assert torch.equal(soup.head.weight, mean.float())
-    merged = merge(donors, MergePlan((1, 1, 1, 1), stem=1, head=1))
-    assert torch.equal(answers(merged), answers(wanted))
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-
-
 @pytest.mark.parametrize(
     "combine",
     [

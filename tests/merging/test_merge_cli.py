@@ -312,7 +312,6 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [
-        (["merge"], 2, "MODEL is missing"),
         (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
         (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
         (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
@@ -331,7 +330,6 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
             "merges: Input should be greater than or equal to 1",
         ),
         (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
-        (["ensemble", "--data", DATA], 2, "MODEL is missing"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import timm
 import torch
 import torchvision
-import transformers
 from huggingface_hub import HfApi, RepoUrl, constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
@@ -221,18 +220,6 @@ def test_a_pushed_model_comes_back_whole(name: str, pushed: dict[str, Any], hub:
         allow_patterns=pushed["upload_folder"]["delete_patterns"],
     )
     assert list(gone) == ["layershuffle.safetensors", "model-1-of-2.safetensors"]
-
-
-@pytest.mark.usefixtures("pushed")
-def test_others_load_a_pushed_model_as_they_load_any(hub: Path) -> None:
-    for name in ("timm-vit", "hf-vit"):
-        push_to_hub(FAMILIES[name].wrapped(), f"someone/{name}")
-    stock = timm.create_model("hf-hub:someone/timm-vit", pretrained=True, cache_dir=hub)
-    assert_same_model(stock, FAMILIES["timm-vit"].plain())
-    stock = transformers.AutoModelForImageClassification.from_pretrained(
-        "someone/hf-vit", cache_dir=hub
-    )
-    assert_same_model(stock, FAMILIES["hf-vit"].plain())
 
 
 def test_what_the_hub_refuses_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import transformers
 from saved_models import DIGITS, positioned
 
 import layershuffle as ls
@@ -106,12 +105,3 @@ def test_the_processor_s_file_decides(
     if size != (32, 32):
         with refuses(ModelFileError, tmp_path / "hf-vit" / "preprocessor_config.json"):
             ls.load(f"hf:{tmp_path / 'hf-vit'}")
-
-
-def test_the_processor_travels_with_the_model(hf_directory: Path, tmp_path: Path) -> None:
-    processor = transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], size=32)
-    processor.save_pretrained(hf_directory)
-    ls.save(ls.load(f"hf:{hf_directory}"), tmp_path / "m")
-    again = transformers.AutoImageProcessor.from_pretrained(tmp_path / "m")
-    assert list(again.image_mean) == [0.1, 0.2, 0.3]
-    assert image_view(ls.load(str(tmp_path / "m"))).mean == (0.1, 0.2, 0.3)

@@ -20,7 +20,7 @@ from layershuffle.core.position import backbone_of, width_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
-from layershuffle.models.files import LOG, check_finite, shapes_of
+from layershuffle.models.files import check_finite, shapes_of
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
@@ -43,9 +43,8 @@ def check_compatible(
 ) -> None:
     """Raises `UsageError` with the reason if the donors cannot be merged.
 
-    `mixed` allows donors of several methods, order policies and data. Donors of several dtypes are
-    converted to float32, in place, which is logged. Raises `ModelFileError` for weights that are
-    not finite.
+    `mixed` allows donors of several methods, order policies and data. Raises `ModelFileError` for
+    weights that are not finite.
     """
     if len(donors) < 2:
         raise UsageError(
@@ -65,12 +64,6 @@ def check_compatible(
             )
     ignored = ("method", "order policy", "data") if mixed else ()
     _check_agree(donors, names, _facts, ignored=ignored)
-    dtypes = {tensor.dtype for donor in donors for tensor in donor.parameters()}
-    if len(dtypes) > 1:
-        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        LOG.warning("The donors have weights of several dtypes (%s): all become float32.", kinds)
-        for donor in donors:
-            donor.float()
 
 
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:

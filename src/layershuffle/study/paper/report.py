@@ -20,13 +20,7 @@ from layershuffle.plotting import figure_bytes
 from layershuffle.stats import compare
 from layershuffle.study.dry_run import duration
 from layershuffle.study.paper.claims import Verdict, judge
-from layershuffle.study.paper.figures import (
-    MOST_ARMS,
-    PANELS,
-    arms_drawn,
-    draw_bars,
-    draw_figure,
-)
+from layershuffle.study.paper.figures import MOST_ARMS, draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
@@ -34,7 +28,7 @@ from layershuffle.study.paper.tables import (
     WIDTH,
     DrawFigure,
     budget_section,
-    choices_section,
+    curves_section,
     describe_data,
     main_table,
     merging_section,
@@ -105,9 +99,8 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
             main_table(summary) if summary.cells else "No run has finished yet.",
             literal(table_notes(summary)),
         ),
-        _curves_section(summary, draw),
         table_1(summary),
-        choices_section(summary, draw),
+        curves_section(summary, draw),
         budget_section(summary, draw),
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
@@ -159,30 +152,6 @@ def gaps(study: Study) -> list[str]:
 
 
 # --- sections ------------------------------------------------------------------------------------
-
-
-def _curves_section(summary: Summary, draw: DrawFigure) -> str:
-    title, arms = "Accuracy against blocks kept", arms_drawn(summary)
-    if len(arms) > MOST_ARMS:
-        words = f"{len(arms)} arms are too many lines for a figure: results.csv has every score."
-        return section(title, words)
-    texts = []
-    for mode in PANELS if arms else ():
-        curves = ((label(arm), summary.curve(arm, mode)) for arm in arms)
-        numbers = (
-            f"{name}: {', '.join(f'{cell.top1.mean:.1f} % with {cell.kept}' for cell in cells)}"
-            for name, cells in curves
-            if cells
-        )
-        texts.append(
-            f"Top-1 accuracy against blocks kept, {mode} order. {'; '.join(numbers) or 'No data'}."
-        )
-    caption = (
-        "Means over orders and models with 95 % intervals. Hollow: the paper's numbers on "
-        "ImageNet; a bar is a range, and ~ a value that its text only describes."
-    )
-    figure = draw("figure1", caption, draw_figure(summary)) if arms else ""
-    return section(title, figure, *map(literal, texts))
 
 
 def _analysis_sections(summary: Summary, out: Path) -> list[str]:
