@@ -167,9 +167,10 @@ def folder_table(
         return True
 
     numbers = {name: number for number, name in enumerate(classes)}
-    found = make_dataset(split, numbers, is_valid_file=is_image, allow_empty=True)
-    labels = [label for _, label in found]
-    for empty in numbers.keys() - {classes[label] for label in labels}:
+    pairs = make_dataset(split, numbers, is_valid_file=is_image, allow_empty=True)
+    labels = [label for _, label in pairs]
+    used = set(labels)
+    for empty in (name for name, label in numbers.items() if label not in used):
         others = [other for other in left_out if other.startswith(f"{empty}{os.sep}")]
         content = f"only other files, such as {others[0]}" if others else "no files"
         raise DataError(
@@ -178,7 +179,7 @@ def folder_table(
             hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
             "split",
         )
-    return FolderTable([path for path, _ in found], labels, channels=channels), left_out
+    return FolderTable([path for path, _ in pairs], labels, channels=channels), left_out
 
 
 def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:

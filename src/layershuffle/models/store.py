@@ -242,11 +242,6 @@ def _write(
 
 def _refuse_changed_weights(backbone: nn.Module) -> None:
     """Raises `UsageError` for tensors that the library could not read back."""
-    if hasattr(backbone, "_orig_mod"):
-        raise UsageError(
-            "torch.compile wrapped this model in a module with other tensor names",
-            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
-        )
     for name, tensor in backbone.state_dict().items():
         # Libraries such as torchao store packed numbers in subclasses of Tensor.
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -349,7 +344,8 @@ def library_of(backbone: nn.Module) -> Library:
             return _library(name)
     raise UsageError(
         f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
-        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
+        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it; save the "
+        "_orig_mod of a compiled model",
     )
 
 
@@ -383,12 +379,11 @@ def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
     place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
     local = place.is_dir()
     if not local:
-        revision = spec.settings.get("revision")
-        place = fetched(spec.place, [CONFIG, *PROCESSORS], revision=revision)
+        files = [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
-            files = [*FILES_OF_A_MODEL, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX]
-            place = fetched(spec.place, [*files, "model-*-of-*.safetensors"], revision=revision)
+            files += [*FILES_OF_A_MODEL, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
+        place = fetched(spec.place, files, revision=spec.settings.get("revision"))
     if random:
         return wrap(hf_models.random(place, seed=seed))
     return _load_directory(place, seed, base=None if local else spec.place)
