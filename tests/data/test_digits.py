@@ -80,20 +80,6 @@ def test_a_smaller_set_is_the_beginning_of_a_larger_one() -> None:
     assert torch.equal(few[1], many[1][:10])
 
 
-def test_the_bundled_view_normalises_ink_by_its_mean_and_spread() -> None:
-    data = small()
-    dataset = data.splits["train"].dataset
-    assert isinstance(dataset, DigitPairs)
-    ink, label = dataset[3]
-    assert ink.shape == (1, 12, 20)
-    assert torch.equal(ink, dataset.canvases[3])
-    image = data.finish(ink[None])[0]
-    assert image.dtype == torch.float32
-    expected = (dataset.canvases[3].float() / 16 - 0.2) / 0.35
-    assert torch.equal(image, expected)
-    assert label == int(dataset.labels[3])
-
-
 @pytest.mark.parametrize(("channels", "size"), [(1, (12, 20)), (3, (32, 32)), (3, (224, 224))])
 def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, int]) -> None:
     view = ImageView(

@@ -156,10 +156,9 @@ def test_an_answer_has_classes_times_and_what_to_expect(workbench):
 
 def ls_predict(model, order):
     """The prediction of `layershuffle predict` for the packaged picture."""
-    from layershuffle.core.orders import order_of
-    from layershuffle.predict import predict_files
+    from layershuffle.predict import predict
 
-    return predict_files(model, [asset("digit-pair.png")], order=order_of(order, 12), top=5)
+    return predict(model, asset("digit-pair.png"), order=order)
 
 
 def test_orders_in_rounds_and_passes_have_their_own_expectation(workbench):

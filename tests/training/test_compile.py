@@ -114,23 +114,6 @@ def made_for(monkeypatch, kind):
     return compilers
 
 
-def test_a_partial_batch_leaves_full_ones_their_graph():
-    """By default torch makes sizes symbolic at the second one, and always runs that graph."""
-    model = deep_model()
-    compiler = Counting(backend="eager")
-    compiler.add(model)
-    ran, batches = [], (16, 16, 9, 16, 9)
-    with compiler.limits():
-        for batch, order in zip(batches, orders(len(batches)), strict=True):
-            compiler.ran.clear()
-            with compiler.step((batch, 3, 16, 16), order):
-                train(model, order, batch=batch)
-            assert len(compiler.ran) == len(order)
-            ran.append(set(compiler.ran))
-    assert ran == [{1}, {1}, {2}, {1}, {2}]
-    assert (compiler.graphs, compiler.recompiles) == (2, 0)
-
-
 def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeypatch):
     """Epochs of four batches of 20 images and one of 16."""
     compilers, graphs = made_for(monkeypatch, Counting), []
@@ -144,22 +127,6 @@ def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeyp
     assert graphs == [0, 2, 2, 2, 2, 2, 2]
     assert result.compile["recompiles"] == 0
     assert result.compile["graphs"] <= 4  # and evaluation, whose last batch may be smaller too
-
-
-def test_one_graph_for_groups_of_any_size():
-    model = deep_model()
-    compiler = BlockCompiler(backend="eager", dynamic=True)
-    compiler.add(model)
-    first, second = [ls.ExecutionOrder(tuple(order), DEPTH) for order in orders(2, seed=2)]
-    with compiler.limits():
-        for order in ([first] * 3 + [second] * 3, [first] * 6):  # apart, and joined
-            train(model, order, batch=6)
-        before = compiler.graphs
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for seed in range(10):
-                first, second = [ls.ExecutionOrder(tuple(o), DEPTH) for o in orders(2, seed=seed)]
-                train(model, [first] * 4 + [second] * 2, batch=6)
-    assert compiler.graphs == before <= 2
 
 
 @pytest.mark.parametrize(

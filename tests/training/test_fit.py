@@ -7,14 +7,11 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import GradientState
-from accelerate.utils import DataLoaderConfiguration
 from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
@@ -22,7 +19,7 @@ import layershuffle as ls
 from forked import SERVER
 from layershuffle.core.stack import blocks_of
 from layershuffle.core.tying import places_tied
-from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
+from layershuffle.errors import Interrupted, TrainingError, UsageError
 from layershuffle.machine import processor
 from layershuffle.training import fit
 from layershuffle.training.loop import EpochSampler
@@ -112,27 +109,6 @@ def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
     assert history(out) == history(undisturbed["layershuffle"][0])
 
 
-def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
-    """As on a GPU, where batches are sent without waiting, which here is a flag of the loader."""
-    seen = []
-
-    def look_at_the_loader(phase, step):
-        if phase == "forward":
-            seen.append((step, GradientState().active_dataloader._non_blocking))
-
-    def ask_to_stop(event):
-        if event["kind"] == "log" and event["step"] == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    as_on_a_gpu = DataLoaderConfiguration(non_blocking=True)
-    state_module = sys.modules["layershuffle.training.state"]
-    monkeypatch.setattr(state_module, "DataLoaderConfiguration", lambda **_: as_on_a_gpu)
-    with refuses(Interrupted):
-        fit(settings(), tmp_path, on_event=ask_to_stop, on_phase=look_at_the_loader)
-    fit(settings(), tmp_path, on_phase=look_at_the_loader)
-    assert seen == [(step, True) for step in range(8)]
-
-
 def test_a_finished_run_is_not_repeated(undisturbed):
     out, _ = undisturbed["layershuffle"]
     events = []
@@ -179,12 +155,6 @@ def test_the_best_state_is_kept(undisturbed):
         assert result["selected"]["metric"] == f"holdout cross-entropy, {mode} order"
 
 
-def test_paper_protocol_says_so(tmp_path):
-    result = fit(settings(paper_protocol=True, steps=2), tmp_path / "run")
-    assert result.paper_protocol
-    assert result.selected["metric"].startswith("test cross-entropy")
-
-
 def test_a_loss_that_is_not_finite(tmp_path):
     out = tmp_path / "run"
     with refuses(TrainingError):
@@ -225,23 +195,6 @@ def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):
     assert not list(tmp_path.glob(".staged-*"))
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 600 KiB; needs root."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk(small_disk):
-    with refuses(LayerShuffleError):
-        fit(settings(steps=40, checkpoint_every=1), small_disk / "run")
-
-
 def test_sampler_is_a_function_of_seed_and_epoch():
     sampler, again = EpochSampler(range(100), 3), EpochSampler(range(100), 3)
     first = list(sampler)
@@ -270,31 +223,10 @@ def test_bf16_on_a_cpu_without_it_is_reported(tmp_path, monkeypatch, caplog, has
     assert ("several times slower" in caplog.text) is not has_bf16
 
 
-def few_images(tmp_path, **data):
-    """A run of a step on digit pairs of so many images."""
-    names = "&".join(f"{name}={value}" for name, value in data.items())
-    fit(settings(steps=1, data=f"digit-pairs?{names}"), tmp_path)
-
-
-def test_fewer_than_two_images_per_class_are_reported(tmp_path, caplog):
-    few_images(tmp_path / "few", train=199, validation=1, test=10)
-    assert "199 training images for 100 classes, fewer than two per class" in caplog.text
-    caplog.clear()
-    few_images(tmp_path / "enough", train=200, validation=1, test=10)
-    assert "per class" not in caplog.text
-
-
 def test_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refuses(UsageError):
         fit(settings(device="cuda"), tmp_path / "run")
-
-
-def test_another_number_of_classes_is_said_once(tmp_path, caplog):
-    fit(settings(model=MODEL.replace("num_classes=100", "num_classes=7"), steps=1), tmp_path)
-    warnings = [record.getMessage() for record in caplog.records]
-    (warning,) = (text for text in warnings if "per class" not in text)
-    assert "7 -> 100 classes" in warning
 
 
 def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatch):

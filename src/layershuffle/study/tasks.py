@@ -251,7 +251,7 @@ class MergingSpec(Task[MergingResult]):
             settings=options,
             mode=mode,  # as in the paper, merges run in the order for which they were trained
             names=self.needs,
-            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+            progress=lambda what, done, total: say(what, done / total),
         )
         return MergingResult(
             **_facts_of(options, started=started, precision=options.precision),
@@ -289,7 +289,7 @@ class AnalysisSpec(Task[AnalysisResult]):
             data_spec=self.model.settings.data,
             settings=options,
             out=files,
-            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+            progress=lambda what, done, total: say(what, done / total),
         )
         answer = json.loads((files / "summary.json").read_text(encoding="utf-8"))
         (out / FIGURES).mkdir(exist_ok=True)
