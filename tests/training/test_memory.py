@@ -45,7 +45,10 @@ def test_what_fits_and_what_helps(tmp_path, room_for, room, changes, words):
     assert ("--activation-checkpointing" in text) is not changes.get("activation_checkpointing")
     assert ("halving" in text) == (room > 0)
     if room == 5:
-        fit(settings(**{"model": NO_DROPOUT, "steps": 2, **changes, "accumulate": 4}), tmp_path)
+        fit(
+            settings(**{"model": NO_DROPOUT, "steps": 2, **changes, "accumulate": 4}),
+            tmp_path / "two",
+        )
 
 
 def test_scoring_that_does_not_fit(tmp_path, room_for):

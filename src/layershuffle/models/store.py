@@ -242,6 +242,11 @@ def _write(
 
 def _refuse_changed_weights(backbone: nn.Module) -> None:
     """Raises `UsageError` for tensors that the library could not read back."""
+    if hasattr(backbone, "_orig_mod"):
+        raise UsageError(
+            "torch.compile wrapped this model in a module with other tensor names",
+            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
+        )
     for name, tensor in backbone.state_dict().items():
         # Libraries such as torchao store packed numbers in subclasses of Tensor.
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -344,8 +349,7 @@ def library_of(backbone: nn.Module) -> Library:
             return _library(name)
     raise UsageError(
         f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
-        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it; save the "
-        "_orig_mod of a compiled model",
+        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
     )
 
 
