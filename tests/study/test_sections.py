@@ -59,8 +59,8 @@ def out(tmp_path):
             {"method": "truncated", "name": "truncated-6", "fit": {"kept": 6}, "seeds": [0]},
             {"method": "layershuffle", "name": "other", "seeds": [0]},
         ],
-        budget={"arms": ["layershuffle"], "steps": [500], "seeds": [0, 1]},
-        merging={"arms": ["layershuffle"]},
+        budget=[{"arms": ["layershuffle"], "steps": [500], "seeds": [0, 1]}],
+        merging=[{"arms": ["layershuffle"]}],
         analyses=[{"name": "umap", "arm": "layershuffle"}],
     )
 
@@ -154,7 +154,7 @@ def test_models_that_are_never_right_are_judged(tmp_path):
         seeds=(0, 1),
         arms={"layerdrop": "layerdrop"},
         more_arms=[{"method": method} for method in arms],
-        merging={"arms": ["baseline"]},
+        merging=[{"arms": ["baseline"]}],
     )
     for arm in arms:
         for seed in (0, 1):
