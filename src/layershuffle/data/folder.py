@@ -123,7 +123,7 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
                 f"if these are the classes, move them into {root}/train and a part of the images "
                 f"of each class into the same class folder under {root}/val"
             )
-        cause = f"there is no {' and no '.join(absent)}; there are {counted(len(inside), 'folder')}"
+        cause = f"there is no {' and no '.join(absent)}; it has {counted(len(inside), 'folder')}"
         cause += f" ({shortened(inside)})" if inside else ""
         raise DataError(cause, place=root, hint=hint)
     folders = {"train": root / "train"} if "train" in inside else {}
