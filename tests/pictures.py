@@ -5,6 +5,8 @@ import io
 import numpy as np
 from PIL import Image
 
+from layershuffle.image_view import ImageView
+
 
 def noise(seed: int, *, size: tuple[int, int] = (8, 8)) -> Image.Image:
     """Coloured noise; `size` is (width, height)."""
@@ -17,3 +19,9 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+# The view of the bundled models, close to the mean and standard deviation of the canvases.
+DIGIT_VIEW = ImageView(
+    channels=1, height=12, width=20, mean=(0.2,), std=(0.35,), interpolation="bilinear"
+)

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training": ("core", "models", "data", "settings"),
     "merging": ("core", "models", "data", "settings", "scoring"),
     "export": ("core", "models", "settings", "scoring"),
-    "analysis": ("core", "models", "data", "settings", "merging"),
+    "analysis": ("core", "models", "data", "settings", "scoring"),
     "study": (
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),

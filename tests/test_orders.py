@@ -92,7 +92,6 @@ def test_rounds() -> None:
     assert order.has_repeats
     assert ExecutionOrder.parse("3,7@0,0@1", depth=8).rounds is None
     assert ExecutionOrder.in_rounds([[1], [0]], 2) == ExecutionOrder((1, 0), 2)
-    assert ExecutionOrder.in_rounds([[0, 1]], 2).is_permutation
     assert repr(order) == "ExecutionOrder('3+7+0,5+1,3' of 8, 3 missing, repeats)"
 
 
@@ -114,7 +113,6 @@ def test_properties_of_an_order(order: ExecutionOrder) -> None:
     run = list(order)
     assert order.has_repeats == any(run.count(block) > 1 for block in run)
     assert order.missing == tuple(b for b in range(order.depth) if b not in run)
-    assert order.is_permutation == (sorted(run) == list(range(order.depth)))
     assert len(order) == len(run)
     assert ("repeats" in repr(order)) == order.has_repeats
     assert (f"{len(order.missing)} missing" in repr(order)) == bool(order.missing)
@@ -123,7 +121,6 @@ def test_properties_of_an_order(order: ExecutionOrder) -> None:
 def test_sequential() -> None:
     order = ExecutionOrder.sequential(3)
     assert order.blocks == (0, 1, 2)
-    assert order.is_permutation
     assert str(order) == "0,1,2"
     assert repr(ExecutionOrder((2, 2), 3)) == "ExecutionOrder('2,2' of 3, 2 missing, repeats)"
 

@@ -37,7 +37,6 @@ from layershuffle.core.position import (
 from layershuffle.core.position_forms import (
     AUTHORS_ENCODING,
     AUTHORS_PREDICTION,
-    TEXT_PREDICTION,
 )
 from layershuffle.errors import StackError, UsageError
 from refusals import refuses
@@ -98,7 +97,6 @@ def test_defaults_are_the_text_of_3_3_and_the_authors_prediction() -> None:
     assert (form.table, form.features, form.table_init) == ("per-block", 32, "normal")
     assert (form.projection_init, form.dropout) == ("default", 0.0)
     assert ls.PredictionForm() == AUTHORS_PREDICTION
-    assert (TEXT_PREDICTION.pooling, TEXT_PREDICTION.loss) == ("class", "sum")
 
 
 # --- initialisation -------------------------------------------------------------------------------
@@ -401,7 +399,7 @@ def test_class_tokens_are_known() -> None:
 @pytest.mark.parametrize("name", ["timm-mixer", "timm-xcit", "hf-siglip"])
 def test_class_pooling_needs_a_class_token(name: str) -> None:
     with refuses(UsageError):
-        ls.add_position(FAMILIES[name].wrapped(), prediction=TEXT_PREDICTION)
+        ls.add_position(FAMILIES[name].wrapped(), prediction=ls.PredictionForm(pooling="class"))
 
 
 def test_impossible_forms() -> None:

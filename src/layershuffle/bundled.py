@@ -28,16 +28,13 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(path: Path) -> Path:
-    """The file of a recipe: `path` itself, or the packaged recipe that it names.
+    """The file of a recipe: `path` itself, or the packaged recipe of that name ("digits-quick").
 
-    A packaged recipe is named as "digits-quick", or as "recipes/digits-quick.yaml" where there is
-    no such file. Raises `UsageError` if there is neither.
+    Raises `UsageError` if there is neither.
     """
-    is_name = path.parent in (Path(), Path("recipes")) and path.suffix in ("", ".yaml")
-    packaged = asset("recipes", f"{path.stem}.yaml")
     # A directory of that name may be here as well: the results of an earlier run.
-    if is_name and not path.is_file() and packaged.is_file():
-        return packaged
+    if str(path) in recipe_names() and not path.is_file():
+        return asset("recipes", f"{path}.yaml")
     if path.exists():
         return path
     listed = f"the recipes of this package are {', '.join(recipe_names())}"

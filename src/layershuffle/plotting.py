@@ -7,10 +7,13 @@ display is needed.
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
+
+from layershuffle.bundled import asset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,18 +112,17 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells if row)}</table>"
 
 
-def html_page(title: str, parts: Mapping[str, str]) -> str:
-    """A page without scripts: a section of HTML under every heading."""
-    sections = "".join(f"<h2>{escape(head)}</h2>\n{part}\n" for head, part in parts.items())
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: {INK}; background: {GROUND};
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
-img, svg {{ max-width: 100%; height: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ border-bottom: 1px solid {RULE}; padding: 0.15rem 0.8rem 0.15rem 0; text-align: left }}
-</style></head><body>
-<h1>{escape(title)}</h1>
-{sections}</body></html>
-"""
+def html_page(title: str, parts: Mapping[str, str], *, lead: str = "") -> str:
+    """A page without scripts: `lead`, then a section under every heading; all are HTML."""
+    links, sections = [], []
+    for number, (head, part) in enumerate(parts.items(), start=1):
+        links.append(f'<li><a href="#section-{number}">{head}</a></li>')
+        sections.append(f'<h2 id="section-{number}">{head}</h2>\n{part}\n')
+    words = {
+        "TITLE": re.sub("<[^>]*>", "", title),
+        "CONTENTS": "".join(links),
+        "BODY": "".join([f"<h1>{title}</h1>\n{lead}", *sections]),
+    }
+    frame = asset("report.html").read_text(encoding="utf-8")
+    # One pass, so a part that holds the name of another stays as it is.
+    return re.sub("{(TITLE|CONTENTS|BODY)}", lambda match: words[match[1]], frame)

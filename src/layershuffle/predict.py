@@ -63,46 +63,29 @@ def predict(
     mode: str = "sequential",
     seed: int = 0,
     top: int = 5,
+    progress: Progress = unheard,
 ) -> list[Prediction | DataError]:
     """The `top` most probable classes of every image file, as `layershuffle predict` gives them.
 
-    `model` is a wrapped model or a spec; `images` are paths, or one. The blocks run in `order`, or
-    in one drawn for `mode` from `seed`. For a file that cannot be read, the list holds the error
-    that says why. Raises `UsageError` for an order or a mode that does not fit the model, and
-    without an image.
+    `model` is a wrapped model or a spec; `images` are paths, or one, and are prepared as in the
+    model's training. The blocks run in `order`, or in one drawn for `mode` from `seed`. A model
+    without class names answers with their numbers. For a file that cannot be read, the list holds
+    the error that says why. `progress` hears of images. Raises `UsageError` for an order or a mode
+    that does not fit the model, and without an image or a class to name.
 
         (answer,) = ls.predict("bundled:digits-swarm", ["bundled:digit-pair.png"], order="3,0,2")
         answer.top[0].label, answer.top[0].probability
     """
     if isinstance(model, str):
         model = load(model)
-    depth = depth_of(model)
+    depth, classes, view = depth_of(model), num_classes_of(model), file_view(model)
     chosen = order_for(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
-    paths = [images] if isinstance(images, str | Path) else images
-    files = [image_file(Path(image)) for image in paths]
-    return predict_files(model, files, order=chosen, top=top)
-
-
-def predict_files(
-    model: nn.Module,
-    images: Sequence[Path],
-    *,
-    order: ExecutionOrder,
-    top: int,
-    progress: Progress = unheard,
-) -> list[Prediction | DataError]:
-    """The `top` most probable classes of every image file; the blocks run in `order`.
-
-    Images are prepared as in the model's training. A model without class names answers with their
-    numbers. `progress` hears of images. For a file that cannot be read, the list holds the error
-    that says why. Raises `UsageError` without an image or a class to name.
-    """
-    if not images or top < 1:
+    paths = [Path(image) for image in ([images] if isinstance(images, str | Path) else images)]
+    if not paths or top < 1:
         raise UsageError(
-            "There is no image to answer for" if not images else "top is 1 or more",
+            "There is no image to answer for" if not paths else "top is 1 or more",
             hint="layershuffle predict MODEL IMAGE... --top 5",
         )
-    classes, view = num_classes_of(model), file_view(model)
     if not classes:
         raise UsageError(
             "The model has no classifier, so it cannot name classes",
@@ -112,17 +95,17 @@ def predict_files(
     device = next(model.parameters()).device
     transform, finish = PlainTransform(view), PixelFinish(view)
     predictions: list[Prediction | DataError] = []
-    with in_eval(model), torch.inference_mode(), running(model, order):
-        for start in range(0, len(images), _AT_ONCE):
-            progress("images", start, len(images))
-            paths = images[start : start + _AT_ONCE]
-            pixels = [_read(path, transform) for path in paths]
+    with in_eval(model), torch.inference_mode(), running(model, chosen):
+        for start in range(0, len(paths), _AT_ONCE):
+            progress("images", start, len(paths))
+            group = paths[start : start + _AT_ONCE]
+            pixels = [_read(path, transform) for path in group]
             readable = [image for image in pixels if isinstance(image, Tensor)]
             answers: Iterator[tuple[RankedClass, ...]] = iter(())
             if readable:
                 logits = logits_of(model(finish(torch.stack(readable)).to(device)))
                 answers = iter(_ranked(logits, names, top))
-            for path, image in zip(paths, pixels, strict=True):
+            for path, image in zip(group, pixels, strict=True):
                 predictions.append(
                     image if isinstance(image, DataError) else Prediction(str(path), next(answers))
                 )
@@ -143,7 +126,7 @@ def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[Ranked
 def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:
     """The pixels of the image at the size of the model, or why there are none."""
     try:
-        return transform(read_image(path, transform.view.channels, place=path))
+        return transform(read_image(image_file(path), transform.view.channels, place=path))
     except DataError as error:
         # The error's own hint is about training data, where images may be left out.
         return DataError(error.cause, place=path, hint="name image files (PNG, JPEG and others)")

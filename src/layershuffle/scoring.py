@@ -13,7 +13,7 @@ from torch import nn
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.policies import parse_modes
+from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -59,8 +59,8 @@ def evaluate_spec(
     """
     model = load(model_spec)
     fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
-    # Misspelt modes and orders are refused before the data are opened, which may take minutes.
-    modes = parse_modes(settings.modes) if order is None else ()
+    # Modes that do not fit are refused before the data are opened, which may take minutes.
+    modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored(model, data_spec, settings=settings, options=options, name=model_spec)
     place, split = placed(settings, device), data.splits["test"]
@@ -103,7 +103,15 @@ def open_scored(
             f"is {order} ({shortened(names or data.classes)})"
         )
         data = replace(data, notes=(*data.notes, note))
-    # With other classes, or the same in another order, scores would be meaningless.
+    return matched(model, data, name=name)
+
+
+def matched(model: nn.Module, data: ImageData, *, name: str) -> ImageData:
+    """`data` with the classes of `model`, which is called `name`, in the order of its outputs.
+
+    With other classes, or in another order, scores would be meaningless. Raises `DataError`.
+    """
+    names = output_names(model, data.classes)
     return match_classes(data, names, outputs=num_classes_of(model), place=name)
 
 
@@ -146,9 +154,14 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
     # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    depth = fit_settings.kept or depth_of(load(fit_settings.model))
-    for mode in parse_modes(settings.modes):
-        mode.policy().draw(depth, seed=settings.seed, step=0)
+    _fitting_modes(settings, fit_settings.kept or depth_of(load(fit_settings.model)))
+
+
+def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:
+    modes = parse_modes(settings.modes)
+    for mode in modes:
+        mode.policy().draw(depth, seed=settings.seed, step=0)  # refuses more blocks than `depth`
+    return modes
 
 
 def refuse_not_finite(score: Score, *, of: str) -> None:

@@ -343,6 +343,8 @@ def digest(settings: Settings) -> str:
 def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
     """An error of pydantic as a sentence."""
     name = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{name} is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(kind, name)
     # An error of this package within a validator has its own cause and hint.

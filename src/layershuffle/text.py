@@ -8,9 +8,9 @@ from io import StringIO
 
 TABLE_WIDTH = 100
 """Columns of a table that no terminal bounds: pipes and files get the same text everywhere."""
-Progress = Callable[[str, float, float | None], object]
-"""Tells of long work, called with the unit (such as "images"), how many are done, and the total
-(`None` if unknown). A new unit begins a new stage, which is counted from its first number."""
+Progress = Callable[[str, float, float], object]
+"""Tells of long work, called with the unit (such as "images"), how many are done, and the total. A
+new unit begins a new stage, which is counted from its first number."""
 
 
 def unheard(*stage: object) -> None:

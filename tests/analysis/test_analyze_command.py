@@ -96,28 +96,6 @@ def test_all_reports_analyses_that_do_not_apply(capsys, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["norms"]
 
 
-@pytest.mark.parametrize(
-    ("words", "phrase"),
-    [
-        (["analyze"], "--name requires an argument"),
-        (["analyze", "norms", MODEL, "--data", DATA], "--out requires an argument"),
-        (["analyze", "nroms", MODEL, "--data", DATA, "--out", "x"], "did you mean 'norms'?"),
-        (
-            ["analyze", "norms", MODEL, "--data", DATA, "--out", "x", "--max-images", "0"],
-            "max_images: ",
-        ),
-    ],
-)
-def test_errors_are_one_paragraph(capsys, tmp_path, monkeypatch, words, phrase):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert phrase in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "x").exists()
-
-
 def test_other_files_are_not_deleted(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with refuses(UsageError):

@@ -74,20 +74,6 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     assert replayed == drawn
 
 
-def test_eval_table_breaks_long_modes_at_a_colon(capsys):
-    words = ["eval", "bundled:digits", "--data", DATA, "--max-images", "4", "--num-orders", "2"]
-    code, text, _ = run(capsys, *words, "--modes", "kept:12:arbitrary:passes=2:parallel=3")
-    assert code == 0
-    assert re.search(r"^kept:12:arbitrary:passes=2: .*\nparallel=3$", text, re.MULTILINE)
-
-
-def test_eval_per_batch_says_so(capsys):
-    words = ["eval", "bundled:digits", "--data", DATA, "--modes", "arbitrary", "--draw", "batch"]
-    _, table, _ = run(capsys, *words, "--num-orders", "4", "--batch-size", "8")
-    assert "one order per batch" in table
-    assert "Wilson" not in table
-
-
 @pytest.mark.parametrize("place", [0, 1, 2, 6])
 def test_debug_shows_the_traceback_from_any_position(fitted, place):
     words = ["eval", str(fitted), "--data", DATA, "--modes", "shuffled"]

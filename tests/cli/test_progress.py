@@ -71,21 +71,6 @@ def test_a_pipe_gets_a_line_every_twenty_seconds(capsys: pytest.CaptureFixture[s
         assert lines(capsys) == ["eval: 558 of 600 probes, 240 probes/min, 0:00:10 left"]
 
 
-def test_streams_and_parts_of_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with shown_progress("merge", clock=clock) as show:
-        show("images", 0, None)
-        clock.now = 20.0
-        show("images", 250_000, None)
-        show("passes", 0.0, 12)
-        clock.now = 40.0
-        show("passes", 2.5, 12)
-    assert lines(capsys) == [
-        "merge: 250,000 images, 12,500 images/s",
-        "merge: 2.5 of 12 passes, 450 passes/h, 0:01:16 left",
-    ]
-
-
 def test_a_training_shows_its_loss_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with shown_progress("fit", clock=clock) as show:

@@ -55,16 +55,6 @@ def test_batches_equal_images_normalised_one_by_one_bit_for_bit() -> None:
     assert labels.tolist() == list(range(11))
 
 
-def test_every_byte_is_finished_as_by_hand() -> None:
-    view = ImageView(channels=1, height=16, width=16, mean=(0.485,), std=(0.229,))
-    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
-    got = PixelFinish(view)(every).flatten().numpy()
-    by_hand = (np.arange(256, dtype=np.float32) / np.float32(255) - np.float32(0.485)) / np.float32(
-        0.229
-    )
-    assert got.tolist() == by_hand.tolist()
-
-
 def test_constants_made_in_an_evaluation_do_in_training() -> None:
     view = ImageView(channels=1, height=1, width=1, mean=(0.123,), std=(0.77,))
     pixels = torch.full((1, 1, 1, 1), 7, dtype=torch.uint8)

@@ -1,18 +1,18 @@
-"""Specs, options and the pieces that all sources share."""
+"""Specs, views, seeds and the holdout: what all sources share."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
-from layershuffle.data import SOURCES, DataOptions, open_data
+from layershuffle.data import ImageView
 from layershuffle.data.contract import derived_seed, stratified_holdout
-from layershuffle.data.digits import DIGIT_VIEW
 from layershuffle.data.loading import parse_spec
+from layershuffle.data.transforms import fit_images, match_channels
 from layershuffle.errors import UsageError
 from refusals import refuses
+
+GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
 
 
 @pytest.mark.parametrize(
@@ -26,46 +26,6 @@ from refusals import refuses
 )
 def test_specs(spec: str, parts: tuple[str, str, dict[str, str]]) -> None:
     assert parse_spec(spec) == parts
-
-
-def test_the_form_of_a_source_begins_with_its_name() -> None:
-    assert all(source.form.startswith(name) for name, source in SOURCES.items())
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "digit-pair",
-        "flder:/data",
-        "/data/imagenet",
-        "",
-        "hf:x?lable=y",
-        "folder:",
-        "torchvision",
-    ],
-)
-def test_bad_specs_name_the_nearest_good_one(spec: str) -> None:
-    with refuses(UsageError):
-        open_data(spec, DIGIT_VIEW)
-
-
-def test_a_folder_without_its_scheme_is_recognised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shapes").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with refuses(UsageError):
-        open_data("shapes", DIGIT_VIEW)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"holdout": 0.0}, {"holdout": 1.0},
-     {"max_test": 0}],
-)  # fmt: skip
-def test_options_out_of_range(change: dict) -> None:
-    with refuses(UsageError):
-        DataOptions(**change)
 
 
 def test_a_seed_is_the_written_down_hash() -> None:
@@ -88,3 +48,36 @@ def test_holdout_never_takes_the_last_image_of_a_class() -> None:
     training, held_out = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
     assert (len(training), len(held_out)) == (2, 3)
     assert {(0, 0, 1, 1, 1)[row] for row in training} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"channels": 3},
+        {"std": (0.5, 0.5)},
+        {"std": (0.0,)},
+        {"height": 0},
+        {"interpolation": "lanczos3"},
+        {"crop_pct": 0.0},
+        {"crop_pct": 1.5},
+        {"resize": "stretch"},
+    ],
+)
+def test_a_view_that_does_not_fit_together_is_refused(change: dict) -> None:
+    with refuses(UsageError):
+        ImageView(**{**GREY, **change})
+
+
+def test_channels_grey_is_repeated_and_rgb_becomes_luma() -> None:
+    grey = torch.rand(2, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
+    rgb = torch.tensor([1.0, 0.0, 0.5]).view(3, 1, 1)
+    assert match_channels(rgb, 1).item() == pytest.approx(0.299 + 0.5 * 0.114, abs=1e-7)
+
+
+def test_fit_images_gives_the_view_its_shape_and_numbers() -> None:
+    view = ImageView(channels=3, height=8, width=12, mean=(0.5,) * 3, std=(0.25,) * 3)
+    out = fit_images(torch.ones(5, 1, 4, 6, dtype=torch.uint8), view)
+    assert out.shape == (5, 3, 8, 12)
+    assert out.dtype == torch.float32
+    assert (out - 2.0).abs().max() < 1e-5

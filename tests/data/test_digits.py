@@ -10,16 +10,13 @@ import torch
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
 from layershuffle.data.digits import (
-    CLASSES,
-    DIGIT_VIEW,
     DigitPairs,
     compose,
     digit_images,
     digit_instances,
     draw_pairs,
 )
-from layershuffle.errors import UsageError
-from refusals import refuses
+from pictures import DIGIT_VIEW
 
 # SHA-256 of the first 256 canvases (uint8, ink 0..16) and labels (int64, little endian).
 GOLDEN = {
@@ -83,29 +80,6 @@ def test_a_smaller_set_is_the_beginning_of_a_larger_one() -> None:
     assert torch.equal(few[1], many[1][:10])
 
 
-def test_the_whole_data_set_has_its_sizes_and_classes() -> None:
-    data = open_data("digit-pairs", DIGIT_VIEW)
-    sizes = {name: split.size for name, split in data.splits.items()}
-    assert sizes == {"train": 20_000, "holdout": 2_000, "test": 5_000}
-    assert data.classes == CLASSES
-    assert CLASSES[7] == "07"
-    assert len(CLASSES) == 100
-
-
-def test_the_bundled_view_normalises_ink_by_its_mean_and_spread() -> None:
-    data = small()
-    dataset = data.splits["train"].dataset
-    assert isinstance(dataset, DigitPairs)
-    ink, label = dataset[3]
-    assert ink.shape == (1, 12, 20)
-    assert torch.equal(ink, dataset.canvases[3])
-    image = data.finish(ink[None])[0]
-    assert image.dtype == torch.float32
-    expected = (dataset.canvases[3].float() / 16 - 0.2) / 0.35
-    assert torch.equal(image, expected)
-    assert label == int(dataset.labels[3])
-
-
 @pytest.mark.parametrize(("channels", "size"), [(1, (12, 20)), (3, (32, 32)), (3, (224, 224))])
 def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, int]) -> None:
     view = ImageView(
@@ -126,19 +100,6 @@ def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, in
         assert image.shape == (channels, *size)
         assert torch.equal(image, data.finish(item[None])[0])
     assert any("stretched" in note for note in data.notes) == (size != (12, 20))
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "digit-pairs?train=0",
-        "digit-pairs?test=many",
-        "digit-pairs?trian=5",
-    ],
-)
-def test_bad_digit_specs(spec: str) -> None:
-    with refuses(UsageError):
-        open_data(spec, DIGIT_VIEW)
 
 
 def test_pairs_name_the_digits_that_they_are_made_of() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +10,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import torchvision.datasets
+from made import CLASSES, idx_files, opened, shard, splits_of
 
-from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.errors import DataError, UsageError
+from layershuffle.data import ImageData, ImageView
+from layershuffle.errors import DataError
 from pictures import file_of, noise
-from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
-CLASSES = ("ant", "bee", "cat")
 SPLITS = {"train": range(30), "test": range(100, 106)}  # seeds of pictures; the class is k % 3
 BAD = 101
 
@@ -32,12 +27,9 @@ def content(k: int, *, broken: bool) -> bytes:
 
 
 def folders(root: Path, broken: bool) -> str:
-    for split, seeds in SPLITS.items():
-        for k in seeds:
-            path = root / split / CLASSES[k % 3] / f"{k:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content(k, broken=broken))
-    return f"folder:{root}"
+    spec = splits_of(root, SPLITS)
+    (root / "test" / CLASSES[BAD % 3] / f"{BAD}.png").write_bytes(content(BAD, broken=broken))
+    return spec
 
 
 def class_folders(root: Path, broken: bool) -> str:
@@ -62,17 +54,10 @@ def tables(root: Path, broken: bool, *, parquet: bool) -> str:
 
 
 def tars(root: Path, broken: bool) -> str:
-    """Two training shards as the writer of webdataset makes them."""
-    root.mkdir()
     shards = {"train-000": range(15), "train-001": range(15, 30), "val-000": SPLITS["test"]}
     for name, seeds in shards.items():
-        with tarfile.open(root / f"{name}.tar", "w") as archive:
-            for k in seeds:
-                members = {"cls": str(k % 3).encode(), "png": content(k, broken=broken)}
-                for ending, data in members.items():
-                    member = tarfile.TarInfo(f"{k:06d}.{ending}")
-                    member.size = len(data)
-                    archive.addfile(member, io.BytesIO(data))
+        members = [{"cls": str(k % 3).encode(), "png": content(k, broken=broken)} for k in seeds]
+        shard(root / f"{name}.tar", *members, first=seeds[0])
     return f"hf:{root}"
 
 
@@ -97,10 +82,6 @@ SOURCES: dict[str, Callable[[Path, bool], str]] = {
     "torchvision": imagenette,
 }
 every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
-
-
-def opened(spec: str, **options: object) -> ImageData:
-    return open_data(spec, VIEW, options=DataOptions(**{"holdout": 0.2, **options}))
 
 
 def items(data: ImageData, name: str) -> list[tuple[bytes, int]]:
@@ -158,97 +139,14 @@ def test_augmentation_touches_training_alone(tmp_path: Path, make: Callable) -> 
         assert (items(data, name) == items(plain, name)) == (name != "train")
 
 
-@pytest.mark.parametrize("spec", ["digit-pairs", "formula?classes=3&size=16"])
-def test_images_that_are_made_here_have_no_place_and_no_augmentation(spec: str) -> None:
-    with refuses(UsageError):
-        open_data(spec.replace("?", ":x?") if "?" in spec else f"{spec}:x", VIEW)
-    with refuses(UsageError):
-        opened(spec, augment=True)
-
-
-def test_a_model_with_four_channels_is_refused_before_anything_is_read() -> None:
-    view = ImageView(channels=4, height=8, width=8, mean=(0.0,) * 4, std=(1.0,) * 4)
-    with refuses(UsageError):
-        open_data("folder:nowhere", view)
-
-
-# --- torchvision ----------------------------------------------------------------------------------
-
-
-def idx(path: Path, values: np.ndarray) -> None:
-    """A file of the MNIST family."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sizes = b"".join(size.to_bytes(4) for size in values.shape)
-    path.write_bytes(bytes([0, 0, 8, values.ndim]) + sizes + values.tobytes())
-
-
-@pytest.fixture
-def fashion(tmp_path: Path) -> Path:
-    raw, draws = tmp_path / "FashionMNIST" / "raw", np.random.default_rng(0)
-    for part, count in (("train", 40), ("t10k", 10)):
-        idx(raw / f"{part}-images-idx3-ubyte", draws.integers(0, 256, (count, 28, 28), np.uint8))
-        idx(raw / f"{part}-labels-idx1-ubyte", np.arange(count, dtype=np.uint8) % 10)
-    return tmp_path
-
-
-def test_a_set_in_memory(fashion: Path) -> None:
+def test_a_set_of_torchvision_in_memory(tmp_path: Path) -> None:
+    idx_files(tmp_path)
     view = ImageView(channels=1, height=28, width=28, mean=(0.0,), std=(1.0,))
-    options = DataOptions(holdout=0.25)
-    data = open_data(f"torchvision:FashionMNIST?root={fashion}", view, options=options)
-    assert {name: split.size for name, split in data.splits.items()} == {
-        "train": 30, "holdout": 10, "test": 10,
-    }  # fmt: skip
+    data = opened(f"torchvision:FashionMNIST?root={tmp_path}", view, holdout=0.25)
+    sizes = {name: split.size for name, split in data.splits.items()}
+    assert sizes == {"train": 30, "holdout": 10, "test": 10}
     assert data.classes[:2] == ("T-shirt/top", "Trouser")
     assert [data.splits["test"].dataset[k][1] for k in range(10)] == list(range(10))
-    raw = np.fromfile(fashion / "FashionMNIST/raw/t10k-images-idx3-ubyte", np.uint8)[16:]
+    raw = np.fromfile(tmp_path / "FashionMNIST/raw/t10k-images-idx3-ubyte", np.uint8)[16:]
     image = data.splits["test"].dataset[7][0]
     assert image.flatten().tolist() == raw.reshape(10, -1)[7].tolist()
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "torchvision:FashionMnist?root=x",
-        "torchvision:CocoDetection?root=x",
-        "torchvision:FashionMNIST",
-        "torchvision:FashionMNIST?root=x&download=maybe",
-    ],
-)
-def test_wrong_names_and_places_of_sets_are_refused(spec: str) -> None:
-    with refuses(UsageError):
-        opened(spec)
-
-
-def test_absent_and_damaged_files_of_a_set_are_refused(fashion: Path) -> None:
-    with refuses(DataError):
-        opened(f"torchvision:KMNIST?root={fashion}")
-    path = fashion / "FashionMNIST/raw/t10k-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:1000])
-    with refuses(DataError):
-        opened(f"torchvision:FashionMNIST?root={fashion}")
-
-
-class Trap:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("name", ["CIFAR10", "CIFAR100"])
-def test_files_of_cifar_that_are_not_the_published_ones_are_never_unpickled(
-    tmp_path: Path, name: str
-) -> None:
-    kind = getattr(torchvision.datasets, name)
-    folder, trap = tmp_path / kind.base_folder, pickle.dumps(Trap(tmp_path / "trap"))
-    folder.mkdir()
-    for file, _ in (*kind.train_list, *kind.test_list, (kind.meta["filename"], "")):
-        (folder / file).write_bytes(trap)
-    with refuses(DataError):
-        opened(f"torchvision:{name}?root={tmp_path}")
-    assert not (tmp_path / "trap").exists()
-    pickle.loads(trap)
-    assert (tmp_path / "trap").is_dir(), "the trap of this test does not work"

@@ -21,10 +21,9 @@ from layershuffle.data.transforms import (
     PixelTransform,
     PlainTransform,
     augment_transform,
-    resized_size,
     seeded_globals,
 )
-from layershuffle.image_view import Resize, resized_as
+from layershuffle.image_view import Resize
 
 VIEW = ImageView(
     channels=3,
@@ -79,26 +78,6 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
     assert off.max() == 0, f"max {off.max():.2e}, mean {off.mean():.2e}"
 
 
-def test_squash_keeps_the_whole_image_and_crop_does_not() -> None:
-    image = Image.new("RGB", (64, 16))
-    image.paste((255, 255, 255), (0, 0, 8, 16))  # a white stripe at the far left
-    view = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
-    assert PlainTransform(view)(image).max() == 0
-    squashed = PlainTransform(resized_as(view, "squash"))(image)
-    assert squashed[:, :, 0].min() > 230
-    assert squashed[:, :, 8:].max() == 0
-
-
-@pytest.mark.parametrize(
-    ("size", "goal"),
-    [((40, 20), (20, 10)), ((20, 40), (20, 40)), ((10, 6), (20, 12)), ((4, 4), (20, 20))],
-)
-def test_a_view_that_is_not_square_is_covered(size: tuple[int, int], goal: tuple[int, int]) -> None:
-    view = ImageView(channels=1, height=10, width=20, mean=(0.0,), std=(1.0,))
-    assert resized_size(size, view) == goal
-    assert PlainTransform(view)(Image.new("L", size)).shape == (1, 10, 20)
-
-
 def test_seeded_globals_put_every_generator_back_even_after_an_error() -> None:
     def states() -> tuple:
         state = np.random.get_state()
@@ -128,16 +107,11 @@ def test_an_augmented_item_is_a_function_of_seed_epoch_and_index_alone() -> None
         random.seed(1)  # the state of the global generators does not matter
         back = {i: backward[i][0] for i in reversed(range(12))}
         assert all(torch.equal(there[i], back[i]) for i in range(12))
-
-
-def test_augmentation_changes_with_epoch_index_and_seed() -> None:
-    data, other = augmented(), augmented(seed=4)
-    first = data[5][0]
-    assert not torch.equal(first, other[5][0])
-    data.set_epoch(1)
-    assert not torch.equal(first, data[5][0])
-    data.set_epoch(0)
-    assert torch.equal(first, data[5][0])
+    other = augmented(seed=4)
+    other.set_epoch(1)
+    forward.set_epoch(0)
+    assert not torch.equal(there[5], forward[5][0])
+    assert not torch.equal(there[5], other[5][0])
 
 
 def test_augmentation_leaves_global_generators_alone_and_follows_table_rows() -> None:

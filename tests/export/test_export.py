@@ -30,6 +30,7 @@ from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, block_alone, form_of
+from layershuffle.merging.group import MergeGroup
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.onnx_models import MANIFEST, OnnxGraph
 from layershuffle.text import unheard
@@ -365,6 +366,9 @@ def test_files_can_only_be_run(shipped: Path, tmp_path: Path) -> None:
         ls.load(str(shipped), num_classes=3)
     with refuses(UsageError):
         model(picture(2).bfloat16())
+    for combine in (MergeGroup, ls.uniform_soup):
+        with refuses(UsageError, "0"):
+            combine([model, model])
 
 
 @pytest.mark.parametrize("words", [["--whole", "--data", "digit-pairs"], ["--order", "3,0"]])

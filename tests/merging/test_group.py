@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES, ORDERS, images, logits_of, redraw
-from layershuffle.core.evaluation import evaluate
+from common import FAMILIES, ORDERS, images, logits_of, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import running
 from layershuffle.errors import ModelFileError, UsageError
@@ -148,34 +147,6 @@ def test_saved_and_loaded_it_is_a_model_of_its_own(name, positioned, tmp_path):
     assert [weights_digest(donor) for donor in donors] == before
 
 
-def test_views_are_evaluated_one_after_another_and_leave_the_donors_as_they_were():
-    donors = donors_of("hf-vit")
-    group = MergeGroup(donors)
-    batches = [(images(4, seed=s), torch.tensor([0, 1, 2, 3])) for s in range(2)]
-    first, second = (group.merge(plan) for plan in sample_plans(4, DEPTH, count=2, seed=0))
-    kinds = "sequential,arbitrary,kept:2"
-    scores = [evaluate(m, batches, modes=kinds, num_orders=2) for m in (first, second, first)]
-    assert scores[0] == scores[2] != scores[1]
-    slow = evaluate(
-        rebuilt(donors, sample_plans(4, DEPTH, count=1, seed=0)[0]), batches, modes=kinds,
-        num_orders=2,
-    )  # fmt: skip
-    assert scores[0] == slow
-    assert not any(module.training for donor in donors for module in donor.modules())
-
-
-def test_a_view_shares_every_tensor_except_averaged_ends():
-    donors = donors_of("timm-vit")
-    group = MergeGroup(donors)
-    views = [group.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
-    pointers = {t.data_ptr() for donor in donors for t in donor.state_dict().values()}
-    new = {t.data_ptr() for view in views for t in view.state_dict().values()} - pointers
-    stem, head = ends_of(donors[0])
-    assert len(new) == len(stem) + len(head)  # one set for all ten
-    merged = group.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
-    assert {t.data_ptr() for t in merged.state_dict().values()} <= pointers
-
-
 def test_a_hundred_merges_of_twelve_models_add_less_than_five_percent():
     """Tensors by their storages, Python objects by tracemalloc: width 192, depth 12."""
     first = ls.wrap(timm.create_model("vit_tiny_patch16_224", img_size=32)).eval()
@@ -305,26 +276,6 @@ def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
     card = (tmp_path / "merge" / "README.md").read_text()
     assert "| runs/b | 1, 2 |  |" in card
     assert "Stem: average. Head: runs/b." in card
-
-
-def test_digest_of_weights():
-    first, second = changed(VIT), changed(VIT)
-    assert weights_digest(first) == weights_digest(copy.deepcopy(first)) != weights_digest(second)
-    half = copy.deepcopy(first).to(torch.bfloat16)
-    assert weights_digest(half) != weights_digest(first)
-
-
-def test_donors_of_several_dtypes_become_float32(caplog):
-    donors = donors_of("timm-vit", count=2)
-    donors[1].bfloat16()
-    wanted = copy.deepcopy(donors[1]).float()
-    soup = ls.uniform_soup([copy.deepcopy(donor) for donor in donors])
-    assert {tensor.dtype for tensor in soup.parameters()} == {torch.float32}
-    mean = (donors[0].head.weight.double() + wanted.head.weight.double()) / 2
-    assert torch.equal(soup.head.weight, mean.float())
-    merged = merge(donors, MergePlan((1, 1, 1, 1), stem=1, head=1))
-    assert torch.equal(answers(merged), answers(wanted))
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
 @pytest.mark.parametrize(

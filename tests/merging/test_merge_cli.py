@@ -17,7 +17,6 @@ import layershuffle as ls
 from common import redraw
 from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.evaluation import evaluate
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -244,24 +243,6 @@ def test_the_greedy_soup_never_sees_the_reported_images(work, monkeypatch):
     assert [row.main for row in rows if row.kind == "ensemble"] == [1, 0]
 
 
-def test_a_new_order_for_every_batch(work):
-    specs = [f"runs/{name}" for name in "abc"]
-    settings = MergingSettings(merges=2, num_orders=2, draw="batch", batch_size=20, soups=False)
-    rows, _ = score_merging(specs, DATA, settings=settings)
-    assert {row.order for row in rows} == {""}
-    (first, second) = (row for row in rows if row.kind == "merge")
-    model = ls.merge([ls.load(spec) for spec in specs], sample_plans(3, 3, count=1, seed=0)[0])
-    data = open_data(DATA, image_view(model), options=DataOptions(train=False))
-    batches = DeviceBatches(data.splits["test"], data.finish, batch_size=20, device="cpu")
-    (score,) = evaluate(
-        model, batches, modes="arbitrary", num_orders=1, seed=orders_seed(0, 1, index=0),
-        draw="batch",
-    )  # fmt: skip
-    assert (first.top1, first.cross_entropy) == (score.top1, score.cross_entropy)
-    assert len(set(score.batch_orders)) > 1
-    assert first != second
-
-
 def test_random_merges_table_csv_and_json_agree(capsys, work):
     words = ["merge", "runs/a", "runs/b", "runs/c", "--random", "5", "--data", DATA]
     words += ["--num-orders", "2", "--max-images", "30"]
@@ -306,32 +287,12 @@ def test_ensemble_command(capsys, work):
     )
 
 
-def test_members_of_an_ensemble_may_differ(capsys, work):
-    """In depth, method and base, on which the mean of their outputs does not depend."""
-    other = redraw(ls.load(SPEC.replace("depth=3", "depth=2")), seed=5)
-    ls.save(other, work / "other", record={"method": "baseline", "provenance": {"base": "x"}})
-    words = ["ensemble", "runs/a", "other", "--data", DATA, "--modes", "sequential", "--json"]
-    code, out, err = run(capsys, *words)
-    assert code == 0, err
-    models = [ls.load("runs/a"), ls.load("other")]
-    data = open_data(DATA, image_view(models[0]), options=DataOptions(train=False))
-    split = data.splits["test"]
-    batches = DeviceBatches(split, data.finish, batch_size=50, device="cpu", processes=0)
-    with torch.inference_mode():
-        right = sum(
-            (sum(model(images) for model in models).argmax(-1) == labels).sum().item()
-            for images, labels in batches
-        )
-    assert json.loads(out)["top1"]["mean"] == pytest.approx(100 * right / 50)
-
-
 RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 
 @pytest.mark.parametrize(
     ("words", "code", "phrase"),
     [
-        (["merge"], 2, "--model requires an argument"),
         (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
         (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
         (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
@@ -350,7 +311,6 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
             "merges: Input should be greater than or equal to 1",
         ),
         (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
-        (["ensemble", "--data", DATA], 2, "--model requires an argument"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
     ],
 )
@@ -360,21 +320,3 @@ def test_errors_are_one_paragraph(capsys, work, words, code, phrase):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert "Traceback" not in out + err
-
-
-def test_base_ends_that_nobody_names(capsys, work):
-    for name in "abc":
-        path = work / "runs" / name / ("model" if name == "c" else "") / "layershuffle.json"
-        facts = json.loads(path.read_text())
-        del facts["provenance"]["base"]
-        path.write_text(json.dumps(facts))
-    words = ["merge", "runs/a", "runs/b", "runs/c", "--random", "2", "--data", DATA]
-    code, _, err = run(capsys, *words, "--ends", "base")
-    assert code == 2
-    assert "which neither donors nor caller name" in err
-    code, out, err = run(capsys, *words, "--ends", "base", "--base", "bundled:digits", "--no-soups")
-    assert code == 2
-    assert "cannot come from the base checkpoint: the shape of its " in err
-    code, out, _ = run(capsys, *words, "--ends", "base", "--base", SPEC, "--no-soups")
-    assert code == 0
-    assert "merge base" in out

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layershuffle as ls
-from layershuffle.errors import SettingsError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
-from layershuffle.merging.settings import MergingSettings
 from refusals import refuses
 
 sizes = st.tuples(st.integers(2, 6), st.integers(0, 3)).map(lambda t: (t[0] + t[1], t[0]))
@@ -117,11 +116,3 @@ def test_impossible_counts_are_refused(num, depth, count, replacement):
 def test_plans_that_do_not_fit(plan):
     with refuses(UsageError):
         plan.check(2, 4)
-
-
-def test_settings():
-    assert MergingSettings(ends=["average", "base"]).ends == ("average", "base")
-    with refuses(SettingsError):
-        MergingSettings(ends=("base", "base"))
-    with refuses(SettingsError):
-        MergingSettings(end=("base",))

@@ -1,7 +1,6 @@
 """A model without names of classes is scored in the order that its library gives folders."""
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from timm.models import save_for_hf
 
 import layershuffle as ls
 from common import FAMILIES, redraw
-from layershuffle.models import class_names_of, set_class_names
+from layershuffle.models import set_class_names
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 
@@ -60,19 +59,3 @@ def test_the_order_of_classes(spec: str, right: bool, order: str | None, saved: 
     result = evaluate_spec(spec.format(saved), f"folder:{saved / 'data'}", settings=settings)
     assert (result.scores[0].top1 == 100.0) == right
     assert any(order in note for note in result.data.notes) if order else not result.data.notes
-
-
-def test_training_goes_on_with_the_order_of_the_outputs(saved: Path) -> None:
-    """The names that a saved model gets are those of its outputs, in their order."""
-    (saved / "data" / "val").rename(saved / "data" / "train")
-    shutil.copytree(saved / "data" / "train", saved / "data" / "val")
-    spec = f"{SPEC}&num_classes=5&checkpoint={saved}/model_best.pth.tar"
-    ls.fit(
-        model=spec, data=f"folder:{saved / 'data'}", out=saved / "run", method="baseline", steps=1,
-        batch_size=8, lr=1e-9, holdout=0.5,
-    )  # fmt: skip
-    tuned = ls.load(f"dir:{saved / 'run'}")
-    assert class_names_of(tuned) == NATURAL
-    settings = EvalSettings(modes="sequential")
-    result = evaluate_spec(f"dir:{saved / 'run'}", f"folder:{saved / 'data'}", settings=settings)
-    assert result.scores[0].top1 == 100.0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from saved_models import (
     WEIGHTS,
     assert_same_model,
@@ -23,15 +20,12 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.errors import ModelFileError
 from layershuffle.models import (
     class_names_of,
-    image_view,
     num_classes_of,
 )
 from layershuffle.models.files import (
     weight_files,
-    write_tensors,
 )
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -81,37 +75,6 @@ def test_shards_are_read_and_checked(tmp_path: Path) -> None:
     shard = weight_files(tmp_path)[-1]
     cut(shard.name, keep=0.5)(tmp_path)
     assert refused(f"hf:{tmp_path}").place == shard
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"size": {"longest": 3}},
-        {"size": "large"},
-        {"size": {"height": "a", "width": 2}},
-        {"image_mean": "abc"},
-        {"image_mean": []},
-        {"image_mean": ["a", "b", "c"]},
-        {"image_std": [0, 0, 0]},
-        {"resample": "best"},
-        {"size": 0},
-        {"size": 10**12},
-    ],
-)
-def test_wrong_image_processors_are_refused(settings: dict[str, Any], hf_directory: Path) -> None:
-
-    (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelFileError):
-        image_view(ls.load(f"hf:{hf_directory}"))
-
-
-def test_tensors_that_share_memory_are_written_whole(tmp_path: Path) -> None:
-    base = torch.arange(6.0).view(2, 3)
-    write_tensors({"a": base, "b": base.t(), "c": base[0]}, tmp_path / "x.safetensors")
-    again = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(again["a"], base)
-    assert torch.equal(again["b"], base.t())
-    assert torch.equal(again["c"], base[0])
 
 
 # --- what other people's files are like -----------------------------------------------------------

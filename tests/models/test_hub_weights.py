@@ -12,7 +12,6 @@ import pytest
 import timm
 import torch
 import torchvision
-import transformers
 from huggingface_hub import HfApi, RepoUrl, constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
@@ -87,27 +86,6 @@ def test_trained_timm_models_name_imagenet(tmp_path: Path) -> None:
     assert ls.models.class_names_of(ls.load(str(tmp_path / "m"))) == names
     for spec in ("timm:test_vit?num_classes=7", "timm:test_vit?pretrained=false"):
         assert ls.models.class_names_of(ls.load(spec)) is None
-
-
-@pytest.mark.parametrize("way", ["argument", "spec"])
-def test_a_trained_timm_model_loses_its_head_loudly(
-    way: str, timm_weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    model = (
-        ls.load("timm:test_vit", num_classes=7)
-        if way == "argument"
-        else ls.load("timm:test_vit?num_classes=7")
-    )
-    assert "1000 -> 7 classes" in caplog.text
-    unchanged = [n for n, t in model.state_dict().items() if torch.equal(t, timm_weights[n])]
-    assert set(timm_weights) - set(unchanged) == {"head.weight", "head.bias"}
-
-
-@pytest.mark.usefixtures("timm_weights")
-def test_weights_that_do_not_fit_the_arguments_are_a_usage_error() -> None:
-    with pytest.raises(UsageError) as caught:
-        ls.load("timm:test_vit?depth=8")
-    assert "depth" in str(caught.value.place)
 
 
 def poison(path: Path, sentinel: Path) -> None:
@@ -242,18 +220,6 @@ def test_a_pushed_model_comes_back_whole(name: str, pushed: dict[str, Any], hub:
         allow_patterns=pushed["upload_folder"]["delete_patterns"],
     )
     assert list(gone) == ["layershuffle.safetensors", "model-1-of-2.safetensors"]
-
-
-@pytest.mark.usefixtures("pushed")
-def test_others_load_a_pushed_model_as_they_load_any(hub: Path) -> None:
-    for name in ("timm-vit", "hf-vit"):
-        push_to_hub(FAMILIES[name].wrapped(), f"someone/{name}")
-    stock = timm.create_model("hf-hub:someone/timm-vit", pretrained=True, cache_dir=hub)
-    assert_same_model(stock, FAMILIES["timm-vit"].plain())
-    stock = transformers.AutoModelForImageClassification.from_pretrained(
-        "someone/hf-vit", cache_dir=hub
-    )
-    assert_same_model(stock, FAMILIES["hf-vit"].plain())
 
 
 def test_what_the_hub_refuses_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:

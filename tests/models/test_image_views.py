@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import transformers
 from saved_models import DIGITS, positioned
 
 import layershuffle as ls
@@ -106,25 +105,3 @@ def test_the_processor_s_file_decides(
     if size != (32, 32):
         with refuses(ModelFileError, tmp_path / "hf-vit" / "preprocessor_config.json"):
             ls.load(f"hf:{tmp_path / 'hf-vit'}")
-
-
-def test_processors_that_do_not_rescale_or_normalise(hf_directory: Path) -> None:
-    file = hf_directory / "preprocessor_config.json"
-    file.write_text(
-        json.dumps({"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": 255})
-    )
-    view = image_view(ls.load(f"hf:{hf_directory}"))
-    assert view.mean == pytest.approx((0.2, 0.2, 0.2))
-    assert view.std == pytest.approx((1.0, 1.0, 1.0))
-    file.write_text(json.dumps({"size": 32, "do_normalize": False}))
-    view = image_view(ls.load(f"hf:{hf_directory}"))
-    assert (view.mean, view.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
-def test_the_processor_travels_with_the_model(hf_directory: Path, tmp_path: Path) -> None:
-    processor = transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], size=32)
-    processor.save_pretrained(hf_directory)
-    ls.save(ls.load(f"hf:{hf_directory}"), tmp_path / "m")
-    again = transformers.AutoImageProcessor.from_pretrained(tmp_path / "m")
-    assert list(again.image_mean) == [0.1, 0.2, 0.3]
-    assert image_view(ls.load(str(tmp_path / "m"))).mean == (0.1, 0.2, 0.3)

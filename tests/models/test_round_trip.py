@@ -18,7 +18,7 @@ import timm
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from saved_models import DIGITS, RECORD, SAVED, assert_same_model, front_matter, outputs, positioned
+from saved_models import RECORD, SAVED, assert_same_model, front_matter, outputs, positioned
 from torch import nn
 
 import layershuffle as ls
@@ -27,7 +27,7 @@ from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
-from layershuffle.models import image_view, num_classes_of, read_record, timm_models
+from layershuffle.models import image_view, num_classes_of, read_record
 from layershuffle.models.files import check_finite
 from refusals import refuses
 
@@ -117,7 +117,7 @@ def test_a_model_is_stored_in_its_dtype_and_loaded_in_float32(name: str, tmp_pat
     for file in ("model.safetensors", "layershuffle.safetensors"):
         stored = load_file(tmp_path / "m" / file).values()
         assert {t.dtype for t in stored if t.is_floating_point()} == {torch.float16}
-    again = ls.load(str(tmp_path / "m"))
+    again = ls.load(tmp_path / "m")
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert_same_model(backbone_of(again), model.float())
 
@@ -229,17 +229,6 @@ def test_models_without_a_classifier_give_the_same_features_again(
     else:
         with refuses(UsageError):
             ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)
-
-
-def test_a_head_that_is_taken_off_is_not_called_a_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As timm:NAME?num_classes=0 does with stored weights."""
-    model = FAMILIES["timm-vit"].wrapped()
-    timm_models.resize_head(model, 0, seed=0)
-    assert caplog.text == ""
-    ls.save(model, tmp_path / "m")
-    assert_same_model(ls.load(f"dir:{tmp_path / 'm'}"), model)
 
 
 def test_a_model_that_was_never_wrapped_replaces_an_older_one_below_a_run(tmp_path: Path) -> None:
@@ -377,26 +366,6 @@ def test_the_card_says_how_to_load_with_and_without_us(
     pairs = zip(backbone_of(ours).parameters(), stock.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert "layershuffle.safetensors" in card
-
-
-@pytest.fixture
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of the same name whose assets are empty."""
-    monkeypatch.setattr("layershuffle.bundled.resources.files", lambda _: tmp_path)
-    (tmp_path / "assets").mkdir()
-    return tmp_path / "assets"
-
-
-def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> None:
-    model = ls.load(DIGITS, seed=1)
-    ls.save(model, assets / "digits")
-    assert_same_model(ls.load("bundled:digits"), model)
-
-
-@pytest.mark.usefixtures("assets")
-def test_a_missing_bundled_model_is_named() -> None:
-    with refuses(UsageError):
-        ls.load("bundled:digits")
 
 
 class Packed(torch.Tensor):

@@ -11,7 +11,6 @@ import pytest
 import timm
 import transformers
 from saved_models import CONFIG, edit, refused
-from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES
@@ -85,17 +84,3 @@ def test_timm_s_names_may_be_a_mapping(
 def test_the_bundled_models_know_their_classes() -> None:
     for spec in ("bundled:digits", "bundled:digits-swarm"):
         assert class_names_of(ls.load(spec)) == tuple(f"{pair:02d}" for pair in range(100))
-
-
-def named(order: tuple[str, ...]) -> nn.Module:
-    model = FAMILIES["timm-vit"].wrapped()
-    set_class_names(model, order)
-    return model
-
-
-def test_heads_of_other_classes_are_not_merged() -> None:
-    plan = ls.MergePlan(donors=(0, 1, 0, 1), stem=0, head=1)
-    with refuses(UsageError):
-        ls.merge([named(NAMES), named(NAMES[::-1])], plan)
-    # An older model has no names and is matched by index, as data without names are.
-    assert ls.merge([named(NAMES), FAMILIES["timm-vit"].wrapped()], plan) is not None

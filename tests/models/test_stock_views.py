@@ -90,6 +90,7 @@ PROCESSORS = [
     ("hf-vit", {"image_processor_type": "DINOv3ViTImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "PvtImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "ChineseCLIPImageProcessor", "size": 36, "crop_size": 32}),
+    ("hf-vit", {"size": 32, "do_normalize": False}),
     ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),
 ]
 
@@ -109,38 +110,34 @@ def test_transformers_own_processor_gives_the_same_pixels(
         assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
 
 
-def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
-    file = hf_directory / "preprocessor_config.json"
-    file.write_text(json.dumps({"do_resize": False, "resample": 5}))
-    assert image_view(ls.load(f"hf:{hf_directory}")).crop_pct == 1.0
-    file.write_text(json.dumps({"do_resize": True, "resample": 5}))
-    with refuses(ModelFileError):
-        ls.load(f"hf:{hf_directory}")
+OTHER_STEPS = ("ConvNext", "PoolFormer", "Levit", "MobileViT", "EfficientNet")
+REFUSED_PROCESSORS: list[dict[str, Any]] = [
+    *({"image_processor_type": f"{kind}ImageProcessor"} for kind in OTHER_STEPS),
+    {"size": {"height": 40, "width": 60}, "do_center_crop": True, "crop_size": 32},
+    {"size": {"shortest_edge": 32, "longest_edge": 64}},
+    {"size": {"height": 30, "width": 30}, "do_center_crop": True, "crop_size": 32},
+    {"size": 32, "do_pad": True},
+    {"do_resize": True, "resample": 5},
+    {"size": {"longest": 3}},
+    {"size": "large"},
+    {"size": {"height": "a", "width": 2}},
+    {"size": 0},
+    {"size": 10**12},
+    {"image_mean": "abc"},
+    {"image_mean": []},
+    {"image_mean": ["a", "b", "c"]},
+    {"image_std": [0, 0, 0]},
+    {"resample": "best"},
+]
 
 
-@pytest.mark.parametrize("kind", ["ConvNext", "PoolFormer", "Levit", "MobileViT", "EfficientNet"])
-def test_processors_with_steps_of_their_own_are_refused(kind: str, hf_directory: Path) -> None:
-    file = {"image_processor_type": f"{kind}ImageProcessor"}
-    (hf_directory / "preprocessor_config.json").write_text(json.dumps(file))
-    with refuses(ModelFileError):
-        ls.load(f"hf:{hf_directory}")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"size": {"height": 40, "width": 60}, "do_center_crop": True, "crop_size": 32},
-        {"size": {"shortest_edge": 32, "longest_edge": 64}},
-        {"size": {"height": 30, "width": 30}, "do_center_crop": True, "crop_size": 32},
-        {"size": 32, "do_pad": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", REFUSED_PROCESSORS, ids=str)
 def test_processors_that_no_view_can_express_are_refused(
     settings: dict[str, Any], hf_directory: Path
 ) -> None:
-    (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
-    with refuses(ModelFileError):
+    file = hf_directory / "preprocessor_config.json"
+    file.write_text(json.dumps(settings))
+    with refuses(ModelFileError, file):
         ls.load(f"hf:{hf_directory}")
 
 

@@ -37,22 +37,6 @@ def test_equals_the_pruned_order_or_is_refused_unharmed(name, tmp_path):
         assert torch.equal(logits_of(again(x)), wanted)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_single_block(name, tmp_path):
-    """It is saved, loaded and scored; the only order is its own, repeats aside."""
-    model = truncate(FAMILIES[name].wrapped(), (2,))
-    ls.save(model, tmp_path / "single")
-    again = ls.load(f"dir:{tmp_path / 'single'}")
-    assert ls.depth_of(again) == 1
-    x, labels = images(), torch.tensor([0, 1, 2])
-    with torch.no_grad():
-        assert torch.equal(logits_of(again(x)), logits_of(model(x)))
-    scores = ls.evaluate(again, [(x, labels)], modes="sequential,arbitrary", orders=["0,0"])
-    sequential, *arbitrary = scores[1:]
-    assert {score.cross_entropy for score in arbitrary} == {sequential.cross_entropy}
-    assert scores[0].cross_entropy != sequential.cross_entropy
-
-
 def test_wrong_blocks():
     model = FAMILIES["timm-vit"].wrapped()
     with refuses(UsageError):

@@ -7,9 +7,9 @@ import torch
 from saved_models import assert_same_model, outputs
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES, images, logits_of
+from common import FAMILIES, images, logits_of
 from layershuffle.core.stack import blocks_of
-from layershuffle.core.tying import middle_blocks, places_tied, share_weights, tie
+from layershuffle.core.tying import middle_blocks, places_tied, tie
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.compatibility import check_compatible
 from layershuffle.models.files import weights_digest
@@ -27,23 +27,6 @@ def test_computes_what_repeats_of_its_blocks_compute(name):
     with torch.no_grad():
         assert torch.equal(logits_of(model(x)), wanted)
     assert places_tied(blocks_of(model)) == (0, 0, 2, 2)
-
-
-def test_the_gradient_is_the_sum_over_the_places():
-    tied, apart = (FAMILIES["timm-vit"].wrapped().eval() for _ in range(2))
-    for block in blocks_of(apart):
-        block.load_state_dict(blocks_of(tied)[2].state_dict())
-    tie(tied, (2,) * DEPTH)
-    for model in (tied, apart):
-        logits_of(model(images())).square().sum().backward()
-    sums = [
-        sum(p.grad for p in places)
-        for places in zip(*(block.parameters() for block in blocks_of(apart)), strict=True)
-    ]
-    shared = [parameter.grad for parameter in blocks_of(tied)[0].parameters()]
-    for ours, theirs in zip(shared, sums, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert len(list(tied.parameters())) == len(list(apart.parameters())) - 3 * len(shared)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -77,24 +60,6 @@ def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(owned, tmp_
     # A merge would overwrite the block of one donor with that of another.
     with refuses(UsageError):
         check_compatible([model, model], names=["a", "b"])
-
-
-def test_buffers_of_their_own_untie_places_where_they_differ():
-    def block() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-
-    blocks = [block() for _ in range(3)]
-    for own, shared in zip(blocks[1].parameters(), blocks[0].parameters(), strict=True):
-        own.data = shared.data
-    assert places_tied(blocks) is None  # equal weights are not shared ones
-    assert not share_weights(blocks)
-    for layer in (0, 1):
-        for name, parameter in blocks[0][layer].named_parameters():
-            setattr(blocks[1][layer], name, parameter)
-    assert places_tied(blocks) == (0, 0, 2)  # as `Module.to` leaves buffers
-    assert share_weights(blocks)
-    blocks[1][1].running_mean += 1
-    assert places_tied(blocks) is None
 
 
 def test_tied_places_with_different_weights_are_refused(tmp_path):

@@ -116,7 +116,7 @@ def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary):
 
 def test_no_dot_of_figure_5_is_lost(tmp_path: Path):
     arms = {"layershuffle": "layershuffle"}
-    out = write_study(tmp_path, orders=2, arms=arms, merging={"arms": ["layershuffle"]})
+    out = write_study(tmp_path, orders=2, arms=arms, merging=[{"arms": ["layershuffle"]}])
     merges = [60.0 + 0.01 * i for i in range(100)]
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], merges))
     figures: list[Figure] = []

@@ -36,8 +36,8 @@ RECIPE = {
     ],
     "fit": {"steps": 100, "batch_size": 64, "eval_every": 50},
     "evaluate": {"modes": "sequential,arbitrary,kept:6:arbitrary", "num_orders": 2},
-    "budget": {"arms": ["layershuffle"], "steps": [40], "seeds": [1]},
-    "merging": {"arms": ["baseline"], "options": {"merges": 7}},
+    "budget": [{"arms": ["layershuffle"], "steps": [40], "seeds": [1]}],
+    "merging": [{"arms": ["baseline"], "options": {"merges": 7}}],
     "analyses": [
         {"name": "umap", "arm": "layershuffle"},
         {"name": "position", "arm": "layershuffle-predict", "seeds": [0, 1]},
@@ -181,7 +181,7 @@ def test_work_is_counted(plan):
     assert short.scored(sizes) == 1000
     for epochs in (1, 20):  # 100 steps each
         fit = {"batch_size": 64, "epochs": epochs}
-        by_epochs = plan_of(StudySettings(**{**RECIPE, "fit": fit, "budget": None})).runs[0]
+        by_epochs = plan_of(StudySettings(**{**RECIPE, "fit": fit, "budget": []})).runs[0]
         assert (by_epochs.steps({}), by_epochs.steps(sizes)) == (None, 100 * epochs)
     assert plan.mergings[0].scored(sizes) == (7 + 3 * 4 * 5) * 1000
     assert plan.analyses[0].scored(sizes) == 40 * 1000

@@ -36,7 +36,7 @@ FOUR_TASKS = {
     "arms": [{"method": "layershuffle"}],
     "fit": {**RECIPE["fit"], "steps": 30, "eval_every": 5, "checkpoint_every": 3},
     "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
-    "merging": {"arms": ["layershuffle"], "options": {"merges": 2, "num_orders": 1}},
+    "merging": [{"arms": ["layershuffle"], "options": {"merges": 2, "num_orders": 1}}],
     "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"max_images": 20}}],
 }
 

@@ -46,7 +46,7 @@ def test_every_row_and_fact_is_read(out: Path):
 
 def test_a_kept_study_is_the_same_without_its_work(tmp_path: Path):
     """A repository keeps all but runs/, and the report is the same, byte for byte."""
-    out = write_study(tmp_path / "study", orders=2, merging={"arms": ["layershuffle"]})
+    out = write_study(tmp_path / "study", orders=2, merging=[{"arms": ["layershuffle"]}])
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0]))
     (out / "runs" / RUN / "fit").mkdir(parents=True)
     kept = tmp_path / "kept"
@@ -76,7 +76,7 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
 
 
 def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
-    out = write_study(tmp_path, orders=2, merging={"arms": ["layershuffle"]})
+    out = write_study(tmp_path, orders=2, merging=[{"arms": ["layershuffle"]}])
     write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
     assert len(read_study(out).mergings) == 1
     stored = json.loads((out / "plan.json").read_text())
@@ -129,7 +129,7 @@ def test_files_that_are_cut_off_are_refused(
     tmp_path: Path, name: str, error: type[LayerShuffleError], cut: int
 ):
     """Also inside the last number, where the rest would be a valid number."""
-    out = write_study(tmp_path, orders=2, merging={"arms": ["layershuffle"]})
+    out = write_study(tmp_path, orders=2, merging=[{"arms": ["layershuffle"]}])
     write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
     text = (out / name).read_text()
     (out / name).write_text(text[:-cut])

@@ -11,7 +11,7 @@ import torch
 import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.core.tensors import logits_of
-from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
+from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
 from layershuffle.models import truncate
@@ -28,6 +28,7 @@ from layershuffle.swarm.server.workbench import (
     digits_workbench,
     pair_names,
 )
+from pictures import DIGIT_VIEW
 
 SHUFFLED = "7,2,10,0,5,11,3,8,1,9,4,6"
 MOST_BYTES = 60_000
@@ -155,10 +156,9 @@ def test_an_answer_has_classes_times_and_what_to_expect(workbench):
 
 def ls_predict(model, order):
     """The prediction of `layershuffle predict` for the packaged picture."""
-    from layershuffle.core.orders import order_of
-    from layershuffle.predict import predict_files
+    from layershuffle.predict import predict
 
-    return predict_files(model, [asset("digit-pair.png")], order=order_of(order, 12), top=5)
+    return predict(model, asset("digit-pair.png"), order=order)
 
 
 def test_orders_in_rounds_and_passes_have_their_own_expectation(workbench):

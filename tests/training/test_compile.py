@@ -57,16 +57,6 @@ def train(model, order, batch=4):
         (F.cross_entropy(logits, torch.zeros(batch, dtype=torch.long)) + guesses.loss()).backward()
 
 
-def test_a_model_that_is_compiled_whole_has_a_graph_per_order():
-    """Right, and a reason to compile blocks instead (docs/python.md)."""
-    model, pixels = deep_model().backbone.eval(), images()[:, :, :16, :16]
-    compiled = torch.compile(model, backend="eager")
-    for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0]), start=1):
-        with ls.running(model, order), torch.no_grad():
-            assert torch.equal(compiled(pixels), model(pixels))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == number
-
-
 @pytest.mark.parametrize(("drop_path", "graphs"), [(0.0, 1), (0.1, DEPTH)])
 def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
     """With position parts on, in training and in evaluation.
@@ -124,23 +114,6 @@ def made_for(monkeypatch, kind):
     return compilers
 
 
-def test_a_partial_batch_leaves_full_ones_their_graph():
-    """By default torch makes sizes symbolic at the second one, and always runs that graph."""
-    model = deep_model()
-    compiler = Counting(backend="eager")
-    compiler.add(model)
-    ran, batches = [], (16, 16, 9, 16, 9)
-    with compiler.limits():
-        for batch, order in zip(batches, orders(len(batches)), strict=True):
-            compiler.ran.clear()
-            with compiler.step((batch, 3, 16, 16), order):
-                train(model, order, batch=batch)
-            assert len(compiler.ran) == len(order)
-            ran.append(set(compiler.ran))
-    assert ran == [{1}, {1}, {2}, {1}, {2}]
-    assert (compiler.graphs, compiler.recompiles) == (2, 0)
-
-
 def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeypatch):
     """Epochs of four batches of 20 images and one of 16."""
     compilers, graphs = made_for(monkeypatch, Counting), []
@@ -154,22 +127,6 @@ def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeyp
     assert graphs == [0, 2, 2, 2, 2, 2, 2]
     assert result.compile["recompiles"] == 0
     assert result.compile["graphs"] <= 4  # and evaluation, whose last batch may be smaller too
-
-
-def test_one_graph_for_groups_of_any_size():
-    model = deep_model()
-    compiler = BlockCompiler(backend="eager", dynamic=True)
-    compiler.add(model)
-    first, second = [ls.ExecutionOrder(tuple(order), DEPTH) for order in orders(2, seed=2)]
-    with compiler.limits():
-        for order in ([first] * 3 + [second] * 3, [first] * 6):  # apart, and joined
-            train(model, order, batch=6)
-        before = compiler.graphs
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for seed in range(10):
-                first, second = [ls.ExecutionOrder(tuple(o), DEPTH) for o in orders(2, seed=seed)]
-                train(model, [first] * 4 + [second] * 2, batch=6)
-    assert compiler.graphs == before <= 2
 
 
 @pytest.mark.parametrize(
@@ -249,13 +206,6 @@ def test_no_c_compiler(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("NOT compiled") == 1
 
 
-def test_switched_off_in_torch(tmp_path, caplog):
-    with torch.compiler.set_stance("force_eager"):
-        result, _ = fitted(tmp_path, steps=1, compile=True)
-    assert "torch.compile is switched off" in result.compile["reason"]
-    assert caplog.text.count("NOT compiled") == 1
-
-
 def test_more_graphs_than_allowed(tmp_path, monkeypatch, caplog):
     """torch would run the rest in eager mode with a warning in its own log."""
     compiled_with(monkeypatch, "eager")
@@ -330,19 +280,6 @@ def test_a_compiled_model_is_saved_copied_and_unwrapped_as_usual(tmp_path):
         assert all(block._compiled_call_impl is None for block in blocks_of(model))
         assert list(ls.unwrap(model).state_dict()) == keys
         assert torch.equal(model(pixels), expected)
-
-
-def test_adam_is_fused(tmp_path, monkeypatch):
-    seen = []
-    step = torch.optim.AdamW.step
-
-    def record(self, *args, **kwargs):
-        seen.append(self.param_groups[0]["fused"])
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    fitted(tmp_path, steps=2)
-    assert seen == [True, True]
 
 
 def test_recomputing_keeps_gradients_and_drops_activations():

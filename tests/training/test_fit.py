@@ -7,16 +7,11 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from accelerate.state import GradientState
-from accelerate.utils import DataLoaderConfiguration
 from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
@@ -24,10 +19,8 @@ import layershuffle as ls
 from forked import SERVER
 from layershuffle.core.stack import blocks_of
 from layershuffle.core.tying import places_tied
-from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
+from layershuffle.errors import Interrupted, TrainingError, UsageError
 from layershuffle.machine import processor
-from layershuffle.models import image_view
 from layershuffle.training import fit
 from layershuffle.training.loop import EpochSampler
 from refusals import refuses
@@ -116,27 +109,6 @@ def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
     assert history(out) == history(undisturbed["layershuffle"][0])
 
 
-def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
-    """As on a GPU, where batches are sent without waiting, which here is a flag of the loader."""
-    seen = []
-
-    def look_at_the_loader(phase, step):
-        if phase == "forward":
-            seen.append((step, GradientState().active_dataloader._non_blocking))
-
-    def ask_to_stop(event):
-        if event["kind"] == "log" and event["step"] == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    as_on_a_gpu = DataLoaderConfiguration(non_blocking=True)
-    state_module = sys.modules["layershuffle.training.state"]
-    monkeypatch.setattr(state_module, "DataLoaderConfiguration", lambda **_: as_on_a_gpu)
-    with refuses(Interrupted):
-        fit(settings(), tmp_path, on_event=ask_to_stop, on_phase=look_at_the_loader)
-    fit(settings(), tmp_path, on_phase=look_at_the_loader)
-    assert seen == [(step, True) for step in range(8)]
-
-
 def test_a_finished_run_is_not_repeated(undisturbed):
     out, _ = undisturbed["layershuffle"]
     events = []
@@ -144,47 +116,6 @@ def test_a_finished_run_is_not_repeated(undisturbed):
     assert events == [{"kind": "complete", "steps": 8}]
     assert again.steps == 8
     assert not (out / "checkpoints").exists()
-
-
-def test_losses_equal_a_plain_loop(undisturbed):
-    """The first epoch of six steps, written out: orders, batches, Adam, schedule and clipping."""
-    run = settings(model=MODEL.replace("proj_drop_rate=0.1", "proj_drop_rate=0"))
-    model = ls.load(run.model, seed=run.seed)
-    data = open_data(run.data, image_view(model), options=DataOptions(seed=run.seed))
-    train = data.splits["train"].dataset
-    sampler = EpochSampler(train, run.seed)
-    rows = list(sampler)
-    adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)
-    expected = []
-    model.train()
-    for step in range(6):
-        adam.param_groups[0]["lr"] = run.lr * schedule(step)
-        batch = [train[row] for row in rows[16 * step : 16 * step + 16]]
-        images = data.finish(torch.stack([pixels for pixels, _ in batch]))
-        labels = torch.tensor([int(label) for _, label in batch])
-        with ls.running(model, ls.Shuffled().draw(4, seed=run.seed, step=step)):
-            loss = F.cross_entropy(model(images), labels)
-        adam.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        expected.append(loss.item())
-    got = losses_of(run)
-    assert got[:6] == pytest.approx(expected, rel=1e-5)
-
-
-def schedule(step, warmup=2, steps=8):
-    if step < warmup:
-        return step / warmup
-    turn = torch.tensor((step - warmup) / (steps - warmup) * torch.pi)
-    return float(0.5 * (1 + torch.cos(turn)))
-
-
-def losses_of(run):
-    events = []
-    with tempfile.TemporaryDirectory() as directory:
-        fit(run, Path(directory) / "run", on_event=events.append)
-    return losses(events)
 
 
 def test_tied_places_stay_tied(undisturbed):
@@ -214,24 +145,6 @@ def machine():
     return {"torch": torch.__version__, "cpu": capability, "processor": processor()}
 
 
-def test_every_forward_has_an_order_of_its_own(tmp_path, monkeypatch):
-    drawn, phases = [], []
-    draw = ls.Shuffled.draw
-
-    def record(self, depth, **name):
-        if phases and phases[-1] == "forward":  # and not where scores draw their orders
-            drawn.append((name["seed"], name["step"], name.get("micro_batch", 0)))
-        return draw(self, depth, **name)
-
-    monkeypatch.setattr(ls.Shuffled, "draw", record)
-    run = settings(accumulate=4, steps=3, eval_every=100)
-    fit(run, tmp_path / "run", on_phase=lambda phase, step: phases.append(phase))
-    # Once for the loss, and once to count what is compiled.
-    assert list(dict.fromkeys(drawn)) == [
-        (5, step, micro) for step in range(3) for micro in range(4)
-    ]
-
-
 def test_the_best_state_is_kept(undisturbed):
     for name, (out, _) in undisturbed.items():
         record = json.loads((out / "model" / "layershuffle.json").read_text())
@@ -240,12 +153,6 @@ def test_the_best_state_is_kept(undisturbed):
         assert result["selected"]["step"] in (4, 8)
         mode = "sequential" if name == "layerdrop" else "arbitrary"
         assert result["selected"]["metric"] == f"holdout cross-entropy, {mode} order"
-
-
-def test_paper_protocol_says_so(tmp_path):
-    result = fit(settings(paper_protocol=True, steps=2), tmp_path / "run")
-    assert result.paper_protocol
-    assert result.selected["metric"].startswith("test cross-entropy")
 
 
 def test_a_loss_that_is_not_finite(tmp_path):
@@ -288,29 +195,6 @@ def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):
     assert not list(tmp_path.glob(".staged-*"))
 
 
-def test_no_pickle_in_what_is_shared(undisturbed):
-    for out, _ in undisturbed.values():
-        kinds = {path.suffix for path in (out / "model").iterdir()}
-        assert kinds <= {".safetensors", ".json", ".md"}
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 600 KiB; needs root."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk(small_disk):
-    with refuses(LayerShuffleError):
-        fit(settings(steps=40, checkpoint_every=1), small_disk / "run")
-
-
 def test_sampler_is_a_function_of_seed_and_epoch():
     sampler, again = EpochSampler(range(100), 3), EpochSampler(range(100), 3)
     first = list(sampler)
@@ -319,18 +203,6 @@ def test_sampler_is_a_function_of_seed_and_epoch():
     again.set_epoch(4)
     assert list(sampler) == list(again) != first
     assert list(EpochSampler(range(100), 4)) != first
-
-
-def test_sampler_tells_the_data_set():
-    class Data(list):
-        epoch = None
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    data = Data(range(3))
-    EpochSampler(data, 0).set_epoch(2)
-    assert data.epoch == 2
 
 
 def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
@@ -351,39 +223,10 @@ def test_bf16_on_a_cpu_without_it_is_reported(tmp_path, monkeypatch, caplog, has
     assert ("several times slower" in caplog.text) is not has_bf16
 
 
-def few_images(tmp_path, **data):
-    """A run of a step on digit pairs of so many images."""
-    names = "&".join(f"{name}={value}" for name, value in data.items())
-    fit(settings(steps=1, data=f"digit-pairs?{names}"), tmp_path)
-
-
-def test_fewer_than_two_images_per_class_are_reported(tmp_path, caplog):
-    few_images(tmp_path / "few", train=199, validation=1, test=10)
-    assert "199 training images for 100 classes, fewer than two per class" in caplog.text
-    caplog.clear()
-    few_images(tmp_path / "enough", train=200, validation=1, test=10)
-    assert "per class" not in caplog.text
-
-
 def test_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refuses(UsageError):
         fit(settings(device="cuda"), tmp_path / "run")
-
-
-def test_another_number_of_classes_is_said_once(tmp_path, caplog):
-    fit(settings(model=MODEL.replace("num_classes=100", "num_classes=7"), steps=1), tmp_path)
-    warnings = [record.getMessage() for record in caplog.records]
-    (warning,) = (text for text in warnings if "per class" not in text)
-    assert "7 -> 100 classes" in warning
-
-
-def test_a_run_says_what_it_read(tmp_path):
-    events = []
-    fit(settings(steps=1), tmp_path / "run", on_event=events.append)
-    assert events[0]["kind"] == "data"
-    assert events[0]["text"].startswith("96 train, 32 holdout, 32 test images of 100 classes")
-    assert "model of 4 blocks" in events[0]["text"]
 
 
 def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs import NO_DROPOUT, settings
+from runs import settings
 from torch.utils.data import Subset
 
 from layershuffle.core.methods import Method
@@ -66,25 +66,6 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path, stop_after):
     assert before + after == labels
     for name, weight in whole.items():
         assert torch.equal(resumed[name], weight), name
-
-
-def test_given_batches_end_the_run(tmp_path):
-    job = prepare(settings(model=NO_DROPOUT), tmp_path, ranks=Ranks())
-    state, phases = load_state(job, None), []
-    pixels, label = job.data.splits["train"].dataset[0]
-    batch = (torch.stack([pixels] * 4), torch.tensor([label] * 4))
-    train(
-        state,
-        tell=lambda kind, **facts: None,
-        keep_best=lambda model, value: None,
-        on_phase=lambda phase, step: phases.append((phase, step)),
-        batches=iter([[batch], [batch, batch]]),
-    )
-    assert phases == [
-        ("data", 0), ("forward", 0), ("backward", 0), ("optimizer", 0), ("report", 1),
-        ("data", 1), *[("forward", 1), ("backward", 1)] * 2, ("optimizer", 1), ("report", 2),
-        ("data", 2),
-    ]  # fmt: skip
 
 
 def test_a_run_goes_on_with_the_options_that_its_method_has_anyway(tmp_path):

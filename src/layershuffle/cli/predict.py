@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass
 
-from layershuffle.bundled import image_file
 from layershuffle.cli.command import ComputingCommand, ImageFiles
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of
@@ -47,7 +46,7 @@ class PredictCommand(ComputingCommand):
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
         from layershuffle.models import load
-        from layershuffle.predict import order_for, predict_files
+        from layershuffle.predict import order_for, predict
 
         model = load(self.model)
         depth = depth_of(model)
@@ -55,22 +54,19 @@ class PredictCommand(ComputingCommand):
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
             order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
-        images = [image_file(image) for image in self.images]
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
-            predicted = predict_files(model, images, order=order, top=self.top, progress=progress)
+            predicted = predict(model, self.images, order=order, top=self.top, progress=progress)
         report, lines = [], []
         code = 0
         for image, answer in zip(self.images, predicted, strict=True):
-            # Under the given name, because the path of a packaged picture is long.
             if isinstance(answer, DataError):
                 code = answer.exit_code
-                refusal = DataError(answer.cause, place=image, hint=answer.hint)
-                print(f"error: {refusal}", file=sys.stderr)
+                print(f"error: {answer}", file=sys.stderr)
                 error = {"cause": answer.cause, "hint": answer.hint}
                 report.append({"image": str(image), "error": error})
                 continue
-            report.append(asdict(replace(answer, image=str(image))))
+            report.append(asdict(answer))
             classes = ranked((guess.label, guess.probability) for guess in answer.top)
             lines.append(f"{image}: {classes}")
         if self.json:

@@ -52,7 +52,7 @@ class Shown:
 
     def __init__(
         self,
-        draw: Callable[[str, float, float | None], object],
+        draw: Callable[[str, float, float], object],
         say: Callable[[str], object],
         *,
         every: float,
@@ -63,7 +63,7 @@ class Shown:
         # Of each unit: the first number and its time, and the last number.
         self._stages: dict[str, tuple[float, float, float]] = {}
 
-    def __call__(self, what: str, done: float, total: float | None, note: str = "") -> None:
+    def __call__(self, what: str, done: float, total: float, note: str = "") -> None:
         """Show the work and a note, if it is time to; the other arguments are of `Progress`."""
         now = self._clock()
         first, begun, last = self._stages.get(what, (done, now, done))
@@ -73,12 +73,10 @@ class Shown:
         if now < self._due:
             return
         self._due = now + self._every
-        parts = [f"{_number(done)}{'' if total is None else f' of {_number(total)}'} {what}"]
+        parts = [f"{_number(done)} of {_number(total)} {what}"]
         # Two calls may fall into one tick of the clock.
         if speed := (done - first) / max(now - begun, 1e-9):
-            parts.append(pace_text(speed, what))
-            if total is not None:
-                parts.append(f"{clock((total - done) / speed)} left")
+            parts += [pace_text(speed, what), f"{clock((total - done) / speed)} left"]
         self._draw(", ".join([*parts, *([note] if note else [])]), done, total)
 
 
@@ -107,7 +105,7 @@ def shown_progress(title: str, *, clock: Clock = time.monotonic) -> Iterator[Sho
         task = bars.add_task(title, total=None, text="")
         bars.refresh()
 
-        def draw(text: str, done: float, total: float | None) -> None:
+        def draw(text: str, done: float, total: float) -> None:
             bars.update(task, completed=done, total=total, text=text, refresh=True)
 
         say = partial(bars.print, highlight=False, markup=False)

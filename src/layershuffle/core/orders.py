@@ -157,11 +157,6 @@ class ExecutionOrder:
         return next((count for count, (step, same) in pairs if step != same), shorter)
 
     @property
-    def is_permutation(self) -> bool:
-        """Whether every block of the model runs exactly once."""
-        return len(self.blocks) == self.depth and not self.has_repeats
-
-    @property
     def has_repeats(self) -> bool:
         """Whether some block runs more than once."""
         return len(set(self.blocks)) < len(self.blocks)

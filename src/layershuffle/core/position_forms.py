@@ -84,5 +84,3 @@ def _check_choices(form: EncodingForm | PredictionForm) -> None:
 
 AUTHORS_ENCODING = EncodingForm(table="shared", table_init="zero", projection_init="normal")
 AUTHORS_PREDICTION = PredictionForm()
-TEXT_PREDICTION = PredictionForm(pooling="class", loss="sum", init="default")
-"""The prediction as the text of section 3.4 has it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from unicodedata import normalize
 
 from torch.utils.data import Dataset
 
@@ -71,6 +72,11 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
     """
     both = set.intersection(*({same(name) for name in names} for names in sides.values()))
     lone = {side: [n for n in names if same(n) not in both] for side, names in sides.items()}
+    lone_names = {normalize("NFC", name) for names in lone.values() for name in names}
+    sets = {frozenset(normalize("NFC", name) for name in names) for names in sides.values()}
+    if lone_names and len(sets) == 1:
+        accented = shortened(sorted(lone_names))
+        return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
     return ", ".join(f"{len(n)} in {side} only ({shortened(n)})" for side, n in lone.items() if n)
 
 

@@ -32,7 +32,6 @@ from layershuffle.data.contract import (
     limited_test,
 )
 from layershuffle.data.transforms import PixelFinish, stretched
-from layershuffle.image_view import ImageView
 
 CANVAS = (12, 20)
 DIGIT = 8
@@ -41,11 +40,6 @@ DATA_SEED = 0
 SHARES = {"train": 0.7, "validation": 0.1, "test": 0.2}
 PAIRS = {"train": 20_000, "validation": 2_000, "test": 5_000}
 CLASSES = tuple(f"{label:02d}" for label in range(100))
-
-# The view of the bundled model, close to the mean and standard deviation of the canvases.
-DIGIT_VIEW = ImageView(
-    channels=1, height=12, width=20, mean=(0.2,), std=(0.35,), interpolation="bilinear"
-)
 
 # A digit is completely inside its half, so two digits never overlap.
 _ROW_OFFSETS = CANVAS[0] - DIGIT + 1

@@ -146,14 +146,27 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
 
 
 def class_folders(split: Path) -> tuple[str, ...]:
-    """Sorted names of the folders in `split`, without hidden ones such as .ipynb_checkpoints."""
+    """Sorted names of the folders in `split`, without hidden ones such as .ipynb_checkpoints.
+
+    Raises DataError for a folder that cannot be listed, and for a name that no model can carry.
+    """
     try:
         with os.scandir(split) as entries:
-            return tuple(
-                sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-            )
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
         raise _unlisted(error) from error
+    if broken := [os.fsencode(name) for name in names if not _is_text(name)]:
+        raise DataError(
+            f"the folder name {broken[0]!r} is not UTF-8",
+            place=split,
+            hint="rename it, as by convmv -r -f latin1 -t utf-8 --notest DIR",
+        )
+    return tuple(names)
+
+
+def _is_text(name: str) -> bool:
+    # Python stands bytes that are no UTF-8 by surrogates, which no file of a model takes.
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def folder_table(

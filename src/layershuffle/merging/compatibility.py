@@ -20,7 +20,8 @@ from layershuffle.core.position import backbone_of, width_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
-from layershuffle.models.files import LOG, check_finite, shapes_of
+from layershuffle.models.files import check_finite, shapes_of
+from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
@@ -42,9 +43,8 @@ def check_compatible(
 ) -> None:
     """Raises `UsageError` with the reason if the donors cannot be merged.
 
-    `mixed` allows donors of several methods, order policies and data. Donors of several dtypes are
-    converted to float32, in place, which is logged. Raises `ModelFileError` for weights that are
-    not finite.
+    `mixed` allows donors of several methods, order policies and data. Raises `ModelFileError` for
+    weights that are not finite.
     """
     if len(donors) < 2:
         raise UsageError(
@@ -53,6 +53,9 @@ def check_compatible(
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
+        if isinstance(backbone_of(donor), ExportedModel):
+            hint = "merge the models that they were exported from"
+            raise UsageError("Exported files cannot be merged", place=name, hint=hint)
         if share_weights(blocks_of(donor)):
             raise UsageError(
                 "The blocks of this donor are tied, so a merge cannot choose between them",
@@ -61,12 +64,6 @@ def check_compatible(
             )
     ignored = ("method", "order policy", "data") if mixed else ()
     _check_agree(donors, names, _facts, ignored=ignored)
-    dtypes = {tensor.dtype for donor in donors for tensor in donor.parameters()}
-    if len(dtypes) > 1:
-        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        LOG.warning("The donors have weights of several dtypes (%s): all become float32.", kinds)
-        for donor in donors:
-            donor.float()
 
 
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ _ADAPTERS = {
 }
 
 
-def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
+def load(spec: str | Path, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
     """The wrapped model of `spec`, in float32 and eval mode, with its position parts if it has any.
 
     A path that exists may stand for dir:PATH. With `num_classes` other than the model's, the head
@@ -124,8 +124,8 @@ def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Modu
     """
     if num_classes is not None and num_classes < 1:
         raise UsageError(f"num_classes must be at least 1, got {num_classes}")
-    model = _opened(parse_spec(spec), seed)
-    check_finite(model, spec)
+    model = _opened(parse_spec(str(spec)), seed)
+    check_finite(model, str(spec))
     if num_classes is not None and num_classes != num_classes_of(model):
         replace_head(model, num_classes, seed=seed)
     return model.eval()
@@ -383,12 +383,11 @@ def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
     place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
     local = place.is_dir()
     if not local:
-        revision = spec.settings.get("revision")
-        place = fetched(spec.place, [CONFIG, *PROCESSORS], revision=revision)
+        files = [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
-            files = [*FILES_OF_A_MODEL, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX]
-            place = fetched(spec.place, [*files, "model-*-of-*.safetensors"], revision=revision)
+            files += [*FILES_OF_A_MODEL, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
+        place = fetched(spec.place, files, revision=spec.settings.get("revision"))
     if random:
         return wrap(hf_models.random(place, seed=seed))
     return _load_directory(place, seed, base=None if local else spec.place)

@@ -52,11 +52,13 @@ def forecast_text(plan: Plan, out: Path, *, workers: int | None) -> str:
     # A run whose number of steps depends on the images is counted in epochs until one has finished.
     by_epochs = [run for run in plan.runs if run in left and run.steps(sizes) is None]
     steps = sum(run.steps(sizes) or 0 for run in plan.runs if run in left)
+    scored = sum(task.scored(sizes) or 0 for task in left)
     unknown = sum(task.passes for task in left if task.scored(sizes) is None)
     parts = [f"{steps:,.0f} training steps"] if steps or not by_epochs else []
     if by_epochs:
         parts.append(f"{sum(run.epochs for run in by_epochs):,g} epochs of training")
-    parts.append(f"{sum(task.scored(sizes) or 0 for task in left):,} images scored, once per order")
+    if scored:
+        parts.append(f"{scored:,} images scored, once per order")
     if unknown:
         parts.append(f"{unknown:,} passes over all test images")
     total = counted(len(plan.tasks), "task")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.merging.settings import MergingSettings
@@ -91,14 +91,6 @@ class StudySettings(Settings):
     analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
     """Runs at a time (default: one per GPU, else one per CPU core with a thread each)."""
-
-    @field_validator("budget", "merging", mode="before")
-    @classmethod
-    def _single(cls, value: object) -> object:
-        # Recipes and plans name a single entry without a list.
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, dict | Settings) else value
 
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""

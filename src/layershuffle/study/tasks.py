@@ -100,7 +100,6 @@ class AnalysisResult(TaskResult):
     """A finished analysis. `facts`: its numbers, nested by name."""
 
     title: str
-    paragraph: str = ""
     facts: dict[str, Any]
     seconds: float = 0.0
     rows: tuple[()] = Field(default=(), exclude=True)
@@ -252,7 +251,7 @@ class MergingSpec(Task[MergingResult]):
             settings=options,
             mode=mode,  # as in the paper, merges run in the order for which they were trained
             names=self.needs,
-            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+            progress=lambda what, done, total: say(what, done / total),
         )
         return MergingResult(
             **_facts_of(options, started=started, precision=options.precision),
@@ -290,7 +289,7 @@ class AnalysisSpec(Task[AnalysisResult]):
             data_spec=self.model.settings.data,
             settings=options,
             out=files,
-            progress=lambda what, done, total: say(what, done / (total or math.inf)),
+            progress=lambda what, done, total: say(what, done / total),
         )
         answer = json.loads((files / "summary.json").read_text(encoding="utf-8"))
         (out / FIGURES).mkdir(exist_ok=True)
@@ -299,7 +298,6 @@ class AnalysisSpec(Task[AnalysisResult]):
         return AnalysisResult(
             **_facts_of(options, started=started),
             title=answer["title"],
-            paragraph=answer.get("paragraph", ""),
             facts=_numbers(answer["facts"]),
         )
 

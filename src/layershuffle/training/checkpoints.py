@@ -99,8 +99,7 @@ def check_data(job: Job) -> None:
 
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
-    # Settings that did not exist when the file was written had the effect of their defaults.
-    stored = {**FitSettings.model_construct().model_dump(mode="json"), **read_recipe(path)}
+    stored = read_recipe(path)
     resolved = settings.model_dump(mode="json")
     differing = {
         name: f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"

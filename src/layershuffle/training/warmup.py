@@ -47,11 +47,10 @@ def warm_up(state: TrainState) -> None:
 def forward_sizes(state: TrainState) -> list[int]:
     """Numbers of images in the forwards of a run: a full batch, and a last, partial one.
 
-    Several processes fill up the last batch. The last batch of a stream is not known beforehand.
+    Several processes fill up the last batch.
     """
-    job, data = state.job, state.job.data.splits["train"].dataset
-    full = job.images_per_forward
-    images = len(data) if hasattr(data, "__len__") else 0
+    job, full = state.job, state.job.images_per_forward
+    images = job.data.splits["train"].size
     reaches_the_end = job.steps * full * job.settings.accumulate >= images
     rest = images % full if reaches_the_end and job.ranks.count == 1 else 0
     return [full, rest] if rest else [full]
@@ -64,9 +63,8 @@ def try_forward(state: TrainState, images: int) -> None:
     buffers and random generators are unchanged. Raises the errors of a training step.
     """
     model, data = state.model, state.job.data.splits["train"].dataset
-    item = data[0] if hasattr(data, "__getitem__") else next(iter(data))
     device = state.accelerator.device
-    pixels, labels = (tensor.to(device) for tensor in default_collate([item] * images))
+    pixels, labels = (tensor.to(device) for tensor in default_collate([data[0]] * images))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
         model.train()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
+from layershuffle.plotting import html_page
 from layershuffle.text import markdown_table
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
 
 _KINDS = {".png": "png", ".svg": "svg+xml"}
 
@@ -52,26 +56,17 @@ def page(text: str, *, place: Path) -> str:
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens, headings = parser.parse(text), list[str]()
-    for number, token in enumerate(tokens):
+    groups: list[list[Token]] = [[]]
+    for token in parser.parse(text):
         if token.type == "heading_open" and token.tag == "h2":
-            headings.append(tokens[number + 1].content)
-            token.attrSet("id", f"section-{len(headings)}")
+            groups.append([])
+        groups[-1].append(token)
         for child in token.children or ():
             if child.type == "image":
                 path = place / unquote(str(child.attrs["src"]))
                 data = b64encode(path.read_bytes()).decode("ascii")
                 child.attrSet("src", f"data:image/{_KINDS[path.suffix]};base64,{data}")
-    links = "".join(
-        f'<li><a href="#section-{number}">{parser.renderInline(heading)}</a></li>'
-        for number, heading in enumerate(headings, start=1)
-    )
-    frame = (files("layershuffle.study.paper") / "page.html").read_text(encoding="utf-8")
-    title = parser.renderInline(text.partition("\n")[0].removeprefix("# "))
-    parts = {
-        "TITLE": re.sub("<[^>]*>", "", title),
-        "CONTENTS": links,
-        "BODY": parser.renderer.render(tokens, parser.options, {}),
-    }
-    # One pass, so a part that holds the name of another stays as it is.
-    return re.sub("{(TITLE|CONTENTS|BODY)}", lambda match: parts[match[1]], frame)
+    # A heading is three tokens: its begin, its text and its end.
+    titles = [parser.renderInline(tokens[1].content) for tokens in groups]
+    bodies = [parser.renderer.render(tokens[3:], parser.options, {}) for tokens in groups]
+    return html_page(titles[0], dict(zip(titles[1:], bodies[1:], strict=True)), lead=bodies[0])

@@ -14,26 +14,21 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
 from layershuffle.stats import compare
 from layershuffle.study.dry_run import duration
 from layershuffle.study.paper.claims import Verdict, judge
-from layershuffle.study.paper.figures import (
-    MOST_ARMS,
-    PANELS,
-    arms_drawn,
-    draw_bars,
-    draw_figure,
-)
+from layershuffle.study.paper.figures import MOST_ARMS, draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
-from layershuffle.study.paper.open_choices import open_choices
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
+    NONE,
     WIDTH,
     DrawFigure,
     budget_section,
-    choices_section,
+    curves_section,
     describe_data,
     main_table,
     merging_section,
@@ -104,14 +99,12 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
             main_table(summary) if summary.cells else "No run has finished yet.",
             literal(table_notes(summary)),
         ),
-        _curves_section(summary, draw),
         table_1(summary),
-        choices_section(summary, draw),
+        curves_section(summary, draw),
         budget_section(summary, draw),
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
         _claims_section(summary),
-        open_choices(study.settings),
         section("How the checkpoint was picked", *map(literal, _selection(study))),
         _facts_section(study),
     ]
@@ -161,44 +154,28 @@ def gaps(study: Study) -> list[str]:
 # --- sections ------------------------------------------------------------------------------------
 
 
-def _curves_section(summary: Summary, draw: DrawFigure) -> str:
-    title, arms = "Accuracy against blocks kept", arms_drawn(summary)
-    if len(arms) > MOST_ARMS:
-        words = f"{len(arms)} arms are too many lines for a figure: results.csv has every score."
-        return section(title, words)
-    texts = []
-    for mode in PANELS if arms else ():
-        curves = ((label(arm), summary.curve(arm, mode)) for arm in arms)
-        numbers = (
-            f"{name}: {', '.join(f'{cell.top1.mean:.1f} % with {cell.kept}' for cell in cells)}"
-            for name, cells in curves
-            if cells
-        )
-        texts.append(
-            f"Top-1 accuracy against blocks kept, {mode} order. {'; '.join(numbers) or 'No data'}."
-        )
-    caption = (
-        "Means over orders and models with 95 % intervals. Hollow: the paper's numbers on "
-        "ImageNet; a bar is a range, and ~ a value that its text only describes."
-    )
-    figure = draw("figure1", caption, draw_figure(summary)) if arms else ""
-    return section(title, figure, *map(literal, texts))
-
-
 def _analysis_sections(summary: Summary, out: Path) -> list[str]:
     """A section per analysis of the main arms; those along a curve are in its table."""
     arms = {run.arm for run in summary.study.plan.runs if run.part == "main"}
     blocks: dict[str, list[str]] = {}
+    numbers: dict[str, dict[str, dict[str, str]]] = {}
     for task, result in summary.study.analyses:
         if task.arm not in arms:
             continue
+        for number in numbers_of(result.facts):
+            row = numbers.setdefault(result.title, {}).setdefault(number["name"], {})
+            row[task.model.name] = f"{number['value']:.6g}"
         shown = blocks.setdefault(result.title, [])
-        if result.paragraph:
-            shown.append(literal(f"{label(task.arm)} ({task.name}): {result.paragraph}"))
         for path in sorted((out / FIGURES).glob(f"{task.name}-*")):
             caption = f"{task.name}: {path.stem.removeprefix(f'{task.name}-')}"
             shown.append(picture(f"{FIGURES}/{path.name}", caption))
-    return [section(title, *shown) for title, shown in blocks.items()]
+    sections = []
+    for title, pictures in blocks.items():
+        rows = numbers.get(title, {})
+        models = unique(model for row in rows.values() for model in row)
+        cells = ((name, *(row.get(model, NONE) for model in models)) for name, row in rows.items())
+        sections.append(section(title, *pictures, grid(("Number", *models), cells)))
+    return sections
 
 
 def _claims_section(summary: Summary) -> str:

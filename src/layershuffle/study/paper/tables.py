@@ -18,7 +18,13 @@ from layershuffle.results import (
     score_of,
 )
 from layershuffle.stats import Estimate, compare, mean
-from layershuffle.study.paper.figures import MOST_ARMS, draw_budget, draw_figure, draw_merges
+from layershuffle.study.paper.figures import (
+    MOST_ARMS,
+    arms_drawn,
+    draw_budget,
+    draw_figure,
+    draw_merges,
+)
 from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
 from layershuffle.study.paper.summary import Column, ScoreCell, Summary, estimate_of, label
@@ -38,6 +44,10 @@ _MERGES_HEAD = (
     "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
     "Top-5", "sd top-5", "Paper: top-1", "Paper: top-5", "Ours - paper",
 )  # fmt: skip
+_CURVES = (
+    "Means over orders and models with 95 % intervals. Hollow: the paper's numbers on ImageNet; a "
+    "bar is a range, and ~ a value that its text only describes."
+)
 _CHOICES = {
     "random": "drawn at random",
     "spaced": "evenly spaced",
@@ -185,42 +195,41 @@ def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     return f"{gap.points:+.2f}{interval}"
 
 
-def choices_section(summary: Summary, draw: DrawFigure) -> str:
-    """The section on the choice of kept blocks: spaced, first, last (Figures 1b, 1c)."""
-    choices = [choose for choose in CHOICES if choose in {c.choose for c in summary.cells} - {""}]
-    if len(choices) < 2:
-        return ""
-    others = [choose for choose in choices if choose != summary.choose]
-    levels = sorted({cell.kept for cell in summary.cells if cell.choose in others})
-    cells = {(c.arm, c.mode, c.choose, c.kept): _text(c) for c in summary.cells}
-    rows = []
-    for arm in summary.arms:
-        for mode in MODES:
-            for choose in others:
-                texts = [cells.get((arm, mode, choose, kept), NONE) for kept in levels]
-                if set(texts) != {NONE}:
-                    rows.append((label(arm), mode, choose, *texts))
-    pictures = (
-        draw(
-            f"figure1-{choose}",
-            f"Accuracy against blocks kept, {_CHOICES[choose]}.",
-            draw_figure(replace(summary, choose=choose)),
-        )
-        for choose in others
-        if len(summary.arms) <= MOST_ARMS
-    )
+def curves_section(summary: Summary, draw: DrawFigure) -> str:
+    """The section of Figures 1b and 1c, for every choice of the blocks that are kept."""
+    title, arms = "Figures 1b and 1c: accuracy against blocks kept", arms_drawn(summary)
+    if len(arms) > MOST_ARMS:
+        words = f"{len(arms)} arms are too many lines for a figure: results.csv has every score."
+        return section(title, words)
+    choices = [choose for choose in CHOICES if choose in {cell.choose for cell in summary.cells}]
+    choices = sorted(filter(None, choices), key=lambda choose: choose != summary.choose) or [""]
+    levels = sorted({cell.kept for cell in summary.cells})
+    pictures, rows = [], []
+    for choose in choices if arms else ():
+        shown, which = replace(summary, choose=choose), _CHOICES.get(choose, "all of them")
+        name = "figure1" if choose == summary.choose else f"figure1-{choose}"
+        pictures.append(draw(name, f"{_CURVES} Blocks kept: {which}.", draw_figure(shown)))
+        for arm in arms:
+            for mode in MODES:
+                curve = shown.curve(arm, mode)
+                cells = {cell.kept: cell.top1 for cell in curve}
+                texts = (
+                    f"{cells[kept].mean:.1f} ({interval_text(cells[kept])})"
+                    if kept in cells
+                    else NONE
+                    for kept in levels
+                )
+                # What no choice was made for stands once, beside the first choice.
+                if cells and (choose in (summary.choose, *(cell.choose for cell in curve))):
+                    rows.append((label(arm), mode, which, *texts))
+    head = ("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels))
     return section(
-        "Figures 1b and 1c: which blocks are kept",
-        f"Top-1 in percent with its 95 % interval, beside that of blocks "
-        f"{_CHOICES[summary.choose]} in the main table. The paper does not say which blocks its "
-        "pruned models keep.",
+        title,
         *pictures,
-        grid(("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels)), rows),
+        "Top-1 in percent with its 95 % interval. The paper does not say which blocks its pruned "
+        "models keep." * bool(rows),
+        grid(head, rows),
     )
-
-
-def _text(cell: ScoreCell) -> str:
-    return f"{cell.top1.mean:.1f} ({interval_text(cell.top1)})"
 
 
 # --- the budget, and merges ----------------------------------------------------------------------
