@@ -82,17 +82,26 @@ def test_a_repeated_analysis_is_equal_and_replaces_the_first(everything):
         assert name == "norms" or heard[-1] == ("embeddings", 7, 8)
 
 
-def test_all_reports_analyses_that_do_not_apply(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (DoesNotApply("it has no attention"), 0),
+        (UsageError("too few images"), 1),
+        (RuntimeError("cannot cache function: no locator available"), 1),
+    ],
+)
+def test_all_answers_what_it_can_and_lists_the_rest(capsys, tmp_path, monkeypatch, reason, code):
     def run(name, model_spec, **others):
         if name != "norms":
-            raise DoesNotApply(f"nothing about {name}")
+            raise reason
         return run_analysis(name, model_spec, **others)
 
     monkeypatch.setattr("layershuffle.cli.analyze.run_analysis", run)
-    assert main(["analyze", "all", MODEL, *WORDS, "--out", str(tmp_path)]) == 0
+    assert main(["analyze", "all", MODEL, *WORDS, "--out", str(tmp_path)]) == code
     text = capsys.readouterr().out
-    assert text.count("does not apply") == len(ANALYSES) - 1
-    assert "attention does not apply: nothing about attention." in text
+    cause = "numba finds no directory" if isinstance(reason, RuntimeError) else str(reason)
+    assert text.count(f"has no answer: {cause}") == len(ANALYSES) - 1
+    assert "attention has no answer" in text
     assert [path.name for path in tmp_path.iterdir()] == ["norms"]
 
 

@@ -32,7 +32,7 @@ def files_of(data: ImageData, name: str) -> list[str]:
     return [dataset.table.name(row) for row in dataset.indices]
 
 
-@pytest.mark.parametrize("name", ["validation", "test"])
+@pytest.mark.parametrize("name", ["valid", "validation", "test"])
 def test_other_names_of_the_reported_folder(root: Path, name: str) -> None:
     (root / "val").rename(root / name)
     assert opened(f"folder:{root}").splits["test"].size == 15

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, run_analysis
 from layershuffle.cli.command import ComputingCommand, Inline
+from layershuffle.errors import LayerShuffleError, of_the_machine
 from layershuffle.extras import require
 from layershuffle.text import table
 
@@ -29,7 +30,11 @@ class AnalyzeCommand(ComputingCommand):
     settings: Inline[AnalysisSettings] = field(default_factory=AnalysisSettings)
 
     def run(self) -> int:
-        """Run the analyses; print their numbers and the paths of their files."""
+        """Run the analyses; print their numbers and the paths of their files.
+
+        With all, what has no answer is listed with the reason; the exit code is 1 if another reason
+        than the kind of the model is among them.
+        """
         require("study")
         if self.name != "all":
             self._answer(self.name, self.out)
@@ -38,15 +43,23 @@ class AnalyzeCommand(ComputingCommand):
         # Imported late, because it imports torch.
         from layershuffle.analysis.subject import DoesNotApply
 
-        refused = []
+        failed: dict[str, LayerShuffleError] = {}
         for name in ANALYSES:
-            # A mixer has no attention, for example; an analysis that does not apply is no failure.
             try:
                 self._answer(name, self.out / name)
-            except DoesNotApply as reason:
-                refused.append(f"{name} does not apply: {reason}")
-        print("\n".join(refused) or "All analyses apply to this model.")
-        return 0
+            except LayerShuffleError as error:
+                failed[name] = error
+            except Exception as error:
+                # UMAP alone needs a cache that this user may write.
+                known = of_the_machine(error)
+                if known is None:
+                    raise
+                failed[name] = known
+        if len(failed) == len(ANALYSES):
+            raise next(iter(failed.values()))
+        print("\n".join(f"{name} has no answer: {error}" for name, error in failed.items()))
+        # A mixer has no attention, for example: that is no failure.
+        return int(not all(isinstance(error, DoesNotApply) for error in failed.values()))
 
     def _answer(self, name: str, out: Path) -> None:
         with self.computing(name) as progress:

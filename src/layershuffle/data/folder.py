@@ -1,8 +1,8 @@
 """`folder:DIR`: one folder per class under DIR/train and DIR/val, as usual for ImageNet.
 
 The class index is the index of the folder's name in sorted order, as in torchvision's ImageFolder.
-`validation/` and `test/` are accepted for `val/`; with both a validation and a test folder, the
-first picks the checkpoint and the second is reported.
+`valid/`, `validation/` and `test/` are accepted for `val/`; with both a validation and a test
+folder, the first picks the checkpoint and the second is reported.
 
 Images of the reported split that are wrong together (frames of one video, photographs of one
 patient) can be named in DIR/groups.csv; intervals over images then count the groups. It has the
@@ -28,7 +28,7 @@ from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError
 from layershuffle.text import counted, one_line, shortened
 
-VALIDATION_NAMES = ("val", "validation")
+VALIDATION_NAMES = ("val", "valid", "validation")
 TEST_NAME = "test"
 GROUPS_FILE = "groups.csv"
 _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -118,8 +118,8 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
     reported = [root / name for name in (*VALIDATION_NAMES, TEST_NAME) if name in inside]
     if len(reported) > 1 and not class_folders(reported[-1]):
         notes.append(f"{reported.pop().name}/ has no class folders and was left out")
-    if reported and {name for name in VALIDATION_NAMES if name in inside} == set(VALIDATION_NAMES):
-        raise DataError("there are both val/ and validation/", place=root, hint="keep one of them")
+    if len(several := [name for name in VALIDATION_NAMES if name in inside]) > 1:
+        raise DataError(f"there are {'/ and '.join(several)}/", place=root, hint="keep one of them")
     absent = ["train/"] * ("train" not in inside and need_train)
     absent += ["val/ (or validation/ or test/)"] * (not reported)
     if absent:
