@@ -44,8 +44,10 @@ Why = IntEnum("Why", "UNKNOWN_BLOCK FULL LATE FAILED DRAINING")
 """Why a visit is refused."""
 
 
-_CODES = {"BROKEN": 4400, "BAD_TOKEN": 4401, "NO_HELLO": 4408, "NAME_IN_USE": 4409, "VERSION": 4426}
-Close = IntEnum("Close", _CODES)
+Close = IntEnum(
+    "Close",
+    {"BROKEN": 4400, "BAD_TOKEN": 4401, "NO_HELLO": 4408, "NAME_IN_USE": 4409, "VERSION": 4426},
+)
 """Codes with which a gateway closes the connection of a host."""
 
 
@@ -154,9 +156,7 @@ _MESSAGES: dict[str, Check] = {
         held=_list(_digest, MAX_HELD),
     ),
     # Gateway to host: all blocks that it should hold from now on; `shape` (tokens, width).
-    "assign": _fields(
-        blocks=_list(_block, MAX_BLOCKS)
-    ),
+    "assign": _fields(blocks=_list(_block, MAX_BLOCKS)),
     # Host to gateway: a block is loaded and takes `seconds` for one image.
     "ready": _fields(slot=_slot, seconds=_number(1e6)),
     # Host to gateway: a block cannot be loaded. The host tries again while it is assigned.

@@ -36,6 +36,7 @@ from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
 from layershuffle.image_view import ImageView, resized_as
+from layershuffle.manifest import MANIFEST
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
@@ -58,7 +59,6 @@ from layershuffle.models.metadata import (
     checked_record,
     parse_metadata,
 )
-from layershuffle.models.onnx_models import MANIFEST
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
 from layershuffle.models.position_files import (

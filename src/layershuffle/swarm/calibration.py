@@ -24,6 +24,7 @@ from layershuffle.core.policies import Shuffled
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
+from layershuffle.manifest import CALIBRATION
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
     from layershuffle.data import ImageData
 
-CALIBRATION = "calibration.json"
 SPLIT = "test"
 """The split that no training and no choice of a checkpoint uses."""
 _SCHEMA = 3

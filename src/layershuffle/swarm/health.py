@@ -38,7 +38,6 @@ from layershuffle.swarm.messages import (
     pack,
     unpack,
 )
-from layershuffle.swarm.program import digest_of
 from layershuffle.swarm.router import TOO_LONG, Router, unpacked
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -69,6 +68,7 @@ class Reference:
 
 def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
     """The references for hosts with these blocks of `bundle`."""
+    from layershuffle.swarm.program import digest_of
 
     async def compute(block: int, state: State) -> State:
         # In a thread, because a block of a large model would delay the event loop.

@@ -171,6 +171,12 @@ class HostFailed(VisitError):
     outcome: Outcome = "failed"
 
 
+class WrongAnswer(VisitError):
+    """The host answered what no honest host answers."""
+
+    outcome: Outcome = "wrong"
+
+
 @dataclass(frozen=True, slots=True)
 class Visited:
     """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".

@@ -1,0 +1,261 @@
+"""The keeper: which member holds which blocks, and when the router may send it visits.
+
+It gives blocks to the hosts that dial in (`assignment`), tests every block that a host has loaded
+(`health`), and tells the router of those that passed. Use it from the router's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm import state
+from layershuffle.swarm.assignment import COPIES, Holder, assign
+from layershuffle.swarm.children import Children
+from layershuffle.swarm.health import HealthMonitor, Reference
+from layershuffle.swarm.members import Member, Members
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.state import HostView
+
+_LOOK = 0.1  # seconds between looks at who is there
+_GRACE = 0.3  # seconds in which a host may come back before others take its blocks
+_AGAIN = 0.2  # seconds after which a block that failed its test is tested again
+_MOST_GONE = 64  # hosts that have left and are still listed
+_MILLI = 1000.0
+_log = logging.getLogger(__name__)
+_STATUS = "layershuffle swarm status shows the hosts"
+
+
+class Keeper:
+    """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
+
+    `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
+    gateway starts itself. `away`: hosts that take no visits until `readmit`, with the reasons;
+    `watching`: whether `run` is active.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        router: Router,
+        members: Members,
+        children: Children | None = None,
+        copies: int = COPIES,
+    ) -> None:
+        self.model, self.router, self.members, self.children = model, router, members, children
+        self.copies, self.watching = copies, False
+        self.health = HealthMonitor(router)
+        self.away: dict[str, str] = {}
+        self._references = [
+            Reference(model.sample, partial(model.compute, block), file.digest)
+            for block, file in enumerate(model.weights)
+        ]
+        self._departed: dict[str, tuple[Holder, float]] = {}
+        self._planned: list[Holder] = []
+        self._changed = asyncio.Event()
+        self._tests = set[asyncio.Task[None]]()
+        members.watcher = self
+
+    async def run(self) -> None:
+        """Give blocks to hosts, and send canaries, until cancelled."""
+        health = asyncio.create_task(self.health.run())
+        self.watching = True
+        try:
+            # If the health check breaks, so does this, and both are started again.
+            while not health.done():
+                self._plan()
+                try:
+                    async with asyncio.timeout(_LOOK):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+                self._changed.clear()
+            health.result()
+        finally:
+            self.watching = False
+            health.cancel()
+            await asyncio.gather(health, return_exceptions=True)
+
+    async def ready(
+        self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
+    ) -> frozenset[int]:
+        """Wait for this number of hosts and for all blocks; returns the blocks that nobody holds.
+
+        It only waits, so `run` must run at the same time. `say` gets a sentence for each host.
+        """
+        end, reported = self.router.clock() + within, set[str]()
+        while True:
+            up = {name for name, member in self.members.items() if self.is_up(member)}
+            for name in sorted(up - reported):
+                reported.add(name)
+                say(f"{name} is up with {len(self.router.swarm[name].blocks)} blocks")
+            lacking = frozenset(
+                b for b in range(self.model.depth) if not self.router.swarm.usable(b)
+            )
+            if (len(up) >= hosts and not lacking) or self.router.clock() >= end:
+                return lacking
+            await asyncio.sleep(_LOOK / 5)
+
+    def is_up(self, member: Member) -> bool:
+        """Whether a host serves all blocks that it is to hold."""
+        view = self.router.swarm.get(member.name)
+        return bool(member.assigned) and view is not None and view.blocks == member.assigned
+
+    async def close(self) -> None:
+        """Stop testing, and end all connections."""
+        for task in self._tests:
+            task.cancel()
+        await asyncio.gather(*self._tests, return_exceptions=True)
+        await self.health.close()
+        await self.members.close()
+
+    # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        before = self.router.swarm.get(member.name)
+        returned = self._departed.pop(member.name, None)
+        served = 0 if before is None else before.served
+        view = HostView(member.name, frozenset(), served=served)
+        if before is not None and before.condition == "shut-out":
+            # A new connection is no proof of honesty.
+            view = replace(view, condition="shut-out", why=before.why)
+        elif member.name in self.away:
+            view = replace(view, condition="draining", why=self.away[member.name])
+        self.router.swarm = self.router.swarm.with_host(view)
+        if before is not None:
+            _log.warning("Host %s is back", member.name)
+        if returned is not None:
+            # It comes back to what it had, and nobody else has taken that yet.
+            self.members.assign(member.name, returned[0].blocks)
+        self._changed.set()
+
+    def loaded(self, member: Member, block: int) -> None:
+        """See `members.MemberWatcher`."""
+        self.health.expect(member.name, {block: self._references[block]})
+        task = asyncio.create_task(self._admit(member, block))
+        self._tests.add(task)
+        task.add_done_callback(self._tests.discard)
+
+    def failed(self, member: Member, block: int, *, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
+
+    def leaving(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        self.router.update(member.name, state.draining)
+        self._changed.set()
+
+    def left(self, member: Member, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        name, now, limits = member.name, self.router.clock(), self.router.limits
+        _log.warning("Host %s has gone: %s", name, why)
+        self.health.drop(name)
+        self._departed[name] = self._device(member), now
+        until = now + limits.return_ms / _MILLI
+        self.router.update(name, lambda host: _gone(host, why, until=until))
+        gone = [n for n in self.router.swarm if n not in self.members and n not in self.away]
+        if len(gone) > _MOST_GONE:
+            longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
+            self.router.swarm = self.router.swarm.without(longest)
+        self._changed.set()
+
+    async def _admit(self, member: Member, block: int) -> None:
+        """Test a loaded block until it passes; then the router may use it."""
+        name, limit = member.name, self.router.limits.start_ms / _MILLI
+        while self.members.get(name) is member and block in member.assigned:
+            if not await self.health.check(name, blocks=[block], limit=limit):
+                break
+            if self.router.swarm[name].condition == "shut-out":
+                return
+            await asyncio.sleep(_AGAIN)
+        # It may have lost the block, or its connection, while it was tested.
+        if self.members.get(name) is member and block in member.assigned:
+            self.router.update(name, lambda host: replace(host, blocks=host.blocks | {block}))
+
+    # --- who holds what ---------------------------------------------------------------------------
+
+    def _device(self, member: Member) -> Holder:
+        hello = member.hello
+        return Holder(
+            member.name,
+            hello["memory"],
+            hello["speed"],
+            frozenset(hello["held"]),
+            member.assigned,
+            frozenset(member.ready),
+        )
+
+    def _plan(self) -> None:
+        """Give every host its blocks, if who is there has changed."""
+        now, swarm = self.router.clock(), self.router.swarm
+        present = {
+            name: self._device(member)
+            for name, member in self.members.items()
+            if swarm[name].condition in ("healthy", "suspect")
+        }
+        self._departed = {
+            name: (device, since)
+            for name, (device, since) in self._departed.items()
+            if now - since < _GRACE
+        }
+        devices = [*present.values(), *(device for device, _ in self._departed.values())]
+        if devices == self._planned:
+            return
+        self._planned = devices
+        for name, blocks in assign(devices, self.model.weights, copies=self.copies).items():
+            if name in present and blocks != present[name].blocks:
+                self._give(name, blocks)
+
+    def _give(self, name: str, blocks: frozenset[int]) -> None:
+        # First, so that no visit to a block that leaves is sent behind the assignment.
+        self.router.update(name, lambda host: replace(host, blocks=host.blocks & blocks))
+        self.health.forget(name, self.members[name].assigned - blocks)
+        _log.info("Host %s is to hold blocks %s", name, sorted(blocks))
+        self.members.assign(name, blocks)
+
+    # --- commands of operators --------------------------------------------------------------------
+
+    async def drain(self, name: str) -> bool:
+        """Stop new visits to `name`; returns whether it has finished those in progress.
+
+        It waits at most as long as a request may take; others take over its blocks.
+        """
+        self._known(name)
+        self.away[name] = "it is leaving"
+        self.router.update(name, state.draining)
+        self._changed.set()
+        end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
+        while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
+            await asyncio.sleep(_LOOK / 5)
+        return view is None or not view.waiting
+
+    def readmit(self, name: str) -> None:
+        """Bring back a host that was shut out, drained or ended."""
+        self._known(name)
+        self.away.pop(name, None)
+        if self.children is not None and name in self.children.names:
+            self.children.release(name)
+        if name not in self.members:
+            self.router.swarm = self.router.swarm.without(name)
+            return
+        self.router.swarm = self.router.swarm.with_host(HostView(name, frozenset()))
+        # It gets its blocks and its tests anew, as any host that dials in.
+        self.members.cut(name)
+
+    def _known(self, name: str) -> None:
+        if name not in self.router.swarm:
+            names = ", ".join(self.router.swarm) or "none"
+            raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
+
+
+def _gone(host: HostView, why: str, *, until: float) -> HostView:
+    if host.condition == "shut-out":
+        return replace(host, blocks=frozenset(), retry_at=until)
+    return replace(host, condition="gone", why=why, retry_at=until)
