@@ -22,7 +22,7 @@ PACKAGE = "layershuffle"
 # The ground needs nothing of the project but itself.
 GROUND = (
     "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "manifest",
-    "plotting", "ray_cluster", "results", "stats", "text",
+    "pixels", "plotting", "ray_cluster", "results", "stats", "text",
 )  # fmt: skip
 # A part of the house -> the parts that its modules may import, beside the ground and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {

@@ -64,9 +64,10 @@ class Site:
             answer: Answer = await self.members.visit(visit, pack(state, form))
         return unpack(answer.packet)
 
-    async def walk(self, state: State, *, seconds: float = 20.0) -> tuple[State, Route]:
-        """One request."""
-        return await self.router.walk(state, deadline=self.router.clock() + seconds)
+    async def walk(self, state: State, *, least: int = 1) -> tuple[State, Route]:
+        """One request, which waits for `least` blocks."""
+        end = self.router.clock() + 20
+        return await self.router.walk(state, deadline=end, min_blocks=least)
 
     async def until(self, true: Callable[[], bool], *, seconds: float = 20.0) -> None:
         """Wait for something that another task does."""

@@ -200,10 +200,12 @@ class Keeper:
             for name, member in self.members.items()
             if swarm[name].condition in ("healthy", "suspect")
         }
+        whole = all(swarm.usable(block) for block in range(self.model.depth))
         self._departed = {
             name: (device, since)
             for name, (device, since) in self._departed.items()
-            if now - since < _GRACE
+            # Requests wait for a block that nobody else holds.
+            if whole and now - since < _GRACE
         }
         devices = [*present.values(), *(device for device, _ in self._departed.values())]
         if devices == self._planned:

@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import Collection, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -137,6 +137,13 @@ class Members(Mapping[str, Member]):
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer; see `messages.Transport`."""
+        answer = Answer(packet, 0.0, 0.0)
+        # One frame for each block.
+        for block in visit.blocks:
+            answer = await self._visit(replace(visit, blocks=(block,)), answer.packet)
+        return answer
+
+    async def _visit(self, visit: Visit, packet: Packet) -> Answer:
         member = self._members.get(visit.host)
         if member is None:
             raise HostGone(f"Host {visit.host} is not connected")

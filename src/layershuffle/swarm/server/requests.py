@@ -29,10 +29,10 @@ from starlette.requests import Request
 from torch import Tensor
 
 from layershuffle.core.orders import ExecutionOrder, order_of
-from layershuffle.data.pixels import BOMBS, DECODE_ERRORS, decoded
-from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size
+from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import ImageView
+from layershuffle.image_view import ImageView, resized_size
+from layershuffle.pixels import BOMBS, DECODE_ERRORS, decoded
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.server.errors import HTTPError, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits
