@@ -48,14 +48,15 @@ COMMANDS = ("cli", "__main__")
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
     ("limits", "ray_config", "program", "speed"),
-    ("ray_local", "messages", "export", "lineage", "ray_session"),
+    ("ray_local", "messages", "export", "assignment", "ray_session"),
     ("state", "audits", "frames", "rounds"),
-    ("policy", "free", "ordered", "walk"),
+    ("policy",),
     ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration", "expectations"),
     ("local", "ray_hosts"),
     ("coordinator", "chaos", "drill"),
-    ("simulation", "planning", "scenarios"),
+    ("simulation", "scenarios"),
+    ("planning",),
     ("service",),
     ("server", "client", "load_client"),
 )
