@@ -47,15 +47,15 @@ COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "ray_config", "program", "speed", "assignment"),
-    ("ray_local", "messages", "export", "lineage", "ray_session"),
-    ("state", "audits", "frames", "rounds", "served", "children"),
-    ("policy", "free", "ordered", "walk"),
-    ("plan", "router", "host", "channel", "bundle", "members"),
-    ("placement", "health", "remote_model", "calibration", "expectations"),
-    ("local", "ray_hosts"),
-    ("coordinator", "keeper", "chaos", "drill"),
-    ("simulation", "planning", "scenarios"),
+    ("limits", "assignment"),
+    ("messages",),
+    ("state", "audits", "rounds", "served", "children"),
+    ("policy",),
+    ("plan", "router", "members"),
+    ("health", "remote_model", "calibration", "expectations"),
+    ("coordinator", "chaos", "drill"),
+    ("simulation", "scenarios"),
+    ("planning",),
     ("service",),
     ("server", "client", "load_client"),
 )

@@ -200,10 +200,9 @@ FLAGS = {
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",
-    "swarm swap": "block donor host state",
     "swarm drill": "address api-key api-key-file authority concurrency data deadline-ms json "
     "kill kinds plan requests routings scenarios seed state",
-    "swarm plan": "floor hosts model objective out overwrite reach replicas time-limit wire",
+    "swarm plan": "copies hosts model out overwrite",
     "swarm simulate": "churn clients hosts json kill min-blocks plan profile rate requests "
     "routings seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",

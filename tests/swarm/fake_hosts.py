@@ -12,7 +12,6 @@ from clock import loop_time, run_virtual
 from layershuffle.swarm.bundle import Bundle
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.lineage import Lineage
 from layershuffle.swarm.messages import Answer, HostGone, HostUnavailable, pack, unpack
 from layershuffle.swarm.placement import Node
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
@@ -52,14 +51,13 @@ class FormulaBundle(Bundle):
         return computed(state, [block], {block: int(self.tensors[block])})
 
 
-def bundle_of(weight, *, base="one", depth=DEPTH, kind=FormulaBundle):
+def bundle_of(weight, *, depth=DEPTH, kind=FormulaBundle):
     """A bundle whose blocks differ by `weight`, a digit."""
     return kind(
         program=b"program",
         tensors={block: str(weight).encode() for block in range(depth)},
         depth=depth,
         shape=START.shape[1:],
-        lineage=Lineage(base, DEPTH, shapes={}, view=None),
         sample=START,
     )
 
@@ -166,11 +164,11 @@ class FakeHosts:
         await process.thawed.wait()
         if process.dead:
             raise HostGone("its process is dead")
-        if not set(visit.blocks) <= set(process.weights):
+        if visit.block not in process.weights:
             raise HostUnavailable("not held")
         await asyncio.sleep(0.001)  # else the clock would stand still while requests go on
         weights = dict(process.weights)
-        after = computed(unpack(packet), visit.blocks, weights)
+        after = computed(unpack(packet), [visit.block], weights)
         if visit.host in self.raises:
             return self.raises[visit.host]
         # Only the router says how long its request has left: a hint that no real host gets.
@@ -187,12 +185,10 @@ async def replaced(coordinator, hosts, name):
     await until(lambda: condition(coordinator, name) == "healthy")
 
 
-def coordinator_of(backend, plan=PLAN, bundles=None):
+def coordinator_of(backend, plan=PLAN, bundle=None):
     """A coordinator in virtual time; nothing runs yet."""
     router = Router(backend.transport, depth=DEPTH, limits=plan.limits, clock=loop_time)
-    return Coordinator(
-        plan, router=router, backend=backend, bundles=bundles or {"base": bundle_of(1)}
-    )
+    return Coordinator(plan, router=router, backend=backend, bundle=bundle or bundle_of(1))
 
 
 @asynccontextmanager
@@ -207,12 +203,12 @@ async def running(coordinator):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def coordinated(check, plan=PLAN, nodes=(A, B), bundles=None, ready=True):
+def coordinated(check, plan=PLAN, nodes=(A, B), bundle=None, ready=True):
     """Run `check(coordinator, hosts)` beside a running coordinator whose hosts are up."""
 
     async def go():
         hosts = FakeHosts(*nodes)
-        coordinator = coordinator_of(hosts, plan, bundles)
+        coordinator = coordinator_of(hosts, plan, bundle)
         try:
             async with running(coordinator):
                 if ready:

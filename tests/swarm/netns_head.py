@@ -76,7 +76,7 @@ async def serve(ray: Any, directory: Path, log: Log) -> None:
     bundle = pickle.loads((directory / "bundle.pickle").read_bytes())
     hosts = RayHosts(ray, limits=plan.limits)
     router = Router(hosts.transport, depth=bundle.depth, limits=plan.limits)
-    coordinator = Coordinator(plan, router=router, backend=hosts, bundles={plan.model: bundle})
+    coordinator = Coordinator(plan, router=router, backend=hosts, bundle=bundle)
     router.observers.append(
         lambda hop, before, after: log("hop", host=hop.host, outcome=hop.outcome, ms=hop.ms)
     )

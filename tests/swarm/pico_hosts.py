@@ -61,16 +61,12 @@ def replay_error(model, batch, got):
         return float((got.logits - logits_of(model(batch))).abs().max())
 
 
-async def check_side_by_side(model, router, *, reached, steps):
-    """`reached` blocks contribute, and of the steps that a client names `steps` are left."""
+async def check_side_by_side(model, router, *, reached):
+    """`reached` blocks contribute."""
     batch, remote = images(2), RemoteModel(copy.deepcopy(model), router)
     router.rounds = Rounds(otherwise=Way(2, 2), max_age=4)
     got = await remote.classify(batch, deadline=router.clock() + HANGS)
     assert (got.route.kept, len(got.route.order)) == (reached, 4)
-    assert replay_error(model, batch, got) == 0
-    deadline = router.clock() + HANGS
-    got = await remote.classify(batch, deadline=deadline, order="0+1+3,2,1")
-    assert got.route.steps == steps
     assert replay_error(model, batch, got) == 0
     router.rounds = QUEUE
     remote.close()

@@ -135,7 +135,7 @@ async def hosts_outlive_their_coordinator(rig: Rig) -> None:
     before = await pids(rig.faults.backend)
     backend = RayHosts(rig.ray, limits=LIMITS)
     router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
-    second = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": rig.bundle})
+    second = Coordinator(PLAN, router=router, backend=backend, bundle=rig.bundle)
     watch = asyncio.create_task(second.run())
     try:
         begun = time.monotonic()

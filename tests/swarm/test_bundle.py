@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,13 +22,12 @@ from pico_hosts import (
 from torch import nn
 
 import layershuffle as ls
-from common import FAMILIES, WIDTH, redraw
+from common import FAMILIES, WIDTH
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.core.stack import blocks_of
 from layershuffle.errors import ModelFileError, StackError, UsageError
-from layershuffle.swarm.bundle import bound_block, check_sibling, make_bundle
-from layershuffle.swarm.lineage import read_block
+from layershuffle.swarm.bundle import bound_block, make_bundle
 from layershuffle.swarm.messages import (
     pack,
     unpack,
@@ -133,80 +130,6 @@ def test_models_that_hosts_cannot_run_are_refused():
 def test_prediction_parts_stay_at_home():
     model = add_position(FAMILIES["timm-vit"].wrapped(), prediction=PredictionForm()).eval()
     assert make_bundle(model).tensors == bundle_of("timm-vit").tensors
-
-
-@pytest.mark.parametrize("family", ["timm-vit", "hf-vit", "hf-siglip", "torchvision-vit"])
-def test_one_block_is_read_from_a_saved_model(family, tmp_path):
-    bundle = bundle_of(family)
-    ls.save(model_of(family), tmp_path / "model")
-    # The directory of a run holds the model.
-    assert read_block(tmp_path, 2) == read_block(tmp_path / "model", 2) == bundle.tensors[2]
-    with pytest.raises(UsageError, match=r"has no block 4 \(0 to 3 exist\)"):
-        read_block(tmp_path, 4)
-
-
-def test_reading_a_block_leaves_the_rest_of_the_file_alone(tmp_path):
-    """The file has another tensor of 4 GiB (a hole), and reading it would be noticed."""
-    ls.save(model_of("timm-vit"), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-    hole = [len(data), len(data) + (4 << 30)]
-    header["blocks.9.hole"] = {"dtype": "U8", "shape": [4 << 30], "data_offsets": hole}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    os.truncate(path, 8 + len(text) + hole[1])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert read_block(tmp_path, 1) == bundle_of("timm-vit").tensors[1]
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 64 * 1024, f"{grown} KiB"
-
-
-def test_damaged_directories_are_named(tmp_path):
-    with pytest.raises(ModelFileError, match="no such file"):
-        read_block(tmp_path, 0)
-    ls.save(model_of("timm-vit"), tmp_path / "model")
-    path = tmp_path / "model" / "layershuffle.json"
-    path.write_text(path.read_text().replace('"blocks": "blocks"', '"blocks": "stages"'))
-    with pytest.raises(ModelFileError, match="not where"):
-        read_block(tmp_path, 0)
-
-
-def test_siblings_and_strangers(tmp_path):
-    """Blocks come from models refined from one base, of one depth, shape and view."""
-    model, record = FAMILIES["timm-vit"].wrapped(), {"provenance": {"base_sha256": "ab"}}
-    ls.save(model, tmp_path / "one", record=record)
-    bundle = make_bundle(ls.load(str(tmp_path / "one")))
-    assert bundle.base == "ab"
-    ls.save(redraw(model, seed=5), tmp_path / "two", record=record)
-    check_sibling(bundle, tmp_path / "two")
-    sibling = make_bundle(ls.load(str(tmp_path / "two")))
-    check_sibling(bundle, sibling)
-    assert sibling.tensors != bundle.tensors
-
-    stranger = {"provenance": {"base_sha256": "cd"}}
-    ls.save(model, tmp_path / "three", record=stranger)
-    with pytest.raises(UsageError, match="the base is cd in the donor and ab in the swarm"):
-        check_sibling(bundle, tmp_path / "three")
-    ls.save(model, tmp_path / "four", record={})
-    with pytest.raises(UsageError, match="not recorded in the donor"):
-        check_sibling(bundle, tmp_path / "four")
-    base = bundle_of("timm-vit").base
-    assert base is not None
-    assert len(base) == 64  # a model that tells no base is its own
-    shapes = {**bundle.lineage.shapes, "norm1.weight": (48,)}
-    for change, message in (
-        ({"depth": 12}, "number of blocks is 12 in the donor and 4 in the swarm"),
-        ({"depth": 12, "base": "cd"}, "number of blocks is 12 in the donor"),
-        ({"shapes": shapes}, r"norm1\.weight is \(48,\) in the donor and \(32,\) in the"),
-        ({"view": replace(bundle.lineage.view, mean=(0.0,) * 3)}, "image view"),
-    ):
-        other = replace(bundle, lineage=replace(bundle.lineage, **change))
-        with pytest.raises(UsageError, match=message):
-            check_sibling(bundle, other)
-    with pytest.raises(UsageError, match="computation"):
-        check_sibling(bundle, replace(bundle, program=b"other"))
 
 
 def test_programs_hold_operations_of_torch_and_nothing_else():

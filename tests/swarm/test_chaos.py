@@ -83,7 +83,7 @@ class Doubling:
 
 
 def visit_through(transport, *, limit=5.0):
-    return transport.visit(Visit("a", (0,), limit), pack(STATE, "fp32"))
+    return transport.visit(Visit("a", 0, limit), pack(STATE, "fp32"))
 
 
 def test_a_whole_transport_adds_nothing():
@@ -189,7 +189,7 @@ def test_faults_happen_and_rejoin_ends_them(kind, becomes):
 def test_slow_and_leave_happen_too():
     async def check(inject, coordinator, hosts):
         await inject(Fault(0, "a", "slow"))
-        visit = Visit("a", (0,), 5.0)
+        visit = Visit("a", 0, 5.0)
         transport = coordinator.backend.transport
         assert (await transport.visit(visit, pack(START, "fp32"))).compute_ms == 1.0
         await inject(Fault(0, "a", "rejoin"))

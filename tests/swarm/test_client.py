@@ -22,7 +22,6 @@ from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
 from layershuffle.cli.swarm.serving import describe_service
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
@@ -84,17 +83,14 @@ def test_every_kind_of_image(tmp_path):
     path = tmp_path / "a.png"
     image.save(path)
     with blocking(keys=[KEY]) as (client, _):
-        asked = {"order": [2, 0], "top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
+        asked = {"top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
         answers = [
             client.classify(image_like, **asked)
             for image_like in (image, path, str(path), path.read_bytes())
         ]
-        several = client.classify([image, path], order="2,0")
-        rounds = client.classify(image, order=ExecutionOrder.parse("3+1,0,3", depth=DEPTH))
+        several = client.classify([image, path])
     assert all(answer.images == answers[0].images for answer in answers)
-    assert answers[0].blocks == [2, 0]
     assert len(answers[0].images[0].top) == 2
-    assert (rounds.blocks, rounds.versions) == ([3, 1, 0, 3], [0, 0, 2, 3])
     assert len(several.images) == 2
     assert several.images[0] == several.images[1]
 
@@ -136,17 +132,16 @@ def test_the_async_client_is_the_same():
         async with site(keys=[KEY]) as place:
             transport = httpx.ASGITransport(app=place.app)
             async with AsyncSwarmClient(URL, api_key=KEY, transport=transport) as client:
-                answer = await client.classify([picture(1), picture(2)], order=[1, 3])
+                answer = await client.classify([picture(1), picture(2)])
                 swarm, health = await client.swarm(), await client.health()
                 with pytest.raises(SwarmError) as error:
-                    await client.classify(picture(), order="1+1")
+                    await client.classify(picture(), min_blocks=9)
             return answer, swarm, health, error.value
 
     answer, swarm, health, error = asyncio.run(go())
-    assert answer.blocks == [1, 3]
     assert len(answer.images) == 2
     assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "Block 1 runs twice on version 0 of the state"
+    assert error.cause == "min_blocks is 9, but the model has 4 blocks"
 
 
 def answering(handler):

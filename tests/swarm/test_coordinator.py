@@ -121,8 +121,7 @@ def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
         await until(lambda: "a" in coordinator.hosts)
         await check(coordinator, hosts)
 
-    bundles = {"base": bundle_of(1, kind=OtherBlock1)}
-    coordinated(both, bundles=bundles, ready=False)
+    coordinated(both, bundle=bundle_of(1, kind=OtherBlock1), ready=False)
     assert "Host a did not start: it failed its canary on block 1" in caplog.text
 
 

@@ -4,9 +4,8 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from test_free import THREE
-from test_free_walk import SIX, START, Curved, slow_visits
-from test_policy import LIMITS
+from test_policy import LIMITS, THREE
+from test_router import SIX, START, Scripted, slow_visits
 
 from clock import loop_time, run_virtual
 from layershuffle.swarm.messages import HostGone
@@ -19,7 +18,7 @@ def watched(acts, hosts, go, *, depth=4, limits=LIMITS, **options):
     """`go(router, following)` over scripted hosts that are expected to take 5 ms."""
 
     async def run():
-        router = Router(Curved(acts), depth=depth, limits=limits, clock=loop_time, **options)
+        router = Router(Scripted(acts), depth=depth, limits=limits, clock=loop_time, **options)
         router.swarm = Swarm(
             HostView(name, frozenset(blocks), compute=0.004, link=0.001)
             for name, blocks in hosts.items()
@@ -66,7 +65,7 @@ def test_a_request_is_seen_visit_by_visit_while_it_walks():
     assert (halfway["blocks"], halfway["over"], round(halfway["ms"])) == (2, False, 25)
     assert (end["blocks"], end["over"], end["answered"], round(end["ms"])) == (4, True, True, 40)
     assert [(visit["host"], visit["blocks"]) for visit in end["visits"]] == [
-        (hop.host, hop.blocks) for hop in route.hops
+        (hop.host, (hop.block,)) for hop in route.hops
     ]
 
 
@@ -80,29 +79,6 @@ def test_visits_side_by_side_overlap_in_time():
 
     early = watched(slow_visits(SIX, 0.01), SIX, go, depth=12, rounds=THREE)
     assert [visit[2:] for visit in times(early)] == [(0, None, "")] * 3
-
-
-def test_named_rounds_are_seen_as_they_run():
-    """Two rounds of two blocks, 10 ms each: after 15 ms the first is over, the second under way."""
-
-    async def go(router, following):
-        walking = asyncio.create_task(
-            router.walk(START, deadline=router.clock() + 1.0, order="3+1,2+0")
-        )
-        await asyncio.sleep(0.015)
-        halfway = following.described(router.clock())
-        await walking
-        return halfway
-
-    hosts = {name: (block,) for block, name in enumerate("abcd")}
-    halfway = watched(slow_visits(hosts, 0.01), hosts, go)
-    assert sorted(times(halfway)) == [
-        ("a", (0,), 10, None, ""),
-        ("b", (1,), 0, 10, "answered"),
-        ("c", (2,), 10, None, ""),
-        ("d", (3,), 0, 10, "answered"),
-    ]
-    assert halfway["blocks"] == 2
 
 
 def test_late_lost_and_given_up_visits_are_told_apart():

@@ -19,7 +19,7 @@ from layershuffle.swarm.plan import (
 def test_a_plan_survives_its_file(tmp_path):
     plan = SwarmPlan(
         model="runs/a/model",
-        hosts={"pi-1": HostPlan(blocks=(0, 2)), "pi-2": HostPlan(blocks=(1,), donors={1: "b"})},
+        hosts={"pi-1": HostPlan(blocks=(0, 2)), "pi-2": HostPlan(blocks=(1,))},
         routing="sequential",
         wire="int8",
         limits={"deadline_ms": 500},
@@ -55,7 +55,6 @@ def test_even_plans_that_cannot_be(depth, hosts, replicas):
     [
         ("hosts: {}", "at least 1"),
         ("hosts: {a: {blocks: [1, 1]}}", "block 1 is named twice"),
-        ("hosts: {a: {blocks: [1], donors: {2: x}}}", "block 2, which is not held here"),
         ("hosts: {a: {blocks: [0]}}\nrouting: ordered", "order-free"),
         ("hosts: {a: {blocks: [0]}}\nlimits: {deadline: 3}", "deadline_ms"),
         ("- a", "mapping"),

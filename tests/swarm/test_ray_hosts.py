@@ -226,7 +226,7 @@ def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says, capl
         remote.set_result(sent)
         visit = SimpleNamespace(remote=lambda order: remote)
         transport.actors["a"] = SimpleNamespace(visit=visit)
-        await transport.visit(Visit("a", (0,), 1.0), STATE)
+        await transport.visit(Visit("a", 0, 1.0), STATE)
 
     with pytest.raises(HostFailed, match=r"The answer of host a cannot be read\.$"):
         asyncio.run(go())
@@ -247,7 +247,7 @@ def test_only_visits_that_ray_carried_are_logged(caplog):
             for remote, logged in ((dies, 0), (answers, 1), (answers, 1)):
                 transport.actors["a"] = SimpleNamespace(visit=SimpleNamespace(remote=remote))
                 with suppress(HostGone):
-                    await transport.visit(Visit("a", (0,), 1.0), STATE)
+                    await transport.visit(Visit("a", 0, 1.0), STATE)
                 assert caplog.text.count("Visits to host a go over Ray") == logged
 
     asyncio.run(go())

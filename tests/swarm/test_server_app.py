@@ -8,7 +8,6 @@ from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time, 
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.cli.swarm.asking import status_table
-from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import UsageError
@@ -62,9 +61,9 @@ def test_several_images_in_an_order_and_other_formats():
     pictures = [picture(1), picture(2), picture(3, size=(50, 40))]
 
     async def go(place):
-        several = await place.classify(*map(file_of, pictures), order="2,1,0", top_k=CLASSES)
+        several = await place.classify(*map(file_of, pictures), top_k=CLASSES)
         kinds = [
-            (await place.classify(file_of(pictures[0], kind), order="2,1,0", top_k=CLASSES)).json()
+            (await place.classify(file_of(pictures[0], kind), top_k=CLASSES)).json()
             for kind in ("PNG", "BMP", "TIFF", "WEBP", "JPEG", "GIF", "AVIF")
         ]
         return several.json(), kinds
@@ -150,61 +149,6 @@ def test_errors_of_hosts_that_cannot_be_encoded():
     assert run_in_virtual_time(go) == [(200, True), (200, True), (503, True)]
 
 
-def test_an_order_with_a_skipped_block_is_degraded():
-    """The policy calls such a route complete; the client asked for a block that did not run."""
-
-    async def go(place):
-        return (await place.classify(file_of(picture()), order="3,1,0")).json()
-
-    answer = run(go, {"a": {0, 2}, "c": {3}})
-    assert answer["blocks"] == [3, 0]
-    assert answer["degraded"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "without"),
-    [
-        ("3+1+0,2", "3+0,2"),
-        ("3,1@0,0@0", "3,0@0"),
-        ("0,1,0,1", "0,0"),
-        ('{"blocks": [3, 1, 0], "depth": 4, "versions": [0, 0, 1]}', "3,0"),
-    ],
-)
-def test_named_steps_run_and_can_be_replayed(asked, without):
-    """Rounds, older states, passes, JSON; and what is left of them without a host of block 1."""
-    image = picture(1)
-
-    async def go(place):
-        whole = (await place.classify(file_of(image), order=asked, top_k=CLASSES)).json()
-        place.blocks.faults["b"] = HostGone("its process is dead")
-        return whole, (await place.classify(file_of(image), order=asked, top_k=CLASSES)).json()
-
-    order = ExecutionOrder.from_json(asked) if "{" in asked else order_of(asked, DEPTH)
-    for answer, wanted in zip(run(go), (order, order_of(without, DEPTH)), strict=True):
-        ran = ExecutionOrder(tuple(answer["blocks"]), DEPTH, tuple(answer["versions"]))
-        assert ran == wanted
-        chances = logits(VIT.wrapped(), tensors(image), ran)[0].double().softmax(-1)
-        top = chances.topk(CLASSES)
-        assert [g["index"] for g in answer["images"][0]["top"]] == top.indices.tolist()
-        assert [g["probability"] for g in answer["images"][0]["top"]] == top.values.tolist()
-        assert answer["degraded"] == (wanted is not order)
-
-
-def test_passes_run_in_free_order_and_a_pipeline_refuses_them():
-    image = file_of(picture())
-
-    async def go(place):
-        place.router.routing = "order-free"
-        passes = await place.classify(image, order="0,1,0")
-        place.router.routing = "sequential"
-        return passes, await place.classify(image, order="0,1,0")
-
-    passes, pipeline = run(go)
-    assert (passes.status_code, pipeline.status_code) == (200, 422)
-    assert passes.json()["blocks"] == [0, 1, 0]
-    assert "pipeline now (sequential)" in pipeline.json()["error"]["cause"]
-
-
 def test_a_broken_pipeline_fails():
     async def go(place):
         place.router.routing = "sequential"
@@ -280,14 +224,14 @@ def test_query_parameters_are_refused():
     async def go(place):
         image = [("image", ("a.png", file_of(picture())))]
         return [
-            await place.client.post("/v1/classify?top_k=1&order=2", files=image),
+            await place.client.post("/v1/classify?top_k=1&depth=2", files=image),
             await place.client.get("/v1/swarm?verbose=1"),
             await place.client.get("/healthz?at=12"),
         ]
 
     classify, swarm, health = run(go)
     assert (classify.status_code, swarm.status_code, health.status_code) == (422, 422, 200)
-    assert classify.json()["error"]["cause"] == "The address has parameters: top_k, order"
+    assert classify.json()["error"]["cause"] == "The address has parameters: top_k, depth"
     assert "fields of the form" in classify.json()["error"]["hint"]
 
 

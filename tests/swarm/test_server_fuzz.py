@@ -37,7 +37,7 @@ WORDS = [
     "0+1,2@0,2", '{"blocks": [0, 1], "depth": 4, "versions": [0, 0]}', '{"blocks": ' + "[" * 3000,
     "0," * 3000, "a" * 10_000, "1" * 20, "-0", "+1", "1.5", "4294967296", "18446744073709551616",
 ]  # fmt: skip
-FIELDS = ["image", "images", "deadline_ms", "min_blocks", "order", "top_k", "model", "", "class"]
+FIELDS = ["image", "images", "deadline_ms", "min_blocks", "top_k", "model", "", "class"]
 CHARSETS = b"utf-16 undefined idna punycode zlib unicode_escape \0 \xff".split(b" ")
 OTHER_KINDS = [b"", b"text/html", b"multipart/form-data", b"a" * 9000, b"\xff", b";;=;"]
 BOMB = zlib.compress(bytes(10_000_000), 9)  # 10 kB

@@ -12,11 +12,10 @@ match one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import image_view
 from layershuffle.swarm.export import UNSERVED, Alone, RecordedCall, export
-from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, BlockProgram, digest_of, pack_tensors, read_program
 
@@ -41,34 +39,20 @@ class Bundle:
     """The program and the weights with which hosts run the blocks of a model.
 
     `program` and `tensors` (by block) are what `BlockHost.load` takes. `shape`: shape of a
-    state without its batch, (tokens, width). `lineage`: decides which other models' blocks may
-    stand in. `sample`: the input of the first block for a noise image, float32
-    `[1, tokens, width]`.
+    state without its batch, (tokens, width). `sample`: the input of the first block for a
+    noise image, float32 `[1, tokens, width]`.
     """
 
     program: bytes
     tensors: Mapping[int, bytes]
     depth: int
     shape: tuple[int, ...]
-    lineage: Lineage
     sample: State
-
-    @property
-    def base(self) -> str | None:
-        """SHA-256 of the checkpoint that the blocks come from."""
-        return self.lineage.base
 
     @property
     def digests(self) -> dict[int, str]:
         """SHA-256 of each block's tensors, as `HostInfo.blocks` has them."""
         return {block: digest_of(content) for block, content in self.tensors.items()}
-
-    def checked_donor(self, donor: Bundle, *, block: int) -> Bundle:
-        """`donor`, if its `block` may stand in for this bundle's. Raises `UsageError` if not."""
-        check_sibling(self, donor)
-        if block not in donor.tensors:
-            raise UsageError(f"The donor's bundle has no block {block}")
-        return donor
 
     def compute(self, block: int, state: State) -> State:
         """The state after `block`, computed as on a host; float32, in the shape of `state`."""
@@ -113,45 +97,7 @@ def make_bundle(model: nn.Module) -> Bundle:
         # The program is accepted only if every block gives the same result with it (decision 009).
         _check_same(Alone(module, calls[block]), program_block, block=block, states=states)
     sample = states[:1].clone().numpy()
-    return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), sample)
-
-
-def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
-    """Raises `UsageError` with the reason unless blocks of `other` may stand in for the bundle's.
-
-    `other`: a bundle, or the directory of a saved model, of which no weights are read. Both must be
-    refined from one base (paper, section 4.4), and be of one depth, width and image view.
-    """
-    path = other if isinstance(other, str | Path) else None
-    theirs = read_lineage(other) if isinstance(other, str | Path) else other.lineage
-    differences = list(_differences(bundle.lineage, theirs))
-    # The program of a directory is unknown, because no weights are read.
-    if isinstance(other, Bundle) and other.program != bundle.program:
-        differences.append(("the computation of a block", "the served one", "another one"))
-    # Only the first difference is reported: it is the most important.
-    for feature, ours, its in differences:
-        raise UsageError(
-            f"These blocks cannot stand in for the swarm's: {feature} is {its} in the donor and "
-            f"{ours} in the swarm",
-            place=path,
-            hint="take blocks of a model refined from the same base: the same stored --model, with "
-            "any --seed (with ?pretrained=false every seed makes another base)",
-        )
-
-
-def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
-    """The differences, as (feature, ours, theirs), the most important first."""
-    if ours.depth != theirs.depth:
-        yield "the number of blocks", str(ours.depth), str(theirs.depth)
-    # Two models without a record may come from anywhere, so they do not match either.
-    if None in (ours.base, theirs.base) or ours.base != theirs.base:
-        yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
-    for name in sorted(ours.shapes.keys() | theirs.shapes.keys()):
-        shapes = [str(lineage.shapes.get(name, "absent")) for lineage in (ours, theirs)]
-        if shapes[0] != shapes[1]:
-            yield f"the shape of a block's {name}", shapes[0], shapes[1]
-    if ours.view != theirs.view:
-        yield "the image view", str(ours.view), str(theirs.view)
+    return Bundle(program, tensors, len(modules), bound.shape, sample)
 
 
 def _check_servable(model: nn.Module) -> None:

@@ -10,13 +10,12 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.schemas import (
     IMAGE_FIELD,
@@ -65,9 +64,6 @@ class ClassifyOptions(TypedDict, total=False):
     """Milliseconds until the answer must be sent."""
     min_blocks: int | None
     """Fewest blocks of an answer; with fewer the request fails."""
-    order: str | ExecutionOrder | Sequence[int] | None
-    """Steps to run: blocks in this order, or as text or `layershuffle.ExecutionOrder` also in
-    rounds ("3+7,5"), again ("3,7,3") and on older states."""
     top_k: int | None
     """Classes in the answer, at most."""
 
@@ -217,9 +213,6 @@ def _classify_request(
         raise UsageError("There is no image to classify", hint="give one or several")
     # Missing options are not sent, so the defaults of the gateway's version hold.
     fields = {name: value for name, value in options.items() if value is not None}
-    order = fields.get("order")
-    if order is not None and not isinstance(order, str | ExecutionOrder):
-        fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
     # A part is a file only if it has a file name; the gateway ignores the name.
     return http.build_request(
         "POST",

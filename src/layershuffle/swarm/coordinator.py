@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -44,9 +44,7 @@ _STATUS = "layershuffle swarm status shows the hosts"
 class Coordinator:
     """Starts the hosts of `plan` and keeps them running; `run` does the work until cancelled.
 
-    `bundles` holds the plan's model and its donors, by their names in `plan`.
-    `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
-    `watching`: whether `run` is active.
+    `bundle` holds the plan's model. `watching`: whether `run` is active.
 
     A decision about a host is written to `hosts` at once and cancels earlier operations. Its
     process follows later, one operation at a time for each host.
@@ -58,19 +56,13 @@ class Coordinator:
         *,
         router: Router,
         backend: HostBackend,
-        bundles: Mapping[str, Bundle],
+        bundle: Bundle,
     ) -> None:
         self.plan, self.router, self.backend = plan, router, backend
         self.health = HealthMonitor(router)
-        self.base = bundles[plan.model]
+        self.bundle = bundle
         self.hosts: dict[str, HostRecord] = {}
         self.watching = False
-        self._donors = {
-            (name, block): self.base.checked_donor(bundles[model], block=block)
-            for name, host in plan.hosts.items()
-            for block, model in host.donors.items()
-        }
-        self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._arrived: set[str] = set()  # hosts that have been up
@@ -81,7 +73,7 @@ class Coordinator:
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
             # Listed from the start, so users see which hosts are still missing.
-            absent = self._fresh(name, frozenset(host.blocks))
+            absent = HostView(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
 
     @property
@@ -184,38 +176,6 @@ class Coordinator:
         self._gone(name, "it is starting")
         self._begin(Start(name, host.node, host.blocks), anew=True)
 
-    async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
-        """Replace `block` of the host `name` with that of `donor`; no request is lost.
-
-        Raises `UsageError` if the donor is not a sibling or the host does not hold the block,
-        `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
-        it out.
-        """
-        if block not in self.record_of(name).blocks:
-            raise UsageError(f"Host {name} does not hold block {block}", hint=_STATUS)
-        self.base.checked_donor(donor, block=block)
-        expected = await asyncio.to_thread(references, donor, [block])
-        host = self.record_of(name)
-        if host.phase == "starting":
-            raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
-        # No canary is sent to a block while either its old or its new weights may answer.
-        before = self.health.forget(name, [block])
-        self.foreign_blocks |= {(name, block)}  # either weights may answer until the load is over
-        try:
-            await self._call(name, self._loaded(name, donor, [block]))
-        except LayerShuffleError:
-            if self.hosts.get(name) is host:
-                # If the load succeeded nevertheless, the canary of the old weights will notice.
-                self.health.expect(name, before)
-            raise
-        if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
-            raise LayerShuffleError(f"Host {name} came or went while it loaded block {block}")
-        self._donors[name, block] = donor
-        self.health.expect(name, expected)
-        if why := await self.health.check(name, blocks=[block]):
-            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}", hint=_STATUS)
-        self._mark_foreign(name, [block])
-
     # --- starting and ending hosts ----------------------------------------------------------------
 
     async def _look(self) -> None:
@@ -306,7 +266,7 @@ class Coordinator:
                 return self._failed(name, why)
             now, before = self.router.clock(), self.router.swarm.get(name)
             self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
-            self._show(self._fresh(name, start.blocks))
+            self._show(HostView(name, start.blocks))
             if name in self._arrived and before and before.condition == "gone":
                 # A warning like that of its death, because an info is not shown.
                 _log.warning("Host %s is up again", name)
@@ -323,34 +283,21 @@ class Coordinator:
         name = start.name
         info = await self.backend.start(name, node=start.node)
         self.has_process(name, info.pid)
-        sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
         self.health.drop(name)
-        for bundle in {id(source): source for source in sources.values()}.values():
-            mine = sorted(block for block, source in sources.items() if source is bundle)
-            # In a thread, because it reads all weights for their digests.
-            expected = await asyncio.to_thread(references, bundle, mine)
-            # An adopted process still has its blocks; equal ones are not sent again.
-            missing = [block for block in mine if info.blocks.get(block) != expected[block].digest]
-            if missing:
-                await self._loaded(name, bundle, missing)
-            self.health.expect(name, expected)
-        self._mark_foreign(name, start.blocks)
+        # In a thread, because it reads all weights for their digests.
+        expected = await asyncio.to_thread(references, self.bundle, start.blocks)
+        # An adopted process still has its blocks; equal ones are not sent again.
+        missing = [
+            block
+            for block in sorted(start.blocks)
+            if info.blocks.get(block) != expected[block].digest
+        ]
+        if missing:
+            tensors = [self.bundle.tensors[block] for block in missing]
+            await self.backend.call(name, "load", self.bundle.program, missing, *tensors)
+        self.health.expect(name, expected)
         # The first answers of a new process take longer, so they may take as long as a start.
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
-
-    async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
-        """Load `blocks` of `bundle` into the host."""
-        tensors = [bundle.tensors[block] for block in blocks]
-        await self.backend.call(name, "load", bundle.program, blocks, *tensors)
-
-    def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
-        """Update `foreign_blocks` for these blocks of the host."""
-        places = {(name, block) for block in blocks}
-        self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
-
-    def _is_foreign(self, place: tuple[str, int]) -> bool:
-        block, donor = place[1], self._donors.get(place, self.base)
-        return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
         """Unload surplus blocks of an adopted host."""
@@ -415,15 +362,6 @@ class Coordinator:
 
     def _gone(self, name: str, why: str) -> None:
         self.router.update(name, lambda host: replace(host, condition="gone", why=why))
-
-    def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
-        """The view of a host that has just started.
-
-        Only the count of served blocks is kept, because it represents the use of the battery.
-        """
-        planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
-        share = None if planned is None else planned.share
-        return HostView(name, blocks, share=share, served=0 if before is None else before.served)
 
     def _show(self, view: HostView) -> None:
         self.router.swarm = self.router.swarm.with_host(view)

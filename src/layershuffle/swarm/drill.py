@@ -21,7 +21,7 @@ from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.policy import FREE, Routing
+from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell
 from layershuffle.text import counted, table
 
@@ -180,9 +180,8 @@ def foreseen(
     """The expected results of the requests, if faults and rejoins took effect at once.
 
     A host is out from its fault to its rejoin. In free order a request is degraded while fewer
-    blocks can be reached than it wants, and fails when no block is left; a slow host counts as out,
-    because it is only used as a last resort. A pipeline fails as soon as a block is missing; slow
-    hosts still answer it.
+    blocks can be reached than it wants, and fails when no block is left. A pipeline fails as soon
+    as a block is missing. Slow hosts still answer.
     """
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
     enough = min(depth, plan.most_blocks or depth)
@@ -192,10 +191,10 @@ def foreseen(
     for number in range(requests):
         while pending and pending[0].at <= number:
             fault = pending.pop(0)
-            if fault.kind != "slow" or routing in FREE:
+            if fault.kind != "slow":  # it is waited for
                 (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
-        reachable = _reachable(plan, out, routing)
-        if routing in FREE:
+        reachable = _reachable(plan, out)
+        if routing == "order-free":
             failed += not reachable
             degraded += 0 < len(reachable) < enough
         else:
@@ -203,14 +202,11 @@ def foreseen(
     return Foreseen(100 * degraded / requests, 100 * failed / requests)
 
 
-def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
+def _reachable(plan: SwarmPlan, out: set[str]) -> set[int]:
     holders: dict[int, list[str]] = {}
     for name in sorted(plan.hosts):
         for block in plan.hosts[name].blocks:
             holders.setdefault(block, []).append(name)
-    if routing == "sequential":
-        # As in `policy`: each stage of a pipeline has one host, the first by name.
-        holders = {block: names[:1] for block, names in holders.items()}
     return {block for block, names in holders.items() if not out.issuperset(names)}
 
 

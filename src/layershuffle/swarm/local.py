@@ -59,7 +59,7 @@ class LocalHosts:
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer; see `messages.Transport`."""
-        return await self._host(visit.host).visit(visit.blocks, packet, budget_ms=visit.budget_ms)
+        return await self._host(visit.host).visit((visit.block,), packet, budget_ms=visit.budget_ms)
 
     def _host(self, name: str) -> BlockHost:
         if name not in self._hosts:

@@ -101,22 +101,19 @@ def unpack_answer(packet: Packet, *, before: State) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One call to one host: run `blocks`, in this order; cancelled after `limit` seconds.
+    """One call to one host: run `block`; the request waits for it `limit` seconds.
 
     `budget` (default: `limit`): remaining seconds of the whole request. The host gets this number,
     because a visit that was late and repeated elsewhere may still answer first. `fair`: the limit
-    was long enough for lateness to count against the host. `expected`: expected seconds. `waited`:
-    the request waits for it until its limit; else its answer counts only if it arrives before the
-    request ends.
+    was long enough for lateness to count against the host. `expected`: expected seconds.
     """
 
     host: str
-    blocks: tuple[int, ...]
+    block: int
     limit: float
     budget: float | None = field(default=None, compare=False)
     fair: bool = field(default=True, compare=False)
     expected: float = field(default=0.0, compare=False)
-    waited: bool = True
 
     @property
     def budget_ms(self) -> float:
@@ -186,7 +183,7 @@ class Visited:
     """
 
     host: str
-    blocks: tuple[int, ...]
+    block: int
     outcome: Outcome
     ms: float
     compute_ms: float = 0.0

@@ -3,7 +3,7 @@
 model: runs/depth/model        # stem and head stay here, beside the server
 hosts:
   pi-1: {blocks: [0, 5, 7]}
-  pi-2: {blocks: [1, 2], donors: {2: runs/sibling/model}}
+  pi-2: {blocks: [1, 2]}
 routing: order-free
 most_blocks: 9                 # saves battery: requests leave out the other blocks
 wire: fp32
@@ -37,20 +37,12 @@ class HostPlan(Settings):
 
     blocks: Annotated[tuple[BlockId, ...], Field(min_length=1)]
     """Ids of its blocks, each once."""
-    donors: dict[BlockId, str] = Field(default_factory=dict)
-    """Models from which single blocks come, siblings of the plan's model; default: that model."""
-    share: Annotated[float, Field(ge=0)] | None = None
-    """Mean number of blocks that it should run per request; `swarm plan` sets it for batteries.
-    Without it the router asks whichever host answers first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HostPlan:
         twice = sorted({block for block in self.blocks if self.blocks.count(block) > 1})
         if twice:
             raise ValueError(f"block {twice[0]} is named twice")
-        strange = sorted(set(self.donors) - set(self.blocks))
-        if strange:
-            raise ValueError(f"a donor is named for block {strange[0]}, which is not held here")
         return self
 
 
@@ -62,7 +54,7 @@ class SwarmPlan(Settings):
     hosts: Annotated[dict[Name, HostPlan], Field(min_length=1)]
     """Blocks of every host, by its name."""
     routing: Routing = "order-free"
-    """order-free, order-free-serial, sequential or replicated-sequential."""
+    """order-free or sequential."""
     parallel: Positive | None = None
     """order-free: most visits of a request in flight; default: the most that cost no accuracy
     according to the calibration, or 1 without one."""
@@ -98,12 +90,11 @@ class SwarmPlan(Settings):
     def with_tied_places(self, digests: Mapping[int, str]) -> SwarmPlan:
         """This plan, in which a host that holds a block can run all places with its weights.
 
-        `digests`: of the weights of every place of the plan's model. Blocks of donors stand for
-        their own place alone.
+        `digests`: of the weights of every place of the plan's model.
         """
         hosts = {}
         for name, host in self.hosts.items():
-            weights = {digests[block] for block in host.blocks if block not in host.donors}
+            weights = {digests[block] for block in host.blocks}
             tied = (
                 place
                 for place in sorted(digests)

@@ -109,7 +109,7 @@ class RayTransport:
         if link is not None and link.open:
             begun = time.monotonic()
             try:
-                return await link.visit(visit.blocks, packet, budget_ms=budget_ms)
+                return await link.visit((visit.block,), packet, budget_ms=budget_ms)
             except ChannelLost:
                 # Blocks are stateless, so the visit may be repeated; and if the host is dead, Ray
                 # reports it.
@@ -123,7 +123,7 @@ class RayTransport:
         actor, host = self.actors.get(visit.host), visit.host
         if actor is None:
             raise HostUnavailable(f"No host {host} is known")
-        order = b"".join(visit_frame(0, visit.blocks, packet=packet, budget_ms=budget_ms))
+        order = b"".join(visit_frame(0, (visit.block,), packet=packet, budget_ms=budget_ms))
         try:
             sealed = await called(self._ray, lambda: actor.visit.remote(order), host=host)
             return read_answer(*split(sealed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
@@ -81,18 +80,15 @@ class RemoteModel:
         deadline: float,
         min_blocks: int = 1,
         useful_blocks: int = 1,
-        order: ExecutionOrder | str | Iterable[int] | None = None,
     ) -> Classified:
         """Classify `images` `[n, channels, height, width]`, prepared for the model's view.
 
         `deadline`: in seconds of the router's clock. With fewer than `useful_blocks` blocks it
-        waits for hosts that may come back, but still answers in time. `order`: the steps to run.
-        Raises `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in
-        time, and for a fixed-order pipeline that broke; `UsageError` for an order that the model
-        or the routing refuses. Cancellation ends the walk as well.
+        waits for hosts that may come back, but still answers in time. Raises `NotAnswered` for
+        fewer than `min_blocks` blocks, for a stem that could not run in time, and for a pipeline
+        that broke. Cancellation ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
-        steps = None if order is None else order_of(order, self.depth)
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
         # earlier.
         late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
@@ -110,7 +106,7 @@ class RemoteModel:
         # A plan may ask for fewer blocks than the calibration's useful ones.
         useful = min(useful_blocks, router.most_blocks or self.depth)
         state, route = await router.walk(
-            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful), order=steps
+            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful)
         )
         try:
             check_enough(route, min_blocks=min_blocks)

@@ -8,28 +8,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.stack import depth_of
 from layershuffle.models import load
 from layershuffle.models.files import weights_digest
 from layershuffle.models.output import own_directory
-from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
+from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
-from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
-from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.program import pack_tensors, read_program
+from layershuffle.swarm.program import read_program
 from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.speed import stored_ms
@@ -37,7 +35,7 @@ from layershuffle.swarm.speed import stored_ms
 if TYPE_CHECKING:
     from torch import nn
 
-    from layershuffle.swarm.planning.hosts import ModelFacts
+    from layershuffle.swarm.planning import ModelFacts
     from layershuffle.swarm.ray_session import RaySession
 
 _TIMED = 30
@@ -51,58 +49,24 @@ START_SECONDS = 120.0
 class Cargo:
     """The data for a plan at the head: the model, all blocks in packed form, the calibration.
 
-    `bundles` is keyed by model, by the names that the plan uses. `calibration` is `None` for a
-    model that was never calibrated.
+    `calibration` is `None` for a model that was never calibrated.
     """
 
     model: nn.Module
-    bundles: Mapping[str, Bundle]
+    bundle: Bundle
     calibration: Calibration | None
 
 
 def load_cargo(plan: SwarmPlan) -> Cargo:
-    """Load and check the models of a plan.
+    """Load and check the model of a plan.
 
-    Raises the errors of `load`, `UsageError` for donors that are no siblings and for plans that do
-    not fit the model, `StackError` for models that hosts cannot run.
+    Raises the errors of `load`, `UsageError` for plans that do not fit the
+    model, `StackError` for models that hosts cannot run.
     """
     model = load(plan.model)
     host = served_host(model)
     plan.check(depth_of(host))
-    bundles = {plan.model: make_bundle(host)}
-    donated: dict[str, set[int]] = {}
-    for place in plan.hosts.values():
-        for block, donor in place.donors.items():
-            donated.setdefault(donor, set()).add(block)
-    # A plan may name its own model as a donor, which is loaded already.
-    donated.pop(plan.model, None)
-    for donor, blocks in sorted(donated.items()):
-        bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
-    return Cargo(model, bundles, calibration_of(plan.model, host))
-
-
-def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
-    """These blocks of the model `donor`, to stand in for those of `base`.
-
-    If the donor is a saved model whose record names its base, only these blocks are read. Siblings
-    compute the same steps, so the program is that of `base`. Raises the errors of `load`,
-    `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
-    do not fit the program.
-    """
-    directory = own_directory(donor)
-    if directory is not None and read_lineage(directory).base is not None:
-        check_sibling(base, directory)
-        tensors = {block: read_block(directory, block) for block in blocks}
-    else:  # its base is a fingerprint of all of its blocks, so all must be loaded
-        model = served_host(load(donor))
-        check_sibling(base, replace(base, lineage=lineage_of(model)))
-        check_blocks(blocks, depth=base.depth, place=donor)
-        modules = blocks_of(model)
-        tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
-    program = read_program(base.program)
-    for content in tensors.values():
-        program.bind(content)  # it refuses weights that do not fit, before a host gets them
-    return replace(base, tensors=tensors)
+    return Cargo(model, make_bundle(host), calibration_of(plan.model, host))
 
 
 def calibration_of(model: str, host: nn.Module) -> Calibration | None:
@@ -115,22 +79,27 @@ def calibration_of(model: str, host: nn.Module) -> Calibration | None:
     return read_calibration(calibration_path(model), weights=weights_digest(host))
 
 
-def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> ModelFacts:
+def model_facts(model: str, *, parallel: int | None = None) -> ModelFacts:
     """The facts of a model for planning and simulation; a block is timed on this machine, once.
 
     `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of `load`.
     """
     # It imports scipy's solvers, which takes half a second and which no gateway needs.
-    from layershuffle.swarm.planning.hosts import facts_of
+    from layershuffle.swarm.assignment import BlockFile
+    from layershuffle.swarm.planning import ModelFacts
 
     host = served_host(load(model))
     bundle, calibration = make_bundle(host), calibration_of(model, host)
-    rows = calibration.queue if calibration is not None else ()
-    accuracy = {row.kept: row.top1 for row in rows}
-    block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
-    facts = facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
-    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
-    return replace(facts, cells=cells, rounds=rounds_of(calibration, parallel=parallel))
+    rows = calibration.rows if calibration is not None else ()
+    return ModelFacts(
+        blocks=[
+            BlockFile(digest, len(bundle.tensors[block]))
+            for block, digest in sorted(bundle.digests.items())
+        ],
+        block_ms=stored_ms(bundle.program, lambda: _block_ms(bundle)),
+        cells={row.cell: row.top1 for row in rows},
+        rounds=rounds_of(calibration, parallel=parallel),
+    )
 
 
 def _block_ms(bundle: Bundle) -> float:
@@ -192,7 +161,7 @@ async def running_service(
     the context. `cargo.model` loses its blocks' weights. Raises `UsageError` for a plan that does
     not fit the model.
     """
-    base = cargo.bundles[plan.model]
+    base = cargo.bundle
     # A host stores the weights of tied places once, so further places cost it nothing.
     plan = plan.with_tied_places(base.digests)
     router = Router(
@@ -204,7 +173,7 @@ async def running_service(
         most_blocks=plan.most_blocks,
         rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
     )
-    coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
+    coordinator = Coordinator(plan, router=router, backend=backend, bundle=base)
     # Before anything runs, because the model may be refused.
     remote_model = RemoteModel(cargo.model, router)
     # Before `ready`, which only waits for the hosts that the watch starts.

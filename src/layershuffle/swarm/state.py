@@ -37,11 +37,10 @@ class HostView:
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
     beyond compute and queue; they are `None` until measured. `lag`: the longest recent time, in
     seconds, that a visit took beyond the expected one; it decays from visit to visit. `batch`: the
-    average number of images that it computes together. `waiting` counts blocks x images sent and
-    not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time from
-    which a suspect may be probed, or until which requests wait for a host whose process died. `why`
-    explains every condition but "healthy". `share` is the number of blocks that it should run per
-    request, if the plan gives one, and `served` counts the blocks that it ran.
+    average number of images that it computes together. `waiting` counts the images of visits
+    sent and not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time
+    from which a suspect may be probed, or until which requests wait for a host whose process died.
+    `why` explains every condition but "healthy".
     """
 
     name: str
@@ -55,8 +54,6 @@ class HostView:
     lag: float | None = None
     batch: float = 1.0
     waiting: int = 0
-    share: float | None = None
-    served: int = 0
 
     @property
     def usable(self) -> bool:
@@ -225,17 +222,17 @@ def _middle(times: array[float], *, otherwise: float) -> float:
     return times[half] if len(times) % 2 else (times[half - 1] + times[half]) / 2
 
 
-def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:
-    """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute.
+def expected(host: HostView, *, pace: Pace, images: int = 1) -> float:
+    """Seconds until `host` would answer a visit: link, queue and compute.
 
-    Each of its blocks is assumed to run in a batch of the host's usual size, or with its own images
-    if they are more. Waiting work takes its share of such batches.
+    Its block is assumed to run in a batch of the host's usual size, or with its own images if they
+    are more. Waiting work takes its share of such batches.
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
     # `waiting` is this router's own count: asking the host would cost a visit, and the answer would
     # be outdated.
-    return link * images + compute * (host.waiting + blocks * max(images, host.batch))
+    return link * images + compute * (host.waiting + max(images, host.batch))
 
 
 def lag_of(host: HostView, pace: Pace) -> float:
@@ -247,40 +244,24 @@ def lag_of(host: HostView, pace: Pace) -> float:
     return max(host.lag or 0.0, pace.lag)
 
 
-def slow_above(pace: Pace, limits: Limits) -> float:
-    """Seconds per block above which a host is so slow that it becomes a last resort."""
-    # With the factor alone, ordinary hosts would be excluded if all blocks are fast.
-    return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
-
-
-def is_slow(host: HostView, *, bound: float) -> bool:
-    """Whether `host` takes longer for a block than `bound` seconds (`slow_above`).
-
-    A host without a measurement counts as fast, or it would never be measured.
-    """
-    return host.compute is not None and host.compute > bound
-
-
 def sent(host: HostView, work: int) -> HostView:
-    """A visit of `work` blocks x images was sent."""
+    """A visit of `work` images was sent."""
     return replace(host, waiting=host.waiting + work)
 
 
 def settled(host: HostView, work: int) -> HostView:
-    """A visit of `work` blocks x images is over, however it ended."""
+    """A visit of `work` images is over, however it ended."""
     # A restarted host begins with 0, while visits to its old process are still ending.
     return replace(host, waiting=max(0, host.waiting - work))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A request's visit was answered: it counts as served, and its times update the averages."""
-    timed = _timed(host, hop, limits=limits)
+    """A request's visit was answered: its times update the averages."""
     return replace(
-        timed,
-        # A suspect's late answer clears no strikes: only a probe brings it back.
-        strikes=0 if host.usable else host.strikes,
+        _timed(host, hop, limits=limits),
+        # A suspect's too: it is late, not gone. But only a probe brings it back.
+        strikes=0,
         lag=_lag_after(host, hop, fade=limits.lag_fade),
-        served=timed.served + len(hop.blocks) * hop.images,
     )
 
 
@@ -296,7 +277,7 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
     Only visits of one image measure the link; canaries are such visits.
     """
-    compute = hop.compute_ms / 1000 / len(hop.blocks) / hop.batch
+    compute = hop.compute_ms / 1000 / hop.batch
     link = host.link
     if hop.images == 1:
         beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
@@ -315,8 +296,10 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
     for longer after every failure since its last success.
     """
-    # A host that lied stays out, because it may well answer a probe correctly.
-    if host.condition in ("gone", "shut-out"):
+    # A host that lied stays out, because it may well answer a probe correctly. What was sent to a
+    # suspect before it became one says nothing new; only its probes do.
+    stale = host.condition == "suspect" and hop.lag_ms is not None
+    if host.condition in ("gone", "shut-out") or (stale and hop.outcome not in ("lost", "wrong")):
         return host
     if hop.outcome == "lost":
         until = now + limits.return_ms / 1000
@@ -347,6 +330,16 @@ def may_return(host: HostView, *, now: float, left: float) -> bool:
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at
+
+
+def hoped_until(host: HostView, limits: Limits) -> float:
+    """The time until which requests wait for a host although they have enough blocks.
+
+    A host that failed once since its last answer may be slow or gone: its next probe shows which.
+    0 for all others.
+    """
+    once = host.condition == "suspect" and host.strikes <= 1
+    return host.retry_at + limits.probe_ms / 1000 if once else 0.0
 
 
 def retry_after(swarm: Swarm, *, now: float) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 # pydantic and numpy, which take 0.15 to 0.24 s of the half second that --help may take. So they are
 # spelled out once more; a test and mypy compare them.
 DEFAULT_MODEL = "bundled:digits-swarm"
-RoutingFlag = Literal["order-free", "order-free-serial", "sequential", "replicated-sequential"]
+RoutingFlag = Literal["order-free", "sequential"]
 WireFlag = Literal["fp32", "fp16", "int8"]
 FaultFlag = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
 ScenarioFlag = Literal[

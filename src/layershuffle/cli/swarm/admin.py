@@ -1,4 +1,4 @@
-"""`layershuffle swarm drain`, `readmit` and `swap`: change a running swarm from its own machine."""
+"""`layershuffle swarm drain` and `readmit`: change a running swarm from its own machine."""
 
 from __future__ import annotations
 
@@ -61,25 +61,4 @@ class ReadmitCommand(_NamedHostCommand):
         with self.operator() as operator:
             operator.command("readmit", host=self.host)
         print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
-        return 0
-
-
-@dataclass(frozen=True)
-class SwapCommand(_NamedHostCommand):
-    """Replace a block of a host by the same block of a sibling model, while the swarm serves.
-
-    Run this on the machine of the server. No request is lost.
-    """
-
-    block: int
-    """Id of a block that the host holds."""
-    _: KW_ONLY
-    donor: str
-    """Model that the block comes from: a sibling, refined from the same base."""
-
-    def run(self) -> int:
-        """Swap the block."""
-        with self.operator() as operator:
-            operator.command("swap", host=self.host, block=self.block, donor=self.donor)
-        print(f"Block {self.block} of host {self.host} comes from {self.donor} now.")
         return 0

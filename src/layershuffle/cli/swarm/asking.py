@@ -84,9 +84,6 @@ class ClassifyCommand(ServerOptions):
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
     """Fewest blocks of an answer; with fewer the request fails."""
-    order: str | None = None
-    """Run exactly these steps: "3,0,2" one block after the other, "3+7,5" with blocks side by side,
-    "3,7,3,7" again; blocks that no host holds are left out."""
     top: int = 5
     """Classes to show per image."""
     json: bool = False
@@ -107,7 +104,6 @@ class ClassifyCommand(ServerOptions):
                         image_file(image),
                         deadline_ms=self.deadline_ms,
                         min_blocks=self.min_blocks,
-                        order=self.order,
                         top_k=self.top,
                     )
                 except (SwarmError, UsageError) as error:
@@ -130,7 +126,7 @@ def describe_answer(answer: Classification, image: Path) -> str:
     (classes,) = answer.images
     lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in classes.top)}"]
     hops = " -> ".join(
-        f"{hop.host} ({', '.join(map(str, hop.blocks))}: "
+        f"{hop.host} ({hop.block}: "
         f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"
         for hop in answer.route
     )

@@ -96,9 +96,7 @@ class DemoCommand(Command):
             answer = await client.classify(images[0].image)
         print(f"\n{table(_HEADER, rows)}")
         guess = answer.images[0].top[0]
-        route = " -> ".join(
-            f"{hop.host} ({', '.join(map(str, hop.blocks))})" for hop in answer.route
-        )
+        route = " -> ".join(f"{hop.host} ({hop.block})" for hop in answer.route)
         print(
             f"\nOne answer: {guess.label} ({100 * guess.probability:.0f} %; it is "
             f"{images[0].label:02d}), "

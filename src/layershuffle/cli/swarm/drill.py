@@ -157,7 +157,7 @@ class DrillCommand(ServerOptions):
                                 "found count."
                             )
                         # A fixed order cannot but lose requests: only free order counts.
-                        if routing.startswith("order-free"):
+                        if routing == "order-free":
                             lost = max(lost, drill.share("failed", "late"))
                     finally:
                         await engine.mend()

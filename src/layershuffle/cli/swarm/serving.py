@@ -1,7 +1,7 @@
 """`layershuffle swarm up` and `deploy`: a swarm that answers clients until it is stopped.
 
-The server takes the requests of clients. The operator's socket takes those of `drain`, `readmit`,
-`swap` and `drill`, from the owner of this process alone.
+The server takes the requests of clients. The operator's socket takes those of `drain`, `readmit`
+and `drill`, from the owner of this process alone.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ class UpCommand(_ServingCommand):
     replicas: int = 1
     """Hosts that hold each block."""
     routing: RoutingFlag = "order-free"
-    """How blocks are ordered: order-free, order-free-serial (one visit at a time), sequential (a
-    classical pipeline) or replicated-sequential (the same over several holders of each block)."""
+    """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
     wire: WireFlag = "fp32"
     """Number format of states on the wire."""
     page_may_break: bool = False

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     # It imports torch, which takes seconds, and commands look for a swarm that runs before that.
     from layershuffle.swarm.service import Service
 
-CommandName = Literal["drain", "readmit", "swap", "routing", "fault", "plan"]
+CommandName = Literal["drain", "readmit", "routing", "fault", "plan"]
 SOCKET = "operator.sock"
-# Seconds; a swap may have to load a whole model before it answers.
+# Seconds.
 _TIMEOUT = 120.0
 _SOCKET_PATH_BYTES = 100  # Linux allows 107, less what Python adds
 
@@ -45,13 +45,6 @@ class HostBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     host: str
-
-
-class SwapBody(HostBody):
-    """Replace a block with that of another model."""
-
-    block: int
-    donor: str
 
 
 class FaultBody(HostBody):
@@ -88,17 +81,6 @@ def operator_app(service: Service) -> FastAPI:
                 hint=f"layershuffle swarm drain {command.host} takes it out of service",
             )
         await coordinator.readmit(command.host)
-        return {}
-
-    @app.post("/swap")
-    async def swap(command: SwapBody) -> dict[str, Any]:
-        """Replace a block of the host with the same block of the model `donor`."""
-        block, base = command.block, coordinator.base
-        # In a thread: reading files or loading a model would block requests.
-        from layershuffle.swarm.service import donor_bundle
-
-        bundle = await asyncio.to_thread(donor_bundle, command.donor, base, blocks=[block])
-        await coordinator.swap(command.host, block, donor=bundle)
         return {}
 
     @app.post("/routing")

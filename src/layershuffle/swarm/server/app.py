@@ -43,7 +43,7 @@ from layershuffle.swarm.server.gateway_page import GatewayPage, PageOptions
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
-from layershuffle.swarm.server.scheduler import ForeignBlocks, RequestScheduler
+from layershuffle.swarm.server.scheduler import RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
 from layershuffle.swarm.state import retry_after
 
@@ -74,7 +74,6 @@ def create_app(
     calibration: Calibration | None = None,
     keys: Sequence[str] = (),
     model: str = "",
-    foreign_blocks: Callable[[], ForeignBlocks] = frozenset,
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
     carriers: Callable[[], Mapping[str, Carrier]] = dict,
@@ -86,7 +85,6 @@ def create_app(
 
     `labels`: the names of the classes (default: those of the model, else those of `calibration`);
     `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
-    `foreign_blocks`: (host, block) of blocks from a model other than the calibrated one;
     `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
     disagreed; `carriers`: how visits reach each host; `trouble`: the fault of the system that runs
     the hosts; `page`: options of the page at /, `None` for no page; `decoder_threads`: the executor
@@ -99,7 +97,6 @@ def create_app(
         limits=limits or GatewayLimits(),
         labels=names,
         calibration=calibration,
-        foreign_blocks=foreign_blocks,
         decoder_threads=decoder_threads,
     )
     metrics = Metrics(remote_model.router, watching=watching, audits=audits, trouble=trouble)

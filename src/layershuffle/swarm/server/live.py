@@ -20,13 +20,12 @@ from starlette.responses import StreamingResponse
 
 from layershuffle.swarm.messages import Answer, Route, Visited
 from layershuffle.swarm.placement import Carrier
-from layershuffle.swarm.router import Router
+from layershuffle.swarm.router import PendingVisit, Router, Walk
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import client_of
 from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.server.page import HEADERS
-from layershuffle.swarm.walk import PendingVisit, Walk
 
 EVERY = 0.5  # seconds between events of the hosts ...
 STEP = 0.2  # ... and of the request that walks
@@ -170,7 +169,7 @@ class Following:
         if request is None or len(request.visits) >= MOST_VISITS:
             return
         begun = (self._clock() - request.started) * _MILLI
-        visit = _FollowedVisit(call.visit.host, call.visit.blocks, begun)
+        visit = _FollowedVisit(call.visit.host, (call.visit.block,), begun)
         request.visits.append(visit)
         request.calls[id(call)] = visit
 

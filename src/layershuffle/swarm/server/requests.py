@@ -84,13 +84,6 @@ class Options(BaseModel):
         description="Fewest blocks of an answer; with fewer, the request fails. Default: the "
         "request waits until its deadline for half of the accuracy, then answers with fewer.",
     )
-    order: Annotated[str, Field(max_length=4096)] | None = Field(
-        None,
-        description='Steps to run: "3,0,2" one block after the other, "3+7+0,5" with blocks side '
-        'by side, "3,7,3,7" again, "3,7@0" on an older version of the state; or as JSON, '
-        '{"blocks": [3, 7], "versions": [0, 0], "depth": 12}, with the numbers of an answer. At '
-        f"most {MAX_PASSES} times as many steps as the model has blocks.",
-    )
     top_k: int = Field(5, ge=1, le=_MAX_TOP, description="Classes in the answer, at most.")
 
 
@@ -117,7 +110,6 @@ class Query:
     deadline_ms: float
     min_blocks: int
     useful_blocks: int
-    order: ExecutionOrder | None
     top_k: int
 
 
@@ -148,12 +140,10 @@ async def read_query(
         raise unprocessable(causes, hint=_FIELDS_HINT) from error
     if not files:
         raise unprocessable("There is no image in the request", hint=_FORM_HINT)
-    order = None if options.order is None else read_order(options.order, depth=bounds.depth)
-    most = bounds.depth if order is None else len(set(order))
-    if options.min_blocks is not None and options.min_blocks > most:
+    if options.min_blocks is not None and options.min_blocks > bounds.depth:
         raise unprocessable(
-            f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
-            hint=f"ask for at most {most} (min_blocks; on a command line --min-blocks)",
+            f"min_blocks is {options.min_blocks}, but the model has {bounds.depth} blocks",
+            hint=f"ask for at most {bounds.depth} (min_blocks; on a command line --min-blocks)",
         )
     low, high = bounds.gateway.min_deadline_ms, bounds.swarm.max_deadline_ms
     if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
@@ -163,9 +153,7 @@ async def read_query(
     query = Query(
         deadline_ms=options.deadline_ms or bounds.swarm.deadline_ms,
         min_blocks=options.min_blocks or 1,
-        # The default may be more than the blocks of a short order.
-        useful_blocks=options.min_blocks or min(bounds.useful, most),
-        order=order,
+        useful_blocks=options.min_blocks or bounds.useful,
         top_k=options.top_k,
     )
     return query, files

@@ -18,29 +18,23 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.models import file_view
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.expectations import (
     NEVER,
-    UNMEASURED,
     Expected,
     expected_at,
-    expected_of_named,
     useful_blocks,
 )
-from layershuffle.swarm.free import visits_at_once
 from layershuffle.swarm.messages import Route
-from layershuffle.swarm.policy import RequestProgress
+from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
-from layershuffle.swarm.rounds import Cell, cell_of, cell_of_named
+from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
 from layershuffle.swarm.server.schemas import Classification, classification
 
-ForeignBlocks = frozenset[tuple[str, int]]
-"""(host, block) of every block that comes from a model other than the swarm's own."""
 _MILLI = 1000.0
 _T = TypeVar("_T")
 
@@ -142,8 +136,7 @@ class Clients:
 class RequestScheduler:
     """Carries out classifications, as many at a time as the limits allow.
 
-    `labels`: the class names, in the order of the model's logits. `foreign_blocks` returns the
-    blocks of models other than the one that `calibration` was measured on. `decoder_threads`: the
+    `labels`: the class names, in the order of the model's logits. `decoder_threads`: the
     executor that decodes images (default: as many threads as the limits allow).
     """
 
@@ -154,12 +147,10 @@ class RequestScheduler:
         limits: GatewayLimits,
         labels: Sequence[str],
         calibration: Calibration | None,
-        foreign_blocks: Callable[[], ForeignBlocks],
         decoder_threads: Executor | None = None,
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
         self.calibration, self.clients = calibration, Clients(limits)
-        self._foreign_blocks = foreign_blocks
         self._clock = remote_model.router.clock
         self._bounds = Bounds(
             remote_model.depth,
@@ -187,7 +178,6 @@ class RequestScheduler:
             address = request.client.host if request.client else ""
             client = places.enter_context(self.clients.request_of(address))
             self._check_room()  # before a body is received in vain
-            foreign = self._foreign_blocks()
             memory = places.enter_context(ExitStack())
             take = memory.enter_context(self._body_memory())
             query, files = await read_query(request, bounds=self._bounds, take=take)
@@ -209,11 +199,7 @@ class RequestScheduler:
             classified,
             labels=self.labels,
             top_k=query.top_k,
-            order=query.order,
-            # Blocks may be swapped while a request runs: it may have visited old and new ones.
-            expected=self._expected(
-                classified.route, foreign | self._foreign_blocks(), named=query.order is not None
-            ),
+            expected=self._expected(classified.route),
             total_ms=(self._clock() - begun) * _MILLI,
         )
 
@@ -247,7 +233,6 @@ class RequestScheduler:
                 deadline=deadline,
                 min_blocks=query.min_blocks,
                 useful_blocks=query.useful_blocks,
-                order=query.order,
             )
         finally:
             self._walks.release()
@@ -263,66 +248,38 @@ class RequestScheduler:
 
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
-        router, foreign = self.remote_model.router, self._foreign_blocks()
+        router = self.remote_model.router
         usable = [host for host in router.swarm.values() if host.usable]
         reachable = {block for host in usable for block in host.blocks}
-        places = {(host.name, block) for host in usable for block in host.blocks}
         enough = router.most_blocks or router.depth
         most, passes, parallel = min(len(reachable), enough), 1, 1
         if router.routing == "order-free":
-            now, limits, rounds = self._clock(), router.limits, router.rounds
+            rounds = router.rounds
             passes = rounds.way(len(reachable), enough=enough).passes
-            # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = visits_at_once(
-                RequestProgress(router.depth, now + limits.deadline_ms / _MILLI, most=enough),
+            # Busy hosts run one visit at a time, whatever the calibration allows.
+            parallel = side_by_side(
+                sorted(reachable),
                 router.swarm,
-                now=now,
-                limits=limits,
                 rounds=rounds,
+                enough=enough,
                 walks=router.walks + 1,
             )
-        cell = Cell(most, passes, max(1, parallel)) if most else None
-        return self._expected_with(cell, foreign & places)
+        cell = Cell(most, passes, parallel) if most else None
+        return self._expected_at(cell)
 
-    def _expected(
-        self, route: Route, foreign: ForeignBlocks, *, named: bool
-    ) -> tuple[Expected | None, str]:
-        """The accuracy to expect of the answer of `route`, or `None` and the reason.
+    def _expected(self, route: Route) -> tuple[Expected | None, str]:
+        """The accuracy to expect of the answer of `route`, or `None` and the reason."""
+        return self._expected_at(cell_of(route.steps) if route.order else None)
 
-        `named`: the client named the steps, so they may not have been measured.
-        """
-        cell = cell_of(route.steps) if route.order else None
-        if named and route.order and self.calibration is not None:
-            ran = ExecutionOrder(route.order, route.depth, route.versions)
-            if expected_of_named(self.calibration, ran) is None:
-                return None, UNMEASURED
-            cell = cell_of_named(ran)
-        answered = [hop for hop in route.hops if hop.outcome == "answered"] if foreign else []
-        places = {(hop.host, block) for hop in answered for block in hop.blocks}
-        return self._expected_with(cell, foreign & places)
-
-    def _expected_with(
-        self, cell: Cell | None, foreign: ForeignBlocks
-    ) -> tuple[Expected | None, str]:
-        """The accuracy to expect of answers in `cell`; `None` and the reason if it is unknown or
-        blocks of another model took part."""
+    def _expected_at(self, cell: Cell | None) -> tuple[Expected | None, str]:
+        """The accuracy to expect of answers in `cell`; `None` and the reason if it is unknown."""
         if self.calibration is None:
             return None, NEVER
         if cell is None:
             return None, "no block can be run"
-        # The accuracy was measured with the model's own blocks, and holds for no others.
-        if not foreign:
-            expected = expected_at(self.calibration, cell)
-            why = f"{cell.kept} blocks were not measured with answers as late as these"
-            return expected, "" if expected else why
-        used: dict[str, set[int]] = {}
-        for host, block in foreign:
-            used.setdefault(host, set()).add(block)
-        listed = "; ".join(
-            f"{host}: {', '.join(map(str, sorted(blocks)))}"
-            for host, blocks in sorted(used.items())
-        )
-        return None, f"blocks of another model than the calibrated one took part ({listed})"
+        expected = expected_at(self.calibration, cell)
+        why = f"{cell.kept} blocks were not measured with answers as late as these"
+        return expected, "" if expected else why
 
     def _check_room(self) -> None:
         """Raises `HTTPError` (429) if too many requests are open."""

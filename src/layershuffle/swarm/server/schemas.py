@@ -5,8 +5,7 @@ It imports no torch and no web framework, because clients read answers with the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -14,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from layershuffle.swarm.calibration import CalibrationFacts
 from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
+from layershuffle.swarm.messages import Ending, Outcome, Wire
 from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -52,7 +51,7 @@ class Hop(BaseModel):
     model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
 
     host: str
-    blocks: list[int]
+    block: int
     outcome: Outcome
     ms: float
     compute_ms: float
@@ -181,7 +180,6 @@ def classification(
     *,
     labels: Sequence[str],
     top_k: int,
-    order: Iterable[int] | None,
     expected: tuple[Expected | None, str],
     total_ms: float,
 ) -> Classification:
@@ -205,7 +203,7 @@ def classification(
         versions=[version for _, version in route.steps],
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
-        degraded=is_degraded(route, order=order),
+        degraded=route.kept < route.depth,
         ending=route.ending,
         route=[Hop.model_validate(hop) for hop in route.hops],
         expected=expected[0],
@@ -217,18 +215,6 @@ def classification(
             head=classified.head_ms,
         ),
     )
-
-
-def is_degraded(route: Route, *, order: Iterable[int] | None) -> bool:
-    """Whether blocks that were to run are missing: of all blocks, or of the requested `order`, each
-    as often as it occurs there.
-
-    A route may end as complete although a block in the middle of the order had no host.
-    """
-    if order is not None:
-        return Counter(route.order) != Counter(order)
-    # As sets, because any order of the blocks is a complete answer, and some may have run twice.
-    return set(route.order) != set(range(route.depth))
 
 
 def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[HostAnswer]:

@@ -104,7 +104,6 @@ async def serve_service(
         keys=serving.keys,
         model=service.plan.model,
         # Functions, because these change while the server runs.
-        foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
         carriers=coordinator.backend.carriers,

@@ -81,7 +81,6 @@ def simulate(
             routing=simulation.router.routing,
             accuracy=accuracy,
             depth=simulation.router.depth,
-            served={name: host.served for name, host in simulation.router.swarm.items()},
             visits=simulation.transport.visits,
         )
 
@@ -117,8 +116,7 @@ class _Simulation:
         self.health = HealthMonitor(self.router, seed=seed)
 
     def _view(self, name: str) -> HostView:
-        host = self.plan.hosts[name]
-        return HostView(name, frozenset(host.blocks), share=host.share)
+        return HostView(name, frozenset(self.plan.hosts[name].blocks))
 
     async def _expect_all(self) -> None:
         """Begin the health checks of all hosts, spread over the time between two canaries.
@@ -134,14 +132,12 @@ class _Simulation:
 
     def _expect(self, name: str) -> None:
         """Begin the health checks of the host."""
-        host = self.plan.hosts[name]
-        donors = {block: host.donors.get(block, self.plan.model) for block in host.blocks}
         self.health.expect(
             name,
             {
-                # The text replaces the digest of the weights.
-                block: Reference(_STATE, _unchanged, f"{block} {donor}")
-                for block, donor in donors.items()
+                # The number replaces the digest of the weights.
+                block: Reference(_STATE, _unchanged, str(block))
+                for block in self.plan.hosts[name].blocks
             },
         )
 
@@ -228,8 +224,7 @@ class _Simulation:
             host.mend()
             return
         host.start()
-        # The count of served blocks is kept, because it represents the use of the host's battery.
-        self.router.update(name, lambda view: replace(self._view(name), served=view.served))
+        self.router.update(name, lambda _: self._view(name))
         self.health.drop(name)
         self._expect(name)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -11,9 +11,6 @@ from pydantic import Field
 from layershuffle.errors import UsageError
 from layershuffle.settings import Above, NotBelow, Positive, Settings
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-
-if TYPE_CHECKING:
-    from layershuffle.swarm.planning.hosts import PlannedHost
 
 _COPY = "~"
 # Arrivals, churn and canaries draw from separate streams: a change of one leaves the others.
@@ -95,18 +92,6 @@ class Arrivals(Settings):
         return tuple(np.cumsum(gaps).tolist())
 
 
-def profile_of(hosts: Iterable[PlannedHost]) -> Profile:
-    """The profile of the hosts for which a plan was made."""
-    return Profile(
-        hosts={
-            host.name: HostTimes(
-                block_ms=1000 * host.block, link_ms=1000 * (host.link + host.transfer)
-            )
-            for host in hosts
-        }
-    )
-
-
 def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
     """A plan for `hosts` hosts: copies of those of `plan`, in turn (NAME~2 ...).
 
@@ -122,7 +107,6 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
         for i in range(hosts)
     }
-    # Only blocks are copied: shares are valid for exactly the hosts of the plan.
     grown = {
         name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
         for name, i in copies.items()
