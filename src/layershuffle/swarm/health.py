@@ -5,7 +5,8 @@ probe   a canary for a suspect host; if it passes in time, the host is healthy a
 audit   a share of the answered visits, and the first ones of every process, are computed again
         here, off the request's path (`audits` chooses them)
 
-The correct answer is computed by the block in this process, which sent the weights (`Reference`).
+The correct answer is computed by the block in this process, from the files that the hosts fetch
+(`Reference`).
 So a host that answers wrongly is shut out even if no other host holds its blocks. It stays out
 until `Coordinator.readmit` restarts it. Nothing that a host does or answers ends the watch. The
 decisions are pure functions; `HealthMonitor` carries them out.
@@ -20,13 +21,14 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.audits import AuditDraw
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.members import rounded
 from layershuffle.swarm.messages import (
     Outcome,
     State,
@@ -35,14 +37,9 @@ from layershuffle.swarm.messages import (
     VisitError,
     Wire,
     WorkExpired,
-    pack,
-    unpack,
 )
-from layershuffle.swarm.router import TOO_LONG, Router, unpacked
+from layershuffle.swarm.router import TOO_LONG, Router, fault_of
 from layershuffle.swarm.state import HostView, Swarm
-
-if TYPE_CHECKING:
-    from layershuffle.swarm.bundle import Bundle
 
 _TICK = 0.05  # seconds between checks of which hosts are due
 _AUDITS = 8  # at a time; further visits are not audited meanwhile
@@ -64,20 +61,6 @@ class Reference:
     sample: State
     compute: Callable[[State], Coroutine[None, None, State]]
     digest: str
-
-
-def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
-    """The references for hosts with these blocks of `bundle`."""
-    from layershuffle.swarm.program import digest_of
-
-    async def compute(block: int, state: State) -> State:
-        # In a thread, because a block of a large model would delay the event loop.
-        return await asyncio.to_thread(bundle.compute, block, state)
-
-    return {
-        block: Reference(bundle.sample, partial(compute, block), digest_of(bundle.tensors[block]))
-        for block in blocks
-    }
 
 
 def question_like(sample: State, generator: np.random.Generator) -> State:
@@ -196,6 +179,11 @@ class HealthMonitor:
         self._expected[host] = {**self._expected.get(host, {}), **blocks}
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
+
+    def forget(self, host: str, blocks: Iterable[int]) -> None:
+        """Stop checking `blocks` of `host`."""
+        expected = self._expected.get(host, {})
+        self._expected[host] = {b: r for b, r in expected.items() if b not in set(blocks)}
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it left or restarted."""
@@ -317,7 +305,7 @@ class HealthMonitor:
         clock, visit = self.router.clock, Visit(check.host, check.block, check.limit)
         hop, begun = Visited(check.host, check.block, "answered", 0.0), clock()
         # Always float32, because rounding by a narrower wire is not the fault of the host.
-        visiting = self.router.transport.visit(visit, pack(start, "fp32"))
+        visiting = self.router.transport.visit(visit, start)
         try:
             async with asyncio.timeout(check.limit):
                 answer = await visiting
@@ -334,13 +322,12 @@ class HealthMonitor:
         hop = replace(hop, ms=(clock() - begun) * _MILLI)
         if hop.outcome != "answered":
             return hop, None
-        after, fault = unpacked(answer, like=start, ms=hop.ms)
-        if fault:
+        if fault := fault_of(answer, before=start, ms=hop.ms):
             outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
             return replace(hop, outcome=outcome, why=fault), None
         return replace(
             hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
-        ), after
+        ), answer.state
 
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
         share = self.router.limits.audit_share
@@ -366,7 +353,7 @@ class HealthMonitor:
         """Compute the state after the hop again in this process, and compare."""
         wire = self.router.wire
         # The input of the hop's host, rounded by the wire.
-        received = unpack(pack(before, wire))
+        received = rounded(before, wire)
         expected = await reference.compute(received)
         if wire != "fp32":
             expected = before + (expected - received)  # the router adds to its own state

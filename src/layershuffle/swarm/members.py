@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import Collection, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -28,14 +28,12 @@ from layershuffle.swarm.messages import (
     HostFailed,
     HostGone,
     HostUnavailable,
-    Packet,
     State,
     Visit,
     VisitError,
     Wire,
     WorkExpired,
     WrongAnswer,
-    unpack,
 )
 from layershuffle.swarm.served import ServedModel
 from layershuffle_host import wire
@@ -55,6 +53,13 @@ _REFUSALS: Mapping[Why, type[VisitError]] = {
     Why.DRAINING: HostUnavailable,
 }
 _log = logging.getLogger(__name__)
+
+
+def rounded(state: State, form: Wire) -> State:
+    """The state that a host receives of one that travels as `form`."""
+    header = Header(Kind.VISIT, DTYPES[form], 0, 0, len(state))
+    tokens, width = state.shape[1:]
+    return wire.state_in(wire.frame(header, state), header, shape=(tokens, width))
 
 
 @dataclass(eq=False, slots=True)
@@ -135,22 +140,14 @@ class Members(Mapping[str, Member]):
 
     # --- visits -----------------------------------------------------------------------------------
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+    async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
         """The host's answer; see `messages.Transport`."""
-        answer = Answer(packet, 0.0, 0.0)
-        # One frame for each block.
-        for block in visit.blocks:
-            answer = await self._visit(replace(visit, blocks=(block,)), answer.packet)
-        return answer
-
-    async def _visit(self, visit: Visit, packet: Packet) -> Answer:
         member = self._members.get(visit.host)
         if member is None:
             raise HostGone(f"Host {visit.host} is not connected")
-        state, number = unpack(packet), next(self._numbers) % (1 << 32)
+        number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
-        (block,) = visit.blocks
-        header = Header(Kind.VISIT, DTYPES[packet.wire], block, number, len(state), 0, micros)
+        header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
         sent = _Sent(header, state, asyncio.get_running_loop().create_future())
         member.sent[number] = sent
         try:
@@ -339,7 +336,7 @@ class Members(Mapping[str, Member]):
         except WireError as error:
             raise WrongAnswer(f"Host {member.name} answered with {error}") from error
         return Answer(
-            Packet("fp32", values if header.dtype == Dtype.FLOAT32 else sent.before + values),
+            values if header.dtype == Dtype.FLOAT32 else sent.before + values,
             compute_ms=header.time / _MILLI,
             queue_ms=header.waited / _MILLI,
             batch=header.note,

@@ -300,6 +300,8 @@ def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Endi
     holders = [swarm[name] for name in swarm.held(block)]
     if not holders:
         return "no host holds it"
+    if any(block in host.loading for host in holders):
+        return "its host is loading it"
     if not any(host.usable for host in holders):
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
     late = ending in ("deadline", "lost")

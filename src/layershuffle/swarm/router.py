@@ -7,7 +7,6 @@ Everything that it learns goes into `Swarm` values through the pure functions of
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,6 @@ from layershuffle.swarm.messages import (
     Visited,
     VisitError,
     Wire,
-    pack,
-    unpack_answer,
 )
 from layershuffle.swarm.policy import (
     Finish,
@@ -43,16 +40,8 @@ from layershuffle.swarm.policy import (
 )
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.text import one_line
 
-NOT_FINITE = "it answered with numbers that are not finite"
 TOO_LONG = "it answered that it took longer than its visit"
-_UNREADABLE = (
-    AttributeError,
-    OverflowError,
-    TypeError,
-    ValueError,
-)  # raised while an invalid answer is read
 _MILLI = 1000.0
 _SLACK, _SLACK_MS = 1.1, 1.0
 """Allowed difference between the clocks of a host and of the router over one visit."""
@@ -275,7 +264,7 @@ class Router:
         """Send the newest state to a host, as decided at `now`."""
         before, work = walk.state, len(walk.state)
         self.update(visit.host, lambda host: state.sent(host, work))
-        task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
+        task = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
 
         def over(task: asyncio.Task[Answer]) -> None:
             if not task.cancelled():
@@ -300,12 +289,10 @@ class Router:
             self._fail(walk, call, outcome=error.outcome, why=error.cause)
             return None
         elapsed_ms = (self.clock() - call.started) * _MILLI
-        after, fault = unpacked(answer, like=call.before, ms=elapsed_ms)
-        if fault:
-            # An earlier host may have spoilt the state; a probe will show which host is wrong. Or
-            # the router's clock may have stopped, on a machine that was paused.
-            doubtful = fault == TOO_LONG or (fault == NOT_FINITE and call.version > 0)
-            outcome: Outcome = "failed" if doubtful else "wrong"
+        after = answer.state
+        if fault := fault_of(answer, before=call.before, ms=elapsed_ms):
+            # The router's clock may have stopped, on a machine that was paused.
+            outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
             self._fail(walk, call, outcome=outcome, why=fault)
             return None
         hop = Visited(
@@ -344,35 +331,17 @@ class Router:
             self.watcher.noted(call, hop)
 
 
-def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
-    """The state in a host's answer to the state `like`, and the fault of the answer, or "".
+def fault_of(answer: Answer, *, before: State, ms: float) -> str:
+    """What is wrong with the answer to a visit with the state `before`, "" if nothing is.
 
-    An answer is wrong if it cannot be read, has another shape, or holds numbers that are not finite
-    (`NOT_FINITE`) or so large that no block produced them. If it cannot be read, the state is
-    `like`. An answer is also wrong if its times or batch size are invalid, or if its times exceed
-    the `ms` milliseconds of the visit (`TOO_LONG`), which would make a distant host look near.
+    It holds numbers so large that no block produced them, or says that it took longer than the `ms`
+    milliseconds of the visit (`TOO_LONG`), which would make a distant host look near. Transports
+    have checked shape and dtype.
     """
-    try:
-        after = unpack_answer(answer.packet, before=like)
-        reported_ms = _reported_ms(answer)
-        # One pass is enough, because `max` propagates NaN and infinity.
-        largest = float(np.abs(after).max(initial=0.0))
-    except _UNREADABLE as error:
-        return like, f"its answer cannot be read ({one_line(error)})"
-    if reported_ms > _SLACK * ms + _SLACK_MS:
-        return after, TOO_LONG
-    if not math.isfinite(largest):
-        return after, NOT_FINITE
-    # At least 1, because a state of zeros may grow by any factor.
-    if largest > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
-        return after, f"it answered with numbers up to {largest:.1g}"
-    return after, ""
-
-
-def _reported_ms(answer: Answer) -> float:
-    """Milliseconds at the host, as it reports them. Raises `ValueError` for invalid numbers."""
-    times = (answer.compute_ms, answer.queue_ms)
-    # Averages are divided by the batch size, which is at least 1.
-    if not all(map(math.isfinite, (*times, answer.batch))) or min(*times, answer.batch - 1) < 0:
-        raise ValueError("its times or batch size are invalid")
-    return sum(times)
+    if answer.compute_ms + answer.queue_ms > _SLACK * ms + _SLACK_MS:
+        return TOO_LONG
+    largest = float(np.abs(answer.state).max(initial=0.0))
+    # At least 1, because a state of zeros may grow by any factor; `not <=`, because of NaN.
+    if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
+        return f"it answered with numbers up to {largest:.1g}"
+    return ""

@@ -40,7 +40,7 @@ class HostView:
     average number of images that it computes together. `waiting` counts the images of visits
     sent and not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time
     from which a suspect may be probed, or until which requests wait for a host whose process died.
-    `why` explains every condition but "healthy".
+    `why` explains every condition but "healthy". `loading`: blocks that it will serve soon.
     """
 
     name: str
@@ -54,6 +54,7 @@ class HostView:
     lag: float | None = None
     batch: float = 1.0
     waiting: int = 0
+    loading: frozenset[int] = frozenset()
 
     @property
     def usable(self) -> bool:
@@ -83,7 +84,7 @@ class Swarm(Mapping[str, HostView]):
         # Places change only when a host joins or leaves, so other changes copy one row.
         self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
-        self._held = _by_block((view.name, view.blocks) for view in views)
+        self._held = _by_block((view.name, view.blocks | view.loading) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
         self._usable_hosts = sum(view.usable for view in views)
@@ -121,7 +122,7 @@ class Swarm(Mapping[str, HostView]):
         return Swarm(host for host in self.values() if host.name != name)
 
     def held(self, block: int) -> tuple[str, ...]:
-        """Names of all hosts that hold `block`, sorted."""
+        """Names of all hosts that hold or load `block`, sorted."""
         return self._held.get(block, ())
 
     def usable(self, block: int) -> tuple[str, ...]:
@@ -151,7 +152,8 @@ class Swarm(Mapping[str, HostView]):
         if _indexed(before) == _indexed(after):
             return
         name, out = after.name, frozenset[int]()
-        self._held = _moved(self._held, name, was=before.blocks, now=after.blocks)
+        was, now = (view.blocks | view.loading for view in (before, after))
+        self._held = _moved(self._held, name, was=was, now=now)
         was, now = (view.blocks if view.usable else out for view in (before, after))
         self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
@@ -165,7 +167,7 @@ class Swarm(Mapping[str, HostView]):
 
 def _indexed(host: HostView) -> tuple[object, ...]:
     """The fields that the indexes depend on; visits sent and settled change none of them."""
-    return host.condition, host.compute, host.link, host.lag, host.blocks
+    return host.condition, host.compute, host.link, host.lag, host.blocks, host.loading
 
 
 def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
@@ -326,7 +328,10 @@ def probe_due(host: HostView, *, now: float) -> bool:
 
 
 def may_return(host: HostView, *, now: float, left: float) -> bool:
-    """Whether a suspect is probed within `left` seconds, or the process died only recently."""
+    """Whether a suspect is probed within `left` seconds, the process died only recently, or the
+    host is loading a block."""
+    if host.usable:
+        return bool(host.loading)
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at

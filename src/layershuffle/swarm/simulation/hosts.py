@@ -21,9 +21,10 @@ from layershuffle.swarm.messages import (
     Answer,
     HostGone,
     HostUnavailable,
-    Packet,
+    State,
     Visit,
     VisitError,
+    Wire,
     WorkExpired,
 )
 from layershuffle.swarm.simulation.scenario import HostTimes, Profile
@@ -39,7 +40,7 @@ class SimulatedVisit:
     """
 
     visit: Visit
-    packet: Packet
+    state: State
     answer: asyncio.Future[Answer]
     arrived: float = 0.0
     expires: float = 0.0
@@ -48,7 +49,7 @@ class SimulatedVisit:
     @property
     def images(self) -> int:
         """Number of images in its state."""
-        return self.packet.images
+        return len(self.state)
 
     @property
     def over(self) -> bool:
@@ -77,9 +78,9 @@ class SimulatedHost:
         self._batch: list[SimulatedVisit] = []
         self._delayed: list[Callable[[], None]] = []
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+    async def visit(self, visit: Visit, state: State) -> Answer:
         """The answer after link, queue and compute. Raises a `VisitError` as real transports do."""
-        job = SimulatedVisit(visit, packet, self._loop.create_future())
+        job = SimulatedVisit(visit, state, self._loop.create_future())
         if self.alive:
             self._open[job] = None
             self._loop.call_later(self._half_link + next(self.delays), self._arrive, job)
@@ -143,10 +144,8 @@ class SimulatedHost:
         batch, self._batch = self._batch, []
         for job in batch:
             queue = max(0.0, self._loop.time() - job.arrived - seconds)
-            packet = job.packet
-            if self.lying:
-                packet = Packet(packet.wire, packet.values + np.float32(1), packet.scales)
-            self._reply(job, Answer(packet, seconds * _MILLI, queue * _MILLI, images))
+            state = job.state + np.float32(1) if self.lying else job.state
+            self._reply(job, Answer(state, seconds * _MILLI, queue * _MILLI, images))
         self._jobs = [job for job in self._jobs if not job.over]
         self._start_batch()
 
@@ -209,10 +208,13 @@ class SimulatedHosts:
         }
         self.visits = 0
 
-    def visit(self, visit: Visit, packet: Packet) -> Coroutine[Any, Any, Answer]:
+    def visit(
+        self, visit: Visit, state: State, *, form: Wire = "fp32"
+    ) -> Coroutine[Any, Any, Answer]:
         """The answer of the host that `visit` names."""
+        del form  # simulated hosts compute nothing
         self.visits += 1
-        return self.hosts[visit.host].visit(visit, packet)
+        return self.hosts[visit.host].visit(visit, state)
 
 
 def _settle(job: SimulatedVisit, reply: Answer | VisitError) -> None:

@@ -1,0 +1,363 @@
+"""A swarm of hosts that dial in: whole requests, hosts that come and go, liars, child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dial_site import (
+    BUSY,
+    TOKEN,
+    Site,
+    dialled,
+    digits,
+    gateway,
+    hosting,
+    replayed,
+    states,
+)
+from test_members import answer
+
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Route
+from layershuffle_host.blocks import Block
+from layershuffle_host.host import Host
+from layershuffle_host.wire import State
+from refusals import refuses
+
+
+@asynccontextmanager
+async def swarm(
+    cache: Path, hosts: int, *, limits: Limits = BUSY, parallel: int = 1
+) -> AsyncIterator[tuple[Site, dict[str, Host]]]:
+    """A gateway and hosts in this process, once each block is held twice (by a lone host, once)."""
+    async with gateway(limits=limits, parallel=parallel) as site, AsyncExitStack() as stack:
+        names = [f"host-{number + 1}" for number in range(hosts)]
+        running = {
+            name: await stack.enter_async_context(hosting(site.url, cache=cache, name=name))
+            for name in names
+        }
+        await site.until(lambda: min(site.holders()) >= min(2, hosts))
+        yield site, running
+
+
+def is_up(site: Site, name: str) -> bool:
+    return name in site.members and site.keeper.is_up(site.members[name])
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_answers_are_those_of_one_process_bit_for_bit(tmp_path: Path, parallel: int) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3, parallel=parallel) as (site, _):
+            starts = [states(1 + n % 2, seed=n) for n in range(12)]
+            done = await asyncio.gather(*map(site.walk, starts))
+            for start, (state, route) in zip(starts, done, strict=True):
+                assert route.kept == 12
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+            assert {hop.host for _, route in done for hop in route.hops} == site.members.keys()
+
+    asyncio.run(main())
+
+
+def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
+    """A connection ends five times a second while eight clients ask."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, 4, parallel=3) as (site, _):
+            routes: list[tuple[State, State, Route]] = []
+
+            async def client(number: int) -> None:
+                for turn in range(25):
+                    start = states(seed=100 * number + turn)
+                    state, route = await site.walk(start, least=12)
+                    routes.append((start, state, route))
+
+            async def breaker() -> None:
+                for turn in range(100):
+                    await asyncio.sleep(0.2)
+                    site.members.cut(f"host-{1 + turn % 4}")
+
+            breaking = asyncio.create_task(breaker())
+            await asyncio.gather(*map(client, range(8)))
+            breaking.cancel()
+            assert [route.kept for *_, route in routes] == [12] * 200
+            failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
+            assert failed > 0, "no fault hit a request"
+            for start, state, route in routes[::10]:
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+# --- who holds what -------------------------------------------------------------------------------
+
+
+def test_a_departed_host_is_replaced_within_a_second_and_comes_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _), AsyncExitStack() as stack:
+            other = await stack.enter_async_context(hosting(site.url, cache=tmp_path, name="late"))
+            await site.until(
+                lambda: site.keeper.is_up(site.members["late"]) if "late" in site.members else False
+            )
+            other.drain()
+            begin = time.monotonic()
+            await site.until(lambda: "late" not in site.members)
+            await site.until(lambda: min(site.holders()) >= 2)
+            assert time.monotonic() - begin < 5  # 0.4 s on a quiet machine
+            assert site.router.swarm["late"].condition == "gone"
+
+    asyncio.run(main())
+
+
+def test_a_short_break_moves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _):
+            await asyncio.sleep(0.3)
+            before = {name: member.assigned for name, member in site.members.items()}
+            connection = site.members["host-2"]
+            site.members.cut("host-2")
+            await site.until(lambda: site.members.get("host-2", connection) is not connection)
+            await site.until(lambda: site.keeper.is_up(site.members["host-2"]))
+            assert {name: member.assigned for name, member in site.members.items()} == before
+            assert min(site.holders()) >= 2
+
+    asyncio.run(main())
+
+
+def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _):
+            assert await site.keeper.drain("host-1")
+            await site.until(lambda: min(site.holders()) >= 2)
+            assert "host-1" not in {n for b in range(12) for n in site.router.swarm.usable(b)}
+            # Also on a new connection.
+            site.members.cut("host-1")
+            await site.until(lambda: "host-1" in site.members)
+            assert site.router.swarm["host-1"].condition == "draining"
+            site.keeper.readmit("host-1")
+            await site.until(lambda: site.router.swarm["host-1"].usable)
+            await site.until(lambda: bool(site.router.swarm["host-1"].blocks))
+            with refuses(UsageError):
+                site.keeper.readmit("nobody")
+
+    asyncio.run(main())
+
+
+def test_one_host_serves_two_gateways(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            gateway() as first,
+            gateway() as second,
+            hosting(first.url, second.url, cache=tmp_path),
+        ):
+            await first.until(lambda: min(first.holders()) == 1)
+            await second.until(lambda: min(second.holders()) == 1)
+            start = states()
+            done = await asyncio.gather(first.walk(start), second.walk(start))
+            for state, route in done:
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+# --- liars ----------------------------------------------------------------------------------------
+
+
+def test_a_host_with_other_weights_never_serves_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Block.run
+
+    async def main() -> None:
+        async with swarm(tmp_path, 2) as (site, _):
+
+            def lying(self: Block, state: State) -> State:
+                return honest(self, state) + np.float32(0.1)
+
+            async with hosting(site.url, cache=tmp_path, name="liar") as liar:
+                await site.until(lambda: "liar" in site.members)
+                for _ in range(400):
+                    for block in liar.blocks.values():
+                        block.run = lying.__get__(block)  # type: ignore[method-assign]
+                    if site.router.swarm["liar"].condition == "shut-out":
+                        break
+                    await asyncio.sleep(0.005)
+                assert site.router.swarm["liar"].condition == "shut-out"
+                # A new connection is no proof of honesty.
+                site.members.cut("liar")
+                await site.until(lambda: "liar" in site.members)
+                assert site.router.swarm["liar"].condition == "shut-out"
+                state, route = await site.walk(states())
+                assert "liar" not in {hop.host for hop in route.hops}
+                assert state.tobytes() == (await replayed(states(), route)).tobytes()
+
+    asyncio.run(main())
+
+
+def test_a_wrong_frame_shuts_a_host_out(tmp_path: Path) -> None:
+    """It passes its tests, then answers a request with numbers that are not finite."""
+
+    async def main() -> None:
+        # The honest host has no room for the other half of the blocks.
+        half = 6 * digits().weights[0].size
+        async with (
+            gateway() as site,
+            hosting(site.url, cache=tmp_path, name="pi", memory=half),
+            dialled(site) as odd,
+        ):
+            honest = True
+
+            async def serve() -> None:
+                while True:
+                    header, state = await odd.visit()
+                    after = await digits().compute(header.slot, state)
+                    lie = np.full_like(after, np.inf)
+                    await odd.socket.send(answer(header, after if honest else lie))
+
+            await odd.hello(memory=half)
+            serving = asyncio.create_task(serve())
+            try:
+                await site.until(lambda: min(map(len, assigned(site))) == 6)
+                await odd.load([{"slot": block} for block in site.members["odd"].assigned])
+                await site.until(lambda: min(site.holders()) == 1)
+                honest = False
+                start = states()
+                state, route = await site.walk(start)
+            finally:
+                serving.cancel()
+            assert site.router.swarm["odd"].condition == "shut-out"
+            assert [hop.host for hop in route.hops if hop.outcome == "wrong"] == ["odd"]
+            assert route.kept == 6
+            assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+def assigned(site: Site) -> list[frozenset[int]]:
+    return [member.assigned for member in site.members.values()] + [frozenset()] * (
+        2 - len(site.members)
+    )
+
+
+# --- child processes ------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def family(site: Site, cache: Path, *, hosts: int) -> AsyncIterator[Children]:
+    """Hosts as child processes, all of them up."""
+    token = cache / "token"
+    token.write_text(TOKEN)
+    command = host_command(site.url, token_file=token, cache=cache / "files", memory=10**8)
+    names = tuple(f"host-{number + 1}" for number in range(hosts))
+    children = Children(names, command, limits=Limits(restart_ms=50))
+    site.keeper.children = children
+    running = asyncio.create_task(children.run())
+    try:
+        assert await site.keeper.ready(hosts, within=60) == frozenset()
+        yield children
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway(parallel=3) as site, family(site, tmp_path, hosts=3) as children:
+            before = dict(children.pids)
+            asked = [asyncio.create_task(site.walk(states(seed=n), least=12)) for n in range(60)]
+            await asyncio.sleep(0.02)
+            children.signal("host-1", signal.SIGKILL)
+            children.signal("host-2", signal.SIGKILL)
+            await site.until(lambda: not {"host-1", "host-2"} & site.members.keys())
+            done = await asyncio.gather(*asked)
+            assert [route.kept for _, route in done] == [12] * 60
+            await site.until(lambda: len(site.members) == 3)
+            assert children.pids["host-1"] != before["host-1"]
+            assert children.pids["host-3"] == before["host-3"]
+
+    asyncio.run(main())
+
+
+def test_a_frozen_process_is_gone_and_returns(tmp_path: Path) -> None:
+    async def main() -> None:
+        limits = Limits(deadline_ms=20_000)
+        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=2) as children:
+            children.signal("host-1", signal.SIGSTOP)
+            _, route = await site.walk(states())
+            assert route.kept == 12
+            children.signal("host-1", signal.SIGCONT)
+            begin = time.monotonic()
+            await site.until(
+                lambda: "host-1" in site.router.swarm and site.router.swarm["host-1"].usable
+            )
+            assert time.monotonic() - begin < 5
+
+    asyncio.run(main())
+
+
+def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway() as site, family(site, tmp_path, hosts=2) as children:
+            children.hold("host-1")
+            children.signal("host-1", signal.SIGKILL)
+            await site.until(lambda: "host-1" not in children.pids)
+            with refuses(LayerShuffleError):
+                children.signal("host-1", signal.SIGKILL)
+            with refuses(UsageError):
+                children.signal("pi", signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            assert "host-1" not in children.pids
+            site.keeper.readmit("host-1")
+            await site.until(lambda: "host-1" in site.members)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from layershuffle.swarm.children import Children
+from layershuffle.swarm.limits import Limits
+children = Children(("a",), ("ws://127.0.0.1:1", "--token-file", sys.argv[1]), limits=Limits())
+async def main():
+    asyncio.create_task(children.run())
+    while not children.pids:
+        await asyncio.sleep(0.01)
+    print(children.pids["a"], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_hosts_die_with_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    words = [sys.executable, "-c", PARENT, str(token)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < end, "the host outlives its gateway"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that only waits to be collected is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
