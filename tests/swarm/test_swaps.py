@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from fake_hosts import (
     QUICK,
@@ -18,7 +17,7 @@ from fake_hosts import (
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.placement import Node
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import operator_app
+from layershuffle.swarm.server.admin import Fields, carry_out
 from waiting import until
 
 
@@ -124,9 +123,7 @@ def test_a_spare_that_starts_is_readmitted():
         hosts.machines.append(Node("n3", ("c",), ""))
         await until(lambda: ("load", "c", (0, 1)) in hosts.log)
         service = SimpleNamespace(coordinator=coordinator, router=coordinator.router)
-        wire = httpx.ASGITransport(operator_app(service))
-        async with httpx.AsyncClient(transport=wire, base_url="http://operator") as client:
-            assert (await client.post("/readmit", json={"host": "c"})).status_code == 200
+        await carry_out(service, "readmit", Fields(host="c"))
         await until(lambda: hosts.log.count(("start", "c", "n3")) == 2)
 
     coordinated(check)

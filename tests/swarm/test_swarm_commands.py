@@ -2,12 +2,8 @@
 
 import asyncio
 import json
-import re
 import socket
 import tempfile
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -17,25 +13,25 @@ import torch
 from pico_hosts import PATIENT
 
 import layershuffle as ls
-from common import FAMILIES, images, logits_of, redraw
+from common import FAMILIES
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import describe_answer
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, read_swarm_plan
 from layershuffle.swarm.server.admin import (
-    SOCKET,
+    Operated,
     Operator,
-    operator_endpoint,
     scratch_directory,
     state_directory,
 )
-from layershuffle.swarm.server.schemas import Classification, Guess, ImageAnswer, Times
+from layershuffle.swarm.server.schemas import Classification, Guess, Times
+from layershuffle.swarm.server.start import Serving, serve_service
 from layershuffle.swarm.service import Cargo, running_service
-from waiting import HANGS, wait_for
+from waiting import wait_for
 
 HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 
@@ -43,7 +39,7 @@ HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
     """The accuracy on other photographs was not measured."""
     answer = Classification(
-        images=[ImageAnswer(top=[Guess(label="cat", index=0, probability=0.9)])],
+        top=[Guess(label="cat", index=0, probability=0.9)],
         depth=2, blocks=[1, 0], versions=[0, 1], skipped=[], degraded=False, ending="complete",
         route=[],
         expected=Expected(
@@ -103,7 +99,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
 
 def test_operator_commands_without_a_swarm(capsys, tmp_path):
     (tmp_path / "state").mkdir(mode=0o700)
-    for words in (["drain", "a"], ["readmit", "a"], ["swap", "a", "1", "--donor", "x"], ["drill"]):
+    for words in (["drain", "a"], ["readmit", "a"], ["drill"]):
         code, _, err = run(capsys, "swarm", *words, "--state", str(tmp_path / "state"))
         assert code == 2
         assert "No swarm of this user runs on this machine" in err
@@ -195,8 +191,6 @@ def test_directories_that_others_may_enter_are_refused(tmp_path):
     with pytest.raises(UsageError, match="Other users may enter"):
         state_directory(str(tmp_path / "open"))
     assert state_directory(str(tmp_path / "new")).stat().st_mode & 0o777 == 0o700
-    with pytest.raises(UsageError, match="too long for a socket"):
-        state_directory(str(tmp_path / ("x" * 120)))
 
 
 def test_what_ray_opens_to_others_does_not_keep_a_machine_from_starting_again(monkeypatch):
@@ -223,37 +217,37 @@ PLAN = SwarmPlan(
 LOOP = ContextVar("LOOP")
 
 
-def served(tmp_path, work, model=None):
+def served(tmp_path, work):
     """`work(operator, service)` in a thread, beside a swarm here that an operator can reach."""
 
     async def go():
-        nonlocal model
         LOOP.set(asyncio.get_running_loop())
-        model = model or FAMILIES["timm-vit"].wrapped()
+        model = FAMILIES["timm-vit"].wrapped()
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
         hosts = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
         state = state_directory(str(tmp_path / "s"))
         async with running_service(PLAN, cargo, backend=hosts, within=60) as service:
             assert service.missing == ()
-            async with operator_endpoint(service, state):
-                operator = Operator(state)
-                try:
-                    await asyncio.to_thread(work, operator, service)
-                finally:
-                    operator.close()
-                await asyncio.to_thread(second_is_refused, service, state)
+            opened = asyncio.get_running_loop().create_future()
+            serving = Serving(operated=Operated(state), port=0, page=False, keys=("k" * 16,))
+            task = asyncio.create_task(
+                serve_service(service, serving, ready=lambda *where: opened.set_result(where))
+            )
+            await opened
+            operator = Operator(state)
+            try:
+                await asyncio.to_thread(work, operator, service)
+                with pytest.raises(UsageError, match="runs already"):
+                    Operated(state)
+            finally:
+                operator.close()
+                task.cancel()
+                await asyncio.wait({task})
 
     asyncio.run(go())
-    assert list((tmp_path / "s").iterdir()) == []
-
-
-def second_is_refused(service, state):
-    async def open_again():
-        async with operator_endpoint(service, state):
-            raise AssertionError
-
-    with pytest.raises(UsageError, match="runs already"):
-        asyncio.run(open_again())
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["lock"]
+    with pytest.raises(UsageError, match="No swarm of this user runs"):
+        Operator(tmp_path / "s")
 
 
 def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
@@ -296,35 +290,34 @@ def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
             operator.command("drain", host="z")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("readmit", host="z")
-        with pytest.raises(LayerShuffleError, match="no such directory"):
-            operator.command("swap", host="a", block=0, donor="dir:/nowhere")
+        with pytest.raises(UsageError, match="did not start a host 'z'"):
+            operator.command("fault", host="z", kind="crash")
         with pytest.raises(UsageError, match="kind: Input should be 'crash', 'freeze'"):
             operator.command("fault", host="a", kind="explode")
+        with pytest.raises(UsageError, match="fast is unknown"):
+            operator.command("drain", host="a", fast=True)
+        with pytest.raises(UsageError, match="The command fault lacks a field"):
+            operator.command("fault", host="a")
 
     served(tmp_path, work)
 
 
-def test_the_operator_endpoint_refuses_unknown_keys(tmp_path):
-    """Otherwise a misspelt key would be ignored silently."""
+def test_nobody_without_the_key_is_an_operator(tmp_path):
+    """Neither by the key of the API nor from this machine, whatever the header `Host` says."""
 
     def work(operator, service):
-        socket = httpx.HTTPTransport(uds=str(tmp_path / "s" / SOCKET))
-        with httpx.Client(transport=socket, base_url="http://operator") as client:
-            for path, fields, cause in [
-                ("/drain", {"host": "a", "fast": True}, "fast: Extra inputs are not permitted"),
-                ("/readmit", {"host": "a", "x": 1, "y": 2}, "x: Extra inputs .*; y: Extra"),
-                ("/swap", {"host": "a", "block": 0, "doner": "x"}, "donor: Field required; doner"),
-                ("/routing", {"routing": "sequential", "host": "a"}, "host: Extra"),
-                ("/fault", {"host": "a", "kind": "crash", "at": 3}, "at: Extra"),
-                ("/fault", {"host": "a"}, "kind: Field required"),
-                ("/drain", ["a"], "Input should be a valid dictionary"),
-            ]:
-                answer = client.post(path, json=fields)
-                assert answer.status_code == 400, path
-                assert re.match(cause, answer.json()["cause"]), answer.json()
-                assert answer.json()["hint"]
-        assert service.router.routing == "order-free"
+        url = f"{str(operator._http.base_url).rstrip('/')}/"
+        for headers in (
+            {}, {"X-Operator-Key": "x" * 32}, {"X-API-Key": "k" * 16}, {"Host": "127.0.0.1"},
+            {"Origin": url, "Sec-Fetch-Site": "same-origin"},
+        ):  # fmt: skip
+            fault = {"host": "a", "kind": "crash"}
+            answer = httpx.post(f"{url}operator/fault", headers=headers, json=fault)
+            assert answer.status_code == 401
+            assert "operator's key" in answer.json()["error"]["cause"]
+        assert "operator" not in httpx.get(f"{url}openapi.json").text
         assert all(host.condition == "healthy" for host in service.router.swarm.values())
+        assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
 
     served(tmp_path, work)
 
@@ -339,85 +332,6 @@ def siblings(tmp_path):
         ls.blocks_of(model)[2].mlp.fc2.bias += 1.0
     ls.save(model, tmp_path / "donor", record=record)
     return ls.load(str(tmp_path / "base")), tmp_path / "donor"
-
-
-def answer(service, batch, **asked):
-    """The swarm's answer."""
-    coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 30, **asked)
-    return asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(HANGS)
-
-
-def whole_answer(service, batch, **asked):
-    """Its answer with all blocks, repeated because hosts may be late on a busy machine."""
-    for _ in range(100):
-        got = answer(service, batch, **asked)
-        if got.route.ending == "complete":
-            return got
-        time.sleep(0.05)
-    raise AssertionError(got.route)
-
-
-class Gate:
-    """Calls that set `reached` and then wait for `free`."""
-
-    def __init__(self):
-        self.reached, self.free = threading.Event(), threading.Event()
-
-    def before(self, function):
-        def wait(*args, **kwargs):
-            self.reached.set()
-            assert self.free.wait(HANGS)
-            return function(*args, **kwargs)
-
-        return wait
-
-
-@pytest.mark.parametrize("saved", [True, False], ids=["one block is read", "a model is loaded"])
-def test_a_swap_keeps_no_request_waiting(tmp_path, monkeypatch, siblings, saved):
-    model, place = siblings
-    donor = ls.load(str(place))
-    batch = images(1)
-    with torch.no_grad(), ls.running(donor, (2,)):
-        wanted = logits_of(donor(batch))
-    spec = str(place) if saved else "timm:donor"
-    gate = Gate()
-    monkeypatch.setattr(services, "read_block", gate.before(services.read_block))
-    load = (lambda spec: pytest.fail("all of it was loaded")) if saved else lambda spec: donor
-    monkeypatch.setattr(services, "load", gate.before(load))
-
-    def work(operator, service):
-        whole_answer(service, batch)
-        with ThreadPoolExecutor(1) as pool:
-            swapping = pool.submit(operator.command, "swap", host="a", block=2, donor=spec)
-            try:
-                assert gate.reached.wait(HANGS)
-                for _ in range(4):  # answered while the donor is read, which goes on only then
-                    answer(service, batch)
-                assert not swapping.done()
-            finally:
-                gate.free.set()
-            swapping.result(HANGS)
-        got = whole_answer(service, batch, order=(2,))
-        assert torch.equal(got.logits, wanted)
-        with pytest.raises(UsageError, match=r"has no block 7 \(0 to 3 exist\)"):
-            operator.command("swap", host="a", block=7, donor=spec)
-
-    served(tmp_path, work, model)
-
-
-def test_a_swap_is_undone_with_the_model_itself(tmp_path):
-    """Its record tells no base: it is its own."""
-    model = FAMILIES["timm-vit"].wrapped()
-    ls.save(model, tmp_path / "own")
-    stranger = redraw(FAMILIES["timm-vit"].wrapped(), seed=3).eval()
-    ls.save(stranger, tmp_path / "stranger")
-
-    def work(operator, service):
-        operator.command("swap", host="a", block=2, donor=str(tmp_path / "own"))
-        with pytest.raises(UsageError, match="the base is"):
-            operator.command("swap", host="a", block=2, donor=str(tmp_path / "stranger"))
-
-    served(tmp_path, work, ls.load(str(tmp_path / "own")))
 
 
 def test_of_a_plans_donors_only_their_blocks_are_read(tmp_path, monkeypatch, siblings):

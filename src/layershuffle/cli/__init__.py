@@ -55,7 +55,6 @@ SWARM_COMMANDS = {
     "status": ("Show the hosts of a running swarm.", "swarm.asking:StatusCommand"),
     "drain": ("Let a host finish its work and take no more.", "swarm.admin:DrainCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "swarm.admin:ReadmitCommand"),
-    "swap": ("Take a block of a host from a sibling model.", "swarm.admin:SwapCommand"),
     "drill": ("Rehearse failures on a running swarm.", "swarm.drill:DrillCommand"),
     "plan": ("Find which host should hold which blocks.", "swarm.planning:PlanCommand"),
     "simulate": ("Run a plan in virtual time.", "swarm.planning:SimulateCommand"),

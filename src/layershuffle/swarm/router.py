@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -36,7 +37,7 @@ from layershuffle.swarm.messages import (
 from layershuffle.swarm.policy import FREE, RequestProgress, Routing
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.walk import FreeWalk, OrderedWalk, PendingVisit, Walk, Watcher
+from layershuffle.swarm.walk import FreeWalk, OrderedWalk, PendingVisit, Walk
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
@@ -60,8 +61,7 @@ class Router:
     `routing`, `rounds` (how many blocks run side by side, and how often, in free order), `wire` and
     `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
     running request keeps its routing and rounds. Each of `observers` is called with every hop and
-    the states around it (metrics and audits use this). `walks`: the number of running requests;
-    `watcher`: an observer of running requests, or `None`.
+    the states around it (metrics and audits use this). `walks`: the number of running requests.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class Router:
         self.routing, self.wire, self.clock = routing, wire, clock
         self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
-        self.watcher: Watcher | None = None
         self._swarm = Swarm()
         self._changed = asyncio.Event()
         self._numbers = count()
@@ -139,10 +138,7 @@ class Router:
             most=self.most_blocks,
         )
         walk = Walk(start, progress, begun)
-        route: Route | None = None
         self.walks += 1
-        if self.watcher is not None:
-            self.watcher.begun(walk)
         try:
             if steps is not None:
                 ending = await OrderedWalk(self, walk, order=steps, routing=routing).run()
@@ -151,12 +147,9 @@ class Router:
                 several = routing == "order-free" and not self.rounds.as_a_queue
                 rounds = self.rounds if several else QUEUE
                 ending = await FreeWalk(self, walk, rounds=rounds).run()
-            route = self._route(walk, ending)
         finally:
             self.walks -= 1
-            if self.watcher is not None:
-                self.watcher.over(walk, route)
-        return walk.state, route
+        return walk.state, self._route(walk, ending)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         done, versions = walk.progress.done, walk.progress.versions
@@ -189,9 +182,7 @@ class Router:
         finally:
             changed.cancel()
 
-    def call(
-        self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
-    ) -> PendingVisit:
+    def call(self, visit: Visit, *, before: State, version: int, now: float) -> PendingVisit:
         """Send the state `before`, which has this `version`, to a host, as decided at `now`."""
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
@@ -206,10 +197,7 @@ class Router:
         task.add_done_callback(over)
         # From `now`: sending a large state takes time, and the limit must not pass the deadline.
         ends = now + visit.limit
-        call = PendingVisit(visit, task, self.clock(), before, version, ends)
-        if self.watcher is not None:
-            self.watcher.sent(walk, call)
-        return call
+        return PendingVisit(visit, task, self.clock(), before, version, ends)
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
         """The state from the ended call; `None`, and a strike for its host, if it failed."""
@@ -256,11 +244,9 @@ class Router:
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
     def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
-        walk.hops.append(hop)
+        walk.hops.append(replace(hop, begun_ms=(call.started - walk.started) * _MILLI))
         for observe in self.observers:
             observe(hop, call.before, after)
-        if self.watcher is not None:
-            self.watcher.noted(call, hop)
 
 
 def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:

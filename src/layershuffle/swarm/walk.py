@@ -13,7 +13,7 @@ from typing import Protocol
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, Ending, Outcome, Route, State, Visit, Visited
+from layershuffle.swarm.messages import Answer, Ending, Outcome, State, Visit, Visited
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step
 from layershuffle.swarm.policy import Finish, RequestProgress, Routing, UnderWay, Wait
 from layershuffle.swarm.rounds import Rounds
@@ -66,9 +66,7 @@ class Caller(Protocol):
     def swarm(self) -> Swarm:
         """The current state of the hosts."""
 
-    def call(
-        self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
-    ) -> PendingVisit:
+    def call(self, visit: Visit, *, before: State, version: int, now: float) -> PendingVisit:
         """Send the state `before`, which has this `version`, to a host, as decided at `now`."""
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
@@ -81,22 +79,6 @@ class Caller(Protocol):
         self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
     ) -> None:
         """Wait until one of `tasks` ends, the time `until` or, with `changes`, a swarm change."""
-
-
-class Watcher(Protocol):
-    """An observer of running requests. Its methods must be fast, because the request waits."""
-
-    def begun(self, walk: Walk) -> None:
-        """A request begins."""
-
-    def sent(self, walk: Walk, call: PendingVisit) -> None:
-        """A visit of a request begins."""
-
-    def noted(self, call: PendingVisit, hop: Visited) -> None:
-        """A visit has an outcome; a late visit may have another one later."""
-
-    def over(self, walk: Walk, route: Route | None) -> None:
-        """A request ends; `route` is `None` if it was cancelled."""
 
 
 class FreeWalk:
@@ -126,7 +108,7 @@ class FreeWalk:
                     return action.ending
                 if isinstance(action, Visit):
                     version = len(walk.progress.done)
-                    call = router.call(walk, action, before=walk.state, version=version, now=now)
+                    call = router.call(action, before=walk.state, version=version, now=now)
                     self._calls.append(call)
                 else:
                     await _wait(router, action, self._joinable)
@@ -240,7 +222,7 @@ class OrderedWalk:
         version = steps.order.steps[position][1]
         before = self._walk.state if version == steps.over else self._states[version]
         call = self._router.call(
-            self._walk, action.visit, before=before, version=steps.version_of(position), now=now
+            action.visit, before=before, version=steps.version_of(position), now=now
         )
         self._calls.append((position, call))
 

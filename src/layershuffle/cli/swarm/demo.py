@@ -95,7 +95,7 @@ class DemoCommand(Command):
             # Asked while hosts are dead, so that the answer shows which blocks were skipped.
             answer = await client.classify(images[0].image)
         print(f"\n{table(_HEADER, rows)}")
-        guess = answer.images[0].top[0]
+        guess = answer.top[0]
         route = " -> ".join(
             f"{hop.host} ({', '.join(map(str, hop.blocks))})" for hop in answer.route
         )

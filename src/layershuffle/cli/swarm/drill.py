@@ -63,7 +63,7 @@ class DrillCommand(ServerOptions):
     seed: int = 0
     """Seed of the failures."""
     state: str | None = None
-    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
     json: bool = False
     """Print JSON at the end; progress goes to standard error."""
 
@@ -127,7 +127,7 @@ class DrillCommand(ServerOptions):
         # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
         # and the clients of the running service get the routing back that they had.
         routing_before = operator.command("routing", routing=routings[0])["before"]
-        async with AsyncSwarmClient(self.address, **client_options(self)) as client:
+        async with AsyncSwarmClient(*self.address, patience=0, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             try:
@@ -196,14 +196,12 @@ class DrillCommand(ServerOptions):
             scenario_json,
             scenario_report,
         )
-        from layershuffle.swarm.server.admin import SOCKET, state_directory
 
         results: list[ScenarioResult] = []
-        socket_path = state_directory(self.state) / SOCKET
-        async with AsyncSwarmClient(self.address, **client_options(self)) as client:
+        async with AsyncSwarmClient(*self.address, patience=0, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms, patient=True)
             engine = _Remote(operator, client, cure=self._cure(), say=self.say)
-            swarm = RunningSwarm(operator, client, socket_path=socket_path, address=self.address)
+            swarm = RunningSwarm(operator, client, address=self.address[0])
             for scenario in self.scenarios:
                 self.say(f"{scenario} ...")
                 try:
@@ -239,7 +237,7 @@ class DrillCommand(ServerOptions):
 
 
 class _Remote:
-    """The hosts of a running swarm, through the operator's socket (`drill.Engine`).
+    """The hosts of a running swarm, by the operator's commands (`drill.Engine`).
 
     `cure`: what to type where hosts stay away. `say` prints what happens.
     """
@@ -297,7 +295,7 @@ class _Remote:
         await self.healthy(set(hit))
 
     async def _ordered(self, host: str, kind: FaultKind) -> None:
-        # The operator's socket blocks, and the requests must go on meanwhile.
+        # The operator's client blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.command, "fault", host=host, kind=kind)
 
     def _stayed_away(self, hosts: set[str]) -> LayerShuffleError:

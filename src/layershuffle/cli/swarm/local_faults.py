@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,21 +26,16 @@ _QUESTION = b"GET /v1/swarm HTTP/1.1\r\nHost: drill\r\n\r\n" * 100
 
 
 class RunningSwarm:
-    """The swarm of `operator`, on this machine (`scenarios.Breakable`).
+    """The swarm of `operator`, on this machine (`scenarios.Breakable`)."""
 
-    `socket_path`: of the operator; it says which process the gateway is.
-    """
-
-    def __init__(
-        self, operator: Operator, client: AsyncSwarmClient, *, socket_path: Path, address: str
-    ) -> None:
+    def __init__(self, operator: Operator, client: AsyncSwarmClient, *, address: str) -> None:
         self._operator, self._client, self._address = operator, client, address
-        self.gateway = listener_of(socket_path)
+        self.gateway = operator.process
         self._unread: list[socket.socket] = []
 
     async def fault(self, host: str, kind: FaultKind) -> None:
         """Let one host fail."""
-        # The operator's socket blocks, and the requests must go on meanwhile.
+        # The operator's client blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.command, "fault", host=host, kind=kind)
 
     async def kill(self, process: str) -> None:
@@ -92,17 +86,6 @@ class RunningSwarm:
         except LayerShuffleError:
             return frozenset()
         return frozenset(host.name for host in swarm.hosts if host.condition == "healthy")
-
-
-def listener_of(path: Path) -> int:
-    """The process that listens at a Unix socket."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(path))
-        size = struct.calcsize("3i")
-        # Linux keeps who it was that called listen(): process, user, group.
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        process: int = struct.unpack("3i", credentials)[0]
-        return process
 
 
 def child_of(parent: int, name: str) -> int:

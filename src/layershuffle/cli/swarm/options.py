@@ -91,19 +91,3 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
         raise UsageError(
             f"The API keys cannot be read ({error})", place=path, hint="one key per line, in ASCII"
         ) from error
-
-
-def check_reports(directory: Path | None, *, keyed: bool) -> None:
-    """Raises `UsageError` if `directory` is not a directory, and for reports behind API keys."""
-    if directory is None:
-        return
-    if not directory.is_dir():
-        raise UsageError(
-            "The directory of studies does not exist", place=directory, hint="create it"
-        )
-    # Links are followed without a key, so the reports would be open to everyone.
-    if keyed:
-        raise UsageError(
-            "Reports are opened through links, which send no API key",
-            hint="leave --reports out, or --keys",
-        )

@@ -1,7 +1,7 @@
 """`layershuffle swarm up` and `deploy`: a swarm that answers clients until it is stopped.
 
-The server takes the requests of clients. The operator's socket takes those of `drain`, `readmit`,
-`swap` and `drill`, from the owner of this process alone.
+The server takes the requests of clients, and those of `drain`, `readmit` and `drill` from who has
+the operator's key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from layershuffle.cli.swarm import DEFAULT_MODEL, RoutingFlag, WireFlag
 from layershuffle.cli.swarm.options import (
     HttpsOptions,
     TlsOptions,
-    check_reports,
     context_of,
     read_keys,
     tls_of,
 )
-from layershuffle.errors import Interrupted, UsageError
+from layershuffle.errors import Interrupted
 from layershuffle.extras import require
 from layershuffle.text import listing
 
@@ -51,8 +50,13 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def describe_service(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
-    """A description of a running swarm for its user, with the next commands."""
+def describe_service(
+    service: Service, url: str, *, state: str | None, keyed: bool = False, key: str = ""
+) -> str:
+    """A description of a running swarm for its user, with the next commands.
+
+    `key`: the operator's, "" where it must not be shown.
+    """
     plan = service.plan
     hosts = [(name, f"blocks {', '.join(map(str, h.blocks))}") for name, h in plan.hosts.items()]
     # With all flags that the address needs, so that the printed lines can be copied.
@@ -70,13 +74,14 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
             f"  layershuffle swarm drill{address} --requests 300" + state_flag(state),
+            *([f"The page, to break hosts by a click: {url}/#{key}"] if key else []),
             "Ctrl-C ends it, with all its hosts.",
         ]
     )
 
 
 def state_flag(state: str | None) -> str:
-    """The flag for the operator's directory in a printed command, with a leading space; empty for
+    """The flag for the swarm's directory in a printed command, with a leading space; empty for
     the default directory."""
     return f" --state {quote(state)}" if state else ""
 
@@ -102,26 +107,30 @@ class _ServingCommand(HttpsOptions):
     threads: int | None = None
     """Threads of torch in each host (default: the value of `swarm host --threads` there)."""
     state: str | None = None
-    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
     page: bool = True
     """Show the page at the server's address."""
-    reports: Path | None = None
-    """Directory of studies whose reports the page links."""
+    min_accuracy: float | None = None
+    """Say at /readyz that the swarm is not ready while its answers are expected to be less accurate
+    than this, in percent."""
+    trusted_proxy: tuple[str, ...] = ()
+    """Addresses or networks of reverse proxies: for requests from there the client is the one that
+    X-Forwarded-For names."""
 
     def serving(self) -> Serving:
         """The settings of these flags. Raises `UsageError` if a swarm uses that state directory."""
-        from layershuffle.swarm.server.admin import free_socket, state_directory
+        from layershuffle.swarm.server.admin import Operated, state_directory
         from layershuffle.swarm.server.start import Serving
 
-        state = state_directory(self.state)
-        free_socket(state)
         return Serving(
-            state=state,
+            operated=Operated(state_directory(self.state)),
             port=self.port,
             tls=context_of(self),
             threads=self.threads,
+            certificate=self.https_certificate,
             page=self.page,
-            reports=self.reports,
+            trusted_proxies=self.trusted_proxy,
+            min_accuracy=self.min_accuracy,
         )
 
     def serve(
@@ -137,9 +146,13 @@ class _ServingCommand(HttpsOptions):
 
         from layershuffle.swarm.server.start import serve_plan
 
-        def ready(service: Service, url: str) -> None:
-            keyed = bool(serving.keys)
-            print(describe_service(service, url, state=self.state, keyed=keyed), flush=True)
+        def ready(service: Service, url: str, key: str) -> None:
+            # Only for eyes: what is printed elsewhere becomes a log, which others may read.
+            shown = key if self.page and sys.stdout.isatty() else ""
+            text = describe_service(
+                service, url, state=self.state, keyed=bool(serving.keys), key=shown
+            )
+            print(text, flush=True)
 
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_plan(plan, session, serving=serving, say=say, ready=ready))
@@ -168,8 +181,6 @@ class UpCommand(_ServingCommand):
     classical pipeline) or replicated-sequential (the same over several holders of each block)."""
     wire: WireFlag = "fp32"
     """Number format of states on the wire."""
-    page_may_break: bool = False
-    """Let visitors of the page kill, freeze and slow down these hosts, only from this machine."""
 
     def run(self) -> int:
         """Start the swarm, print its address, and wait for Ctrl-C."""
@@ -178,11 +189,7 @@ class UpCommand(_ServingCommand):
         from layershuffle.swarm.ray_session import local_ray
 
         say = steps()
-        if self.page_may_break and not self.page:
-            raise UsageError("--page-may-break needs the page", hint="leave --no-page out")
-        check_reports(self.reports, keyed=False)
-        # Before hosts are started, which takes seconds.
-        serving = replace(self.serving(), may_break=self.page_may_break)
+        serving = self.serving()  # before hosts are started, which takes seconds
         plan = self._plan(say)
         self.serve(plan, local_ray(list(plan.hosts)), serving=serving, say=say)
         print("The swarm has ended, with all its hosts.")
@@ -240,7 +247,6 @@ class DeployCommand(TlsOptions, _ServingCommand):
 
         say = steps()
         plan, keys = read_swarm_plan(self.plan), read_keys(self.keys)
-        check_reports(self.reports, keyed=bool(keys))
         # Before torch is imported, which takes seconds.
         serving = replace(
             self.serving(), host=self.bind, keys=keys, public=self.public, wait=self.wait

@@ -46,7 +46,6 @@ class Metrics(Collector):
         # Not by prometheus_client, which never forgets a label: hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
-        self.blocks_used = 0
         self._seconds = prometheus.Histogram(
             "layershuffle_request_seconds",
             "Time of answered requests.",
@@ -109,6 +108,10 @@ class Metrics(Collector):
             trouble=self._trouble(),
         )
 
+    def visits(self) -> dict[str, int]:
+        """The number of visits to each host that was visited."""
+        return {host: outcomes.total() for host, outcomes in self.hops.items()}
+
     def audits(self) -> Audits | None:
         """How many visits were audited; `None` if they are not counted."""
         if self._audits is None:
@@ -120,9 +123,7 @@ class Metrics(Collector):
         """Count an answer."""
         self.requests["degraded" if answer.degraded else "answered"] += 1
         self._seconds.observe(answer.ms.total / 1000)
-        kept = len(set(answer.blocks))  # some may have run again
-        self._blocks.observe(kept)
-        self.blocks_used += kept
+        self._blocks.observe(len(set(answer.blocks)))  # some may have run again
 
     def count_refusal(self, status: HTTPStatus) -> None:
         """Count a classification that ended with `status`."""

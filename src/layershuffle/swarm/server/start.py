@@ -1,6 +1,6 @@
-"""Serve a plan: start its hosts, the gateway and the operator's socket, and run until the end.
+"""Serve a plan: start its hosts and the gateway, and run until the end.
 
-The gateway answers clients, the operator's socket only the owner of this process. Nothing here
+The gateway answers clients, and the operator, who has a key. Nothing here
 imports torch before the hosts are started, whose processes import it at the same time.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,24 +20,24 @@ from layershuffle.machine import collector_paused
 if TYPE_CHECKING:
     import ssl
 
-    from layershuffle.swarm.chaos import FaultKind
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_session import RaySession
-    from layershuffle.swarm.server.gateway_page import PageOptions
+    from layershuffle.swarm.server.admin import Operated
     from layershuffle.swarm.service import Cargo, Service
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a plan is served. `state`: directory of the operator's socket.
+    """How a plan is served. `operated`: the operator's file.
 
     `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys.
     `threads`: torch threads of each host (default: chosen on its machine); `wait`: seconds after
-    which the server starts without the hosts that are not up. `page`: whether to serve the page; it
-    links the reports in the directory `reports`, and visitors may break hosts if `may_break`.
+    which the server starts without the hosts that are not up. `page`: whether to serve the page.
+    `certificate`: the file of that of `tls`; `trusted_proxies`: addresses of reverse proxies, whose
+    word on the client is taken; `min_accuracy`: top-1 in percent that /readyz asks for.
     """
 
-    state: Path
+    operated: Operated
     host: str = "127.0.0.1"
     port: int = 8000
     public: bool = False
@@ -45,8 +46,9 @@ class Serving:
     threads: int | None = None
     wait: float = 120.0
     page: bool = True
-    reports: Path | None = None
-    may_break: bool = False
+    certificate: Path | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    min_accuracy: float | None = None
 
 
 async def serve_plan(
@@ -55,20 +57,21 @@ async def serve_plan(
     *,
     serving: Serving,
     say: Callable[[str], None],
-    ready: Callable[[Service, str], None],
+    ready: Callable[[Service, str, str], None],
 ) -> None:
     """Serve the plan with hosts of a Ray session, until SIGINT or SIGTERM.
 
-    `say` gets the steps of the start, `ready` the service and its address once it is open. Raises
+    `say` gets the steps of the start, `ready` the service, its address and the
+    operator's key once it is open. Raises
     `LayerShuffleError` for an address that cannot be listened on, before anything is started.
     """
     from layershuffle.swarm.placement import started_early
     from layershuffle.swarm.ray_hosts import RayHosts
     from layershuffle.swarm.server.limits import GatewayLimits
-    from layershuffle.swarm.server.run import ListeningSocket
+    from layershuffle.swarm.server.run import Listener
 
     # A port that is in use is found before the hosts are started, which takes seconds.
-    ListeningSocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
+    Listener(serving.host, port=serving.port, limits=GatewayLimits()).close()
     say(f"Loading {plan.model}, and connecting to Ray ...")
     # In parallel: Ray mostly waits for its processes, and those of the hosts import torch while
     # this one does. So nothing above may import torch.
@@ -86,18 +89,20 @@ async def serve_plan(
                     plan, cargo, backend=backend, session=ray_session, within=serving.wait, say=say
                 ) as service:
                     # With port 0 the address is known once the server listens.
-                    await serve_service(service, serving, ready=lambda url: ready(service, url))
+                    await serve_service(service, serving, ready=partial(ready, service))
 
 
 async def serve_service(
-    service: Service, serving: Serving, *, ready: Callable[[str], None]
+    service: Service, serving: Serving, *, ready: Callable[[str, str], None]
 ) -> None:
-    """Serve clients and the operator, until SIGINT or SIGTERM."""
-    from layershuffle.swarm.server.admin import operator_endpoint
+    """Serve clients and the operator, until SIGINT or SIGTERM; `ready` is called with the address
+    and the operator's key."""
+    from layershuffle.swarm.server.admin import add_operator
     from layershuffle.swarm.server.app import create_app
     from layershuffle.swarm.server.run import serve
 
     coordinator, health = service.coordinator, service.coordinator.health
+    operated = serving.operated
     app = create_app(
         service.remote_model,
         calibration=service.calibration,
@@ -109,34 +114,27 @@ async def serve_service(
         audits=lambda: (health.audited, health.disagreed),
         carriers=coordinator.backend.carriers,
         trouble=lambda: service.trouble,
-        page=_page(service, serving),
+        page=serving.page,
+        min_accuracy=serving.min_accuracy,
+        operate=partial(add_operator, service=service, key=operated.key),
     )
-    async with operator_endpoint(service, serving.state):
+
+    def open_at(url: str) -> None:
+        operated.publish(url, certificate=serving.certificate)
+        ready(url, operated.key)
+
+    try:
         await serve(
             app,
             host=serving.host,
             port=serving.port,
             public=serving.public,
             tls=serving.tls,
-            ready=ready,
+            trusted_proxies=serving.trusted_proxies,
+            ready=open_at,
         )
-
-
-def _page(service: Service, serving: Serving) -> PageOptions | None:
-    """The options of the page, `None` for no page."""
-    from layershuffle.swarm.chaos import Fault
-    from layershuffle.swarm.server.gateway_page import PageOptions
-
-    async def break_host(host: str, kind: FaultKind) -> None:
-        await service.faults.inject(Fault(0, host, kind))
-
-    if not serving.page:
-        return None
-    return PageOptions(
-        break_host=break_host if serving.may_break else None,
-        breakable=frozenset(service.plan.hosts),
-        reports=serving.reports,
-    )
+    finally:
+        operated.close()
 
 
 def _loaded(plan: SwarmPlan) -> Cargo:
