@@ -80,6 +80,15 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
     return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
 
 
+def view_of_files(view: ImageView, data: str) -> ImageView:
+    """The view for image files, of a model that was trained on `data` ("" if nobody knows).
+
+    Models trained on generated images squash them, as in training.
+    """
+    generated = data.startswith(("digit-pairs", "formula"))
+    return resized_as(view, "squash") if generated else view
+
+
 def uncropped_size(view: ImageView) -> tuple[int, int]:
     """(width, height) of which the crop keeps the share `crop_pct`."""
     # 43 / (43 / 50) is slightly less than 50, but must not become 49.

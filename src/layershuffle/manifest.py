@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from layershuffle.errors import ModelFileError
-from layershuffle.image_view import ImageView
+from layershuffle.image_view import ImageView, view_of_files
 from layershuffle.text import one_line
 
 MANIFEST = "manifest.json"
@@ -53,6 +53,12 @@ class Trained(_FromManifest):
     data: str | None
 
 
+class Speed(_FromManifest):
+    """Milliseconds of a block for one image, on one thread of the machine of the export."""
+
+    block_ms: float
+
+
 class ExportManifest(_FromManifest):
     """The part of manifest.json that running the files needs.
 
@@ -67,8 +73,14 @@ class ExportManifest(_FromManifest):
     image_view: ImageView
     trained: Trained
     state: StateForm
+    speed: Speed
     blocks: tuple[StoredBlock, ...]
     files: dict[str, StoredFile]
+
+    @property
+    def file_view(self) -> ImageView:
+        """How image files are prepared."""
+        return view_of_files(self.image_view, self.trained.data or "")
 
 
 def read_manifest(directory: Path) -> ExportManifest:

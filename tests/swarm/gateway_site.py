@@ -5,7 +5,7 @@ import ssl
 import struct
 import subprocess
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import ListeningSocket, Server
+from layershuffle.swarm.server.run import Listener, server_of
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -74,9 +74,9 @@ class Site:
     blocks: Blocks
     client: httpx.AsyncClient
 
-    async def classify(self, *files: bytes, **fields: Any) -> httpx.Response:
-        """POST the files as a form."""
-        return await classify(self.client, *files, **fields)
+    async def classify(self, file: bytes, **options: Any) -> httpx.Response:
+        """POST the file as the body."""
+        return await classify(self.client, file, **options)
 
     def client_at(self, address: str) -> httpx.AsyncClient:
         """A client whose requests come from that address."""
@@ -84,11 +84,9 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
-async def classify(client: httpx.AsyncClient, *files: bytes, **fields: Any) -> httpx.Response:
-    """POST the files as a form."""
-    parts = [("image", (f"{number}.png", file)) for number, file in enumerate(files)]
-    data = {name: str(value) for name, value in fields.items()}
-    return await client.post("/v1/classify", files=parts, data=data)
+async def classify(client: httpx.AsyncClient, file: bytes, **options: Any) -> httpx.Response:
+    """POST the file as the body."""
+    return await client.post("/v1/classify", content=file, params=options)
 
 
 @asynccontextmanager
@@ -117,17 +115,22 @@ async def site(
 
 @asynccontextmanager
 async def listening(
-    app: Any, limits: GatewayLimits, *, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[tuple[Any, int]]:
-    """(server, port) of `app` on a socket of this machine."""
-    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
-        server = Server(app, limits=limits, tls=tls)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield server, listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await running
+    app: Any,
+    limits: GatewayLimits,
+    *,
+    tls: ssl.SSLContext | None = None,
+    trusted: Sequence[str] = (),
+) -> AsyncIterator[tuple[Listener, int]]:
+    """The listening socket and its port, on this machine, of a server of `app`."""
+    with Listener("127.0.0.1", port=0, limits=limits, trusted=trusted) as listener:
+        server = server_of(app, listener, tls=tls, trusted=trusted)
+        async with listener.watched():
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                yield listener, listener.getsockname()[1]
+            finally:
+                server.should_exit = True
+                await running
 
 
 def run(

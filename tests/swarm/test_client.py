@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,13 +27,14 @@ from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import state_directory
+from layershuffle.swarm.server.admin import Operated, state_directory
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.start import Serving, serve_service
 from layershuffle.swarm.server.tls import client_context, server_context
 from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
-from waiting import HANGS
+from pictures import file_of
+from waiting import HANGS, until
 
 KEY = "a-key-of-some-length"
 URL = "http://gateway"
@@ -71,7 +72,7 @@ def blocking(**options):
     assert started.wait(120)
     place, loop = running
     try:
-        with SwarmClient(URL, api_key=KEY, transport=Bridge(place.app, loop)) as client:
+        with SwarmClient(URL, api_key=KEY, patience=0, transport=Bridge(place.app, loop)) as client:
             yield client, place
     finally:
         loop.call_soon_threadsafe(done.set)
@@ -82,17 +83,14 @@ def test_every_kind_of_image(tmp_path):
     image = picture(3)
     path = tmp_path / "a.png"
     image.save(path)
-    with blocking(keys=[KEY]) as (client, _):
-        asked = {"top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
+    # One host, so that all answers take one way.
+    with blocking(keys=[KEY], hosts={"a": set(range(DEPTH))}) as (client, _):
         answers = [
-            client.classify(image_like, **asked)
+            client.classify(image_like, top=2, deadline_ms=5000.0, min_blocks=2)
             for image_like in (image, path, str(path), path.read_bytes())
         ]
-        several = client.classify([image, path])
-    assert all(answer.images == answers[0].images for answer in answers)
-    assert len(answers[0].images[0].top) == 2
-    assert len(several.images) == 2
-    assert several.images[0] == several.images[1]
+    assert all(answer.top == answers[0].top for answer in answers)
+    assert len(answers[0].top) == 2
 
 
 def test_swarm_and_health():
@@ -115,14 +113,14 @@ def test_errors_have_the_gateways_messages():
         place.router.swarm = Swarm(host for host in place.router.swarm.values() if host.name != "b")
         with pytest.raises(SwarmError) as few:
             client.classify(picture(), min_blocks=4, deadline_ms=30_000)
-        stranger = SwarmClient(URL, transport=client._http._transport)
+        stranger = SwarmClient(URL, transport=client._gateways[0]._transport)
         with pytest.raises(SwarmError) as closed:
             stranger.swarm()
     assert unread.value.status == 422
     assert unread.value.hint == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
     assert (few.value.status, few.value.retry_after) == (503, 1.0)
     assert "3 of 4 blocks could be run" in str(few.value)
-    assert "Where: http://gateway/v1/classify." in str(few.value)
+    assert "Where: http://gateway/v1/classify?" in str(few.value)
     assert closed.value.status == 401
     assert closed.value.hint.startswith("send it as")
 
@@ -132,16 +130,16 @@ def test_the_async_client_is_the_same():
         async with site(keys=[KEY]) as place:
             transport = httpx.ASGITransport(app=place.app)
             async with AsyncSwarmClient(URL, api_key=KEY, transport=transport) as client:
-                answer = await client.classify([picture(1), picture(2)])
+                answer = await client.classify(picture(1))
                 swarm, health = await client.swarm(), await client.health()
                 with pytest.raises(SwarmError) as error:
                     await client.classify(picture(), min_blocks=9)
             return answer, swarm, health, error.value
 
     answer, swarm, health, error = asyncio.run(go())
-    assert len(answer.images) == 2
+    assert sorted(answer.blocks) == list(range(DEPTH))
     assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "min_blocks is 9, but the model has 4 blocks"
+    assert error.cause == "min_blocks is 9, but at most 4 blocks can run"
 
 
 def answering(handler):
@@ -171,12 +169,124 @@ def test_addresses_without_a_gateway():
 
 def test_wrong_use():
     with answering(lambda request: httpx.Response(500)) as client:
-        for wrong, words in [([], "no image"), (3, "int is not an image"), ("/no/file", "read")]:
+        for wrong, words in [(3, "int is not an image"), ("/no/file", "read")]:
             with pytest.raises(UsageError, match=words):
                 client.classify(wrong)
+    with pytest.raises(UsageError, match="no gateway to ask"):
+        SwarmClient()
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://[::", ""):
         with pytest.raises(UsageError, match="not the address of a gateway"):
             SwarmClient(url)
+
+
+# --- several gateways, and Retry-After ------------------------------------------------------------
+
+
+class Clock:
+    """Virtual time for the pauses of a client."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.pauses = 0.0, []
+        monkeypatch.setattr("layershuffle.swarm.client.time", self)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        if seconds:
+            self.pauses.append(seconds)
+            self.now += seconds
+
+
+def busy(status, seconds):
+    body = {"error": {"cause": "busy", "hint": "wait", "id": None}}
+    return httpx.Response(status, json=body, headers={"retry-after": str(seconds)})
+
+
+def health():
+    return httpx.Response(
+        200, json={"ok": True, "why": "", "usable_hosts": 1, "reachable_blocks": 4, "depth": 4}
+    )
+
+
+def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):
+    """Up to half later, drawn, so that clients do not come back together; never beyond patience."""
+    clock, answers = Clock(monkeypatch), [busy(429, 2), busy(429, 3)]
+    with answering(lambda _: answers.pop(0) if answers else health()) as client:
+        assert client.health().ok
+    first, second = clock.pauses
+    assert 2 <= first <= 3
+    assert 3 <= second <= 4.5
+    clock.pauses.clear()
+    with answering(lambda _: busy(503, 6)) as client, pytest.raises(SwarmError) as error:
+        client.swarm()
+    assert error.value.status == 503
+    assert len(clock.pauses) == 1, "a second pause would end after ten seconds"
+
+
+def test_what_no_wait_cures_is_not_repeated(monkeypatch):
+    clock, asked = Clock(monkeypatch), []
+
+    def refuse(request):
+        asked.append(request)
+        return busy(422, 1)
+
+    with answering(refuse) as client, pytest.raises(SwarmError):
+        client.swarm()
+    assert (len(asked), clock.pauses) == (1, [])
+
+
+def test_the_next_gateway_is_asked_and_kept(monkeypatch):
+    clock, asked = Clock(monkeypatch), []
+
+    def answer(request):
+        asked.append(request.url.host)
+        if request.url.host == "first":
+            raise httpx.ConnectError("Connection refused")
+        return health()
+
+    transport = httpx.MockTransport(answer)
+    with SwarmClient("http://first", "http://second", transport=transport) as client:
+        assert client.health().ok
+        assert client.health().ok
+    assert (asked, clock.pauses) == (["first", "second", "second"], [])
+    dead = httpx.MockTransport(lambda _: answer(httpx.Request("GET", "http://first")))
+    with (
+        SwarmClient("http://a", "http://b", transport=dead) as client,
+        pytest.raises(SwarmError, match="cannot be reached"),
+    ):
+        client.health()
+
+
+def test_a_thousand_requests_while_a_gateway_ends():
+    """Of two gateways one ends at request 400, with those in flight: all are answered."""
+    file, limits = file_of(picture()), GatewayLimits(rate=1e6, burst=1e6)
+
+    async def go():
+        async with site(limits=limits) as one, site(limits=limits) as two:
+            async with AsyncExitStack() as first:
+                dying, a = await first.enter_async_context(listening(one.app, limits))
+                async with listening(two.app, limits) as (_, b):
+                    urls = f"http://127.0.0.1:{a}", f"http://127.0.0.1:{b}"
+                    async with AsyncSwarmClient(*urls, patience=60) as client:
+                        numbers = iter(range(1000))
+
+                        async def ask():
+                            return [len((await client.classify(file)).blocks) for _ in numbers]
+
+                        async def end():
+                            await until(lambda: one.blocks.visits > 400)
+                            for connection in list(dying.open.values()):
+                                connection.shutdown(socket.SHUT_RDWR)  # as by a kill
+                            await first.aclose()
+
+                        _, *answers = await asyncio.gather(end(), *(ask() for _ in range(8)))
+            return [n for some in answers for n in some], one.blocks.visits, two.blocks.visits
+
+    blocks, before, after = asyncio.run(go())
+    assert blocks == [DEPTH] * 1000
+    assert before > 400
+    assert after > 400
 
 
 def test_the_client_needs_no_torch():
@@ -303,13 +413,13 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
             await serve_service(
                 service,
                 Serving(
-                    state=state_directory(str(tmp_path / "s")),
+                    operated=Operated(state_directory(str(tmp_path / "s"))),
                     port=0,
                     keys=read_keys(keys),
                     tls=context_of(papers_of_server),
                     page=False,
                 ),
-                ready=lambda url: tell(
+                ready=lambda url, _: tell(
                     (url, describe_service(service, url, state=None, keyed=True))
                 ),
             )
@@ -338,7 +448,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert f"error: {keys} was not classified: The image cannot be read. Where: " in refused
         assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [len(answer.get("images", ())) for answer in answers] == [1, 0, 1, 0]
+        assert ["top" in answer for answer in answers] == [True, False, True, False]
         assert answers[1]["error"]["cause"] == "The image cannot be read"
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out
@@ -433,7 +543,8 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
     files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
 
     def said(*more):
-        assert main([*words, *map(str, more)]) != 0
+        state = tmp_path / f"s{len(list(tmp_path.iterdir()))}"  # the end of a process frees it
+        assert main([*words, "--state", str(state), *map(str, more)]) != 0
         return capsys.readouterr().err
 
     clear = said("--keys", keys)

@@ -14,7 +14,7 @@ import pytest
 from page_site import NARROW, WIDE, chromium, served, visit
 
 from layershuffle.bundled import asset
-from layershuffle.swarm.server.demo import demo_app
+from layershuffle.swarm.server.page import demo_app
 from layershuffle.swarm.server.workbench import digits_workbench
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
@@ -74,6 +74,13 @@ def test_buttons_rearrange_and_the_answer_follows(tab):
     tab.settled()
     assert sorted(map(int, tab.order().split(","))) == list(range(12))
     assert scores(tab)[1] <= 15
+
+
+def test_no_button_of_an_order_looks_chosen(tab):
+    """The first order is none of the three: their grounds are alike, in both schemes."""
+    buttons = tab.page.locator("[data-order]")
+    grounds = buttons.evaluate_all("all => all.map((b) => getComputedStyle(b).backgroundColor)")
+    assert len(set(grounds)) == 1
 
 
 def test_a_block_is_moved_put_beside_run_twice_and_left_out(tab):
@@ -146,7 +153,11 @@ def test_everything_is_done_by_keyboard_alone(tab):
     assert tab.text("#ours .foot").endswith("no calibration of such orders")
     tab.page.locator("#order").fill("3,12")
     press("Enter")
-    assert tab.text("#status") == "There is no block 12: they are 0 to 11"
+    assert tab.text("#order-error") == "There is no block 12: they are 0 to 11"
+    assert tab.page.get_attribute("#order", "aria-invalid") == "true"
+    tab.page.locator("#order").fill("3,1")
+    press("Enter")
+    assert tab.text("#order-error") == ""
     # A drawing: blank, then a line of ink, which both models answer for.
     tab.page.locator("#clear").focus()
     press("Enter")

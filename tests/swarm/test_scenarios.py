@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from test_drill import calibration
 from test_server_run import answered, connected, plain
 
 from layershuffle.cli.swarm import ScenarioFlag as NamedInHelp
-from layershuffle.cli.swarm.local_faults import RunningSwarm, child_of, listener_of
+from layershuffle.cli.swarm.local_faults import RunningSwarm, child_of
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.drill import Reply
@@ -191,21 +190,11 @@ def test_a_process_is_found_by_its_name_below_another():
             child.kill()
 
 
-def test_a_socket_says_who_listens(tmp_path):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        assert listener_of(tmp_path / "s") == os.getpid()
+def running(address):
+    return RunningSwarm(SimpleNamespace(process=os.getpid()), None, address=address)
 
 
-def running(tmp_path, address):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        return RunningSwarm(None, None, socket_path=tmp_path / "s", address=address)
-
-
-def test_four_addresses_that_never_read_keep_nobody_else_out(tmp_path):
+def test_four_addresses_that_never_read_keep_nobody_else_out():
     """32 connections each, with a hundred requests in every one; another address is served
     meanwhile, and all of them are closed after a few seconds."""
     limits = GatewayLimits(head_ms=500)
@@ -219,8 +208,8 @@ def test_four_addresses_that_never_read_keep_nobody_else_out(tmp_path):
         return await send({"type": "http.response.body", "body": bytes(300_000)})
 
     async def go():
-        async with listening(large, limits) as (server, port):
-            swarm = running(tmp_path, f"http://127.0.0.1:{port}")
+        async with listening(large, limits) as (listener, port):
+            swarm = running(f"http://127.0.0.1:{port}")
             try:
                 closed, served = await swarm.pipeline(), 0
                 async with asyncio.timeout(40):
@@ -229,13 +218,13 @@ def test_four_addresses_that_never_read_keep_nobody_else_out(tmp_path):
                             served += await answered(*other)
             finally:
                 swarm.close()
-            return served, len(server.server_state.connections)
+            return served, len(listener.open)
 
     served, left = asyncio.run(go())
     assert served > 0
     assert left <= 1
 
 
-def test_unread_answers_are_for_this_machine(tmp_path):
+def test_unread_answers_are_for_this_machine():
     with pytest.raises(UsageError, match=r"at http://127\.0\.0\.1 alone"):
-        asyncio.run(running(tmp_path, "https://127.0.0.1:8000").pipeline())
+        asyncio.run(running("https://127.0.0.1:8000").pipeline())

@@ -17,10 +17,9 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.bundled import asset
-from layershuffle.cli.swarm.local_faults import listener_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.client import SwarmClient
-from layershuffle.swarm.server.admin import SOCKET
+from layershuffle.swarm.server.admin import Operator
 from waiting import HANGS, wait_for, wait_for_address
 
 pytestmark = pytest.mark.skipif(
@@ -157,7 +156,7 @@ def test_the_swarm_outlives_rays_own_processes(swarm):
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     """It has the same address and state directory, and removes the leftovers of the killed one."""
     process, address, state = swarm
-    gateway, log = listener_of(Path(state) / SOCKET), Path(state).parent / "log"
+    gateway, log = Operator(Path(state)).process, Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
@@ -165,7 +164,7 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
         wait_for(lambda: client.health().usable_hosts == 3)
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000)
     assert len(answer.blocks) == 12
-    assert listener_of(Path(state) / SOCKET) != gateway
+    assert Operator(Path(state)).process != gateway
     assert not before & {*session_processes(process.pid)}
     (swept,) = re.findall(r"after a swarm that was killed: (\S+),", log.read_text())
     assert not Path(swept).exists()
@@ -185,7 +184,7 @@ def command_of(pid):
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    os.kill(listener_of(Path(state) / SOCKET), signal.SIGINT)
+    os.kill(Operator(Path(state)).process, signal.SIGINT)
     assert process.wait(HANGS) == 0
     wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
     assert list(Path(state).iterdir()) == []

@@ -35,7 +35,7 @@ from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
-from layershuffle.image_view import ImageView, resized_as
+from layershuffle.image_view import ImageView, view_of_files
 from layershuffle.manifest import MANIFEST
 from layershuffle.models.card import render
 from layershuffle.models.files import (
@@ -294,11 +294,9 @@ def image_view(model: nn.Module) -> ImageView:
 
 
 def file_view(model: nn.Module) -> ImageView:
-    """The view for image files. Models trained on generated images squash them, as in training."""
-    view = image_view(model)
-    if str(trained_with(backbone_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
-        return resized_as(view, "squash")
-    return view
+    """The view for image files (`view_of_files`)."""
+    data = trained_with(backbone_of(model)).get("data")
+    return view_of_files(image_view(model), str(data or ""))
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:

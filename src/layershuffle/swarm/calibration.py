@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from layershuffle.core.evaluation import Score
     from layershuffle.data import ImageData
+    from layershuffle.swarm.served import ServedModel
 
 SPLIT = "test"
 """The split that no training and no choice of a checkpoint uses."""
@@ -319,6 +320,14 @@ def calibration_path(model: str) -> Path:
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write `calibration` to `path`, atomically."""
     write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def calibration_of(model: ServedModel) -> Calibration | None:
+    """The calibration among the files of an exported model, `None` without one.
+
+    Raises `ModelFileError` if it is damaged, or was measured on other weights.
+    """
+    return read_calibration(model.directory / CALIBRATION, weights=model.manifest.weights)
 
 
 def read_calibration(path: Path, *, weights: str) -> Calibration | None:

@@ -88,19 +88,23 @@ class Children:
                 "--name",
                 name,
                 stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
                 preexec_fn=_die_with_parent,
             )
+            last = b""
+            assert process.stderr is not None
+            async for line in process.stderr:
+                last = line
             code = await process.wait()
             tries, pause = restart_pause(tries, ran=loop.time() - begun, limits=self._limits)
-            _log.warning("The process of host %s has ended (%s)", name, code)
+            words = last.decode(errors="replace").strip()
+            _log.warning("The process of host %s has ended (%s): %s", name, code, words)
             await asyncio.sleep(pause)
 
 
-def host_command(address: str, *, token_file: Path, cache: Path, memory: int) -> tuple[str, ...]:
+def host_command(address: str, *, token_file: Path, memory: int) -> tuple[str, ...]:
     """The words for `Children`: hosts for the gateway at `address`, with `memory` bytes each."""
-    return (
-        address, "--token-file", str(token_file), "--cache", str(cache), "--memory", str(memory),
-    )  # fmt: skip
+    return address, "--token-file", str(token_file), "--memory", str(memory)
 
 
 # Loaded here, because nothing may be imported between fork and exec.

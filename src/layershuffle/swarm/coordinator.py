@@ -257,16 +257,13 @@ class Coordinator:
         self.away.pop(name, None)
         if name in self.children.names:
             self.children.release(name)
-        if name not in self.members:
-            self.router.swarm = self.router.swarm.without(name)
-            return
-        self.router.swarm = self.router.swarm.with_host(HostView(name, frozenset()))
+        self.router.update(name, lambda host: replace(host, condition="gone", why="it is starting"))
         # It gets its blocks and its tests anew, as any host that dials in.
         self.members.cut(name)
 
     def check_known(self, name: str) -> None:
         """Raises `UsageError` for a host that the swarm does not have."""
-        if name not in self.router.swarm:
+        if name not in self.router.swarm and name not in self.children.names:
             names = ", ".join(self.router.swarm) or "none"
             raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
 

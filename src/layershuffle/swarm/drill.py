@@ -245,6 +245,5 @@ def drill_json(
         "routing": routing,
         **ends_json(drill, None if isinstance(judgement, str) else judgement),
         **why,
-        "foreseen_percent": asdict(expected),
         "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
     }

@@ -98,7 +98,7 @@ class Visited:
     """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".
 
     `images`: images of the request; `batch`: as in `Answer`; `lag_ms`: time beyond the expected
-    one, `None` for canaries.
+    one, `None` for canaries; `begun_ms`: its begin, since that of its walk.
     """
 
     host: str
@@ -111,6 +111,7 @@ class Visited:
     images: int = 1
     batch: float = 1.0
     lag_ms: float | None = None
+    begun_ms: float = 0.0
 
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]

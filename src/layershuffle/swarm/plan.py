@@ -28,7 +28,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.policy import Routing
 
-DEFAULT_MODEL = "bundled:digits-swarm"
+DEFAULT_MODEL = "bundled:digits-onnx"
 _MAX_DEPTH = 1024
 
 

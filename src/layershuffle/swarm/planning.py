@@ -27,9 +27,12 @@ from scipy.optimize import linprog
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
 from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
+from layershuffle.swarm.calibration import calibration_of
+from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 from layershuffle.swarm.policy import ROUTINGS, Routing
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
+from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
@@ -114,6 +117,23 @@ class Planned:
     block_ms: float
     most: float
     bound: float
+
+
+def model_facts(spec: str, *, parallel: int | None = None) -> ModelFacts:
+    """The facts of the model `spec`, which is exported if it is not.
+
+    `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of
+    `served_directory`.
+    """
+    model = ServedModel(served_directory(spec))
+    calibration = calibration_of(model)
+    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
+    return ModelFacts(
+        blocks=model.weights,
+        block_ms=model.manifest.speed.block_ms,
+        cells=cells,
+        rounds=rounds_of(calibration, parallel=parallel),
+    )
 
 
 def read_hosts(path: Path) -> HostsFile:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -83,30 +83,13 @@ class Walk:
     calls: list[PendingVisit] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    """An observer of running requests. Its methods must be fast, because the request waits."""
-
-    def begun(self, walk: Walk) -> None:
-        """A request begins."""
-
-    def sent(self, walk: Walk, call: PendingVisit) -> None:
-        """A visit of a request begins."""
-
-    def noted(self, call: PendingVisit, hop: Visited) -> None:
-        """A visit has an outcome; a late visit may have another one later."""
-
-    def over(self, walk: Walk, route: Route | None) -> None:
-        """A request ends; `route` is `None` if it was cancelled."""
-
-
 class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts, as a value.
 
     `routing`, `rounds` (how many blocks run side by side, and how often, in free order), `wire` and
     `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
     running request keeps its routing and rounds. Each of `observers` is called with every hop and
-    the states around it (metrics and audits use this). `walks`: the number of running requests;
-    `watcher`: an observer of running requests, or `None`.
+    the states around it (metrics and audits use this). `walks`: the number of running requests.
     """
 
     def __init__(
@@ -125,7 +108,6 @@ class Router:
         self.routing, self.wire, self.clock = routing, wire, clock
         self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
-        self.watcher: Watcher | None = None
         self._swarm = Swarm()
         self._changed = asyncio.Event()
         self._numbers = count()
@@ -170,18 +152,13 @@ class Router:
         # In a queue no older state may be read, because a model may not add to its state.
         rounds = self.rounds if free and not self.rounds.as_a_queue else QUEUE
         walk = Walk(start, progress, self.clock(), rounds)
-        route: Route | None = None
         self.walks += 1
-        if self.watcher is not None:
-            self.watcher.begun(walk)
         try:
             route = self._route(walk, await self._ending(walk))
         finally:
             for call in walk.calls:
                 call.task.cancel()
             self.walks -= 1
-            if self.watcher is not None:
-                self.watcher.over(walk, route)
         return walk.state, route
 
     async def _ending(self, walk: Walk) -> Ending:
@@ -276,10 +253,7 @@ class Router:
         # From `now`: sending a large state takes time, and the limit must not pass the deadline.
         ends = now + visit.limit
         version = len(walk.progress.done)
-        call = PendingVisit(visit, task, self.clock(), before, version, ends)
-        if self.watcher is not None:
-            self.watcher.sent(walk, call)
-        return call
+        return PendingVisit(visit, task, self.clock(), before, version, ends)
 
     def _answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
         """The state from the ended call; `None`, and a strike for its host, if it failed."""
@@ -324,11 +298,9 @@ class Router:
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
     def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
-        walk.hops.append(hop)
+        walk.hops.append(replace(hop, begun_ms=(call.started - walk.started) * _MILLI))
         for observe in self.observers:
             observe(hop, call.before, after)
-        if self.watcher is not None:
-            self.watcher.noted(call, hop)
 
 
 def fault_of(answer: Answer, *, before: State, ms: float) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ from layershuffle.errors import ModelFileError
 from layershuffle.manifest import MANIFEST, StoredFile, read_manifest
 from layershuffle.swarm.assignment import BlockFile
 from layershuffle.swarm.messages import State
-from layershuffle.text import Progress, one_line, unheard
+from layershuffle.text import one_line
 from layershuffle_host.blocks import Block
 
 _SEED = 20407
+_log = logging.getLogger(__name__)
 _AGAIN = "export the model again"
 
 
@@ -125,7 +128,7 @@ class ServedModel:
         return out  # type: ignore[no-any-return]
 
 
-def served_directory(spec: str, *, progress: Progress = unheard) -> Path:
+def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Path:
     """The exported files of the model `spec`; exported once into the user's cache if it is none.
 
     Raises what `export_model` raises.
@@ -149,5 +152,6 @@ def served_directory(spec: str, *, progress: Progress = unheard) -> Path:
     out = cache / "layershuffle" / "exported" / digest.hexdigest()[:32]
     if not (out / MANIFEST).is_file():
         out.parent.mkdir(parents=True, exist_ok=True)
-        export_model(spec, out, progress=progress)
+        say(f"Exporting {spec} into {out}, once ...")
+        export_model(spec, out)
     return out

@@ -12,16 +12,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from layershuffle.manifest import CALIBRATION
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.assignment import COPIES
-from layershuffle.swarm.calibration import Calibration, read_calibration
+from layershuffle.swarm.calibration import Calibration, calibration_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
 from layershuffle.swarm.messages import Wire
+from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
@@ -29,7 +29,6 @@ from layershuffle.swarm.served import ServedModel
 
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
-DEFAULT_MODEL = "bundled:digits-onnx"
 
 
 class SwarmSettings(Settings):
@@ -69,20 +68,12 @@ class Service:
         return FaultInjector(self.coordinator)
 
 
-def stored_calibration(model: ServedModel) -> Calibration | None:
-    """The calibration among the files of the model, `None` without one.
-
-    Raises `ModelFileError` if it is damaged, or was measured on other weights.
-    """
-    return read_calibration(model.directory / CALIBRATION, weights=model.manifest.weights)
-
-
 @asynccontextmanager
 async def running_service(
     settings: SwarmSettings, model: ServedModel, *, token: str
 ) -> AsyncIterator[Service]:
     """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
-    members, calibration = Members(model, token=token), stored_calibration(model)
+    members, calibration = Members(model, token=token), calibration_of(model)
     router = Router(
         members,
         depth=model.depth,

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _NamedHostCommand(Command):
-    """A change to one host, through the operator's socket."""
+    """A change to one host, by the operator's key."""
 
     host: str
     """Name of the host in the plan."""
     _: KW_ONLY
     state: str | None = None
-    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
     def operator(self) -> AbstractContextManager[Operator]:
         """A connection to the swarm. Raises `UsageError` if none runs on this machine."""

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command, ComputingCommand
-from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, RoutingFlag
+from layershuffle.cli.swarm import CALIBRATED_MODEL, DEFAULT_MODEL, ROUTINGS, RoutingFlag
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import counted, counted_as, table
@@ -49,9 +49,7 @@ class PlanCommand(Command):
         from layershuffle.files import write_text
         from layershuffle.models.output import check_output
         from layershuffle.swarm.plan import plan_text
-        from layershuffle.swarm.planning import plan_for, plan_report, read_hosts
-        from layershuffle.swarm.service import model_facts
-        from layershuffle.swarm.speed import store_path
+        from layershuffle.swarm.planning import model_facts, plan_for, plan_report, read_hosts
 
         hosts = read_hosts(self.hosts)
         if self.out is not None:
@@ -61,9 +59,8 @@ class PlanCommand(Command):
         planned = plan_for(hosts, facts, model=self.model, copies=self.copies)
         print(
             # Printed, because speeds in the file are relative to this machine.
-            f"A block of one image takes {facts.block_ms:.3g} ms here: that is `speed: 1` "
-            "(block_ms in the file overrides it). It was measured once and is kept in "
-            f"{store_path()}; delete that file to measure again.\n"
+            f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that "
+            "is `speed: 1` (block_ms in the file overrides it).\n"
         )
         print(plan_report(planned, facts))
         if self.out is not None:
@@ -84,7 +81,7 @@ class SimulateCommand(Command):
     """
 
     plan: Path
-    """The plan, as for `swarm deploy`."""
+    """The plan, of `swarm plan --out`."""
     _: KW_ONLY
     profile: Path | None = None
     """HOSTS.yaml from which the plan was made, with the speeds of its hosts. Default: 5 ms per
@@ -117,8 +114,7 @@ class SimulateCommand(Command):
 
         from layershuffle.swarm.chaos import crashes, crashes_text
         from layershuffle.swarm.plan import read_swarm_plan
-        from layershuffle.swarm.planning import profile_of, read_hosts
-        from layershuffle.swarm.service import model_facts
+        from layershuffle.swarm.planning import model_facts, profile_of, read_hosts
         from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
         from layershuffle.swarm.simulation.run import simulate
         from layershuffle.swarm.simulation.scenario import (
@@ -200,7 +196,7 @@ class CalibrateCommand(ComputingCommand):
     decide how many blocks run side by side and whether they run twice.
     """
 
-    model: str = DEFAULT_MODEL
+    model: str = CALIBRATED_MODEL
     """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
     _: KW_ONLY
     data: str = "digit-pairs"
