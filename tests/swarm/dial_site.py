@@ -17,10 +17,10 @@ from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from layershuffle.bundled import asset
-from layershuffle.swarm.keeper import Keeper
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.messages import Answer, Route, State, Visit, Wire, pack, unpack
+from layershuffle.swarm.messages import Route, State, Visit, Wire
 from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
@@ -47,7 +47,7 @@ class Site:
         self.members = Members(self.model, token=TOKEN)
         rounds = Rounds(otherwise=Way(parallel), max_age=2 * parallel)
         self.router = Router(self.members, depth=self.model.depth, limits=limits, rounds=rounds)
-        self.keeper = Keeper(self.model, router=self.router, members=self.members)
+        self.coordinator = Coordinator(self.model, router=self.router, members=self.members)
         self.app: Any = Starlette(routes=self.members.routes())
         self.url = ""
 
@@ -59,10 +59,9 @@ class Site:
         self, name: str, block: int, state: State, *, limit: float = 20.0, form: Wire = "fp32"
     ) -> State:
         """The state that a host answers to one visit."""
-        visit = Visit(name, (block,), limit)
         async with asyncio.timeout(limit):
-            answer: Answer = await self.members.visit(visit, pack(state, form))
-        return unpack(answer.packet)
+            answer = await self.members.visit(Visit(name, block, limit), state, form=form)
+        return answer.state
 
     async def walk(self, state: State, *, least: int = 1) -> tuple[State, Route]:
         """One request, which waits for `least` blocks."""
@@ -86,13 +85,13 @@ async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[
     site = Site(limits, parallel)
     async with listening(site) as port:
         site.url = f"ws://127.0.0.1:{port}"
-        keeping = asyncio.create_task(site.keeper.run())
+        keeping = asyncio.create_task(site.coordinator.run())
         try:
             yield site
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            await site.keeper.close()
+            await site.coordinator.close()
 
 
 @asynccontextmanager

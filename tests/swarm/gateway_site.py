@@ -1,4 +1,4 @@
-"""A gateway without sockets or Ray: a pico model whose blocks run in this process, host by host."""
+"""A gateway without sockets: a pico model whose blocks run in this process, host by host."""
 
 import asyncio
 import ssl
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
@@ -17,9 +18,11 @@ from PIL import Image
 
 from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
-from layershuffle.core.stack import blocks_of
+from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.export.graphs import head_of, stem_of
+from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, pack, unpack
+from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
@@ -48,7 +51,7 @@ class Blocks:
     visits: int = 0
     cancelled: int = 0
 
-    async def visit(self, visit, packet):
+    async def visit(self, visit, state, *, form="fp32"):
         self.visits += 1
         if visit.host in self.faults:
             raise self.faults[visit.host]
@@ -58,10 +61,30 @@ class Blocks:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        state = torch.from_numpy(unpack(packet).copy())
         with torch.inference_mode():
-            state = blocks_of(self.model)[visit.block](state)
-        return Answer(pack(state.numpy(), packet.wire), 0.5, 0.1)
+            after = blocks_of(self.model)[visit.block](torch.from_numpy(state.copy()))
+        return Answer(after.numpy(), 0.5, 0.1)
+
+
+class PicoModel:
+    """What a gateway asks of a `ServedModel`, by a model in torch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        view, classes = file_view(model), num_classes_of(model)
+        self.depth = depth_of(model)
+        self.manifest = SimpleNamespace(
+            file_view=view, classes=classes, class_names=class_names_of(model)
+        )
+        shape = torch.Size((view.channels, view.height, view.width))
+        self._stem, self._head = stem_of(model), head_of(model, shape)
+
+    def stem(self, images: Any) -> Any:
+        with torch.inference_mode():
+            return self._stem(torch.from_numpy(images)).numpy()
+
+    def head(self, state: Any) -> Any:
+        with torch.inference_mode():
+            return self._head(torch.from_numpy(state.copy())).numpy()
 
 
 @dataclass
@@ -103,7 +126,7 @@ async def site(
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
-    remote_model = RemoteModel(make(), router)
+    remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
     app = create_app(remote_model, **options)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_site import HOSTS, certify, listening, picture, site
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.local import LocalHosts
 from pico_hosts import PATIENT
 
 from clock import SkippingLoop
@@ -23,9 +25,7 @@ from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
 from layershuffle.cli.swarm.serving import describe_service
 from layershuffle.errors import UsageError
-from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import Operated, state_directory
 from layershuffle.swarm.server.limits import GatewayLimits

@@ -27,6 +27,7 @@ from dial_site import (
 from test_members import answer
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.children import Children, host_command
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Route
@@ -52,7 +53,7 @@ async def swarm(
 
 
 def is_up(site: Site, name: str) -> bool:
-    return name in site.members and site.keeper.is_up(site.members[name])
+    return name in site.members and site.coordinator.is_up(site.members[name])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -109,9 +110,7 @@ def test_a_departed_host_is_replaced_within_a_second_and_comes_back(tmp_path: Pa
     async def main() -> None:
         async with swarm(tmp_path, 3) as (site, _), AsyncExitStack() as stack:
             other = await stack.enter_async_context(hosting(site.url, cache=tmp_path, name="late"))
-            await site.until(
-                lambda: site.keeper.is_up(site.members["late"]) if "late" in site.members else False
-            )
+            await site.until(lambda: is_up(site, "late"))
             other.drain()
             begin = time.monotonic()
             await site.until(lambda: "late" not in site.members)
@@ -130,7 +129,7 @@ def test_a_short_break_moves_nothing(tmp_path: Path) -> None:
             connection = site.members["host-2"]
             site.members.cut("host-2")
             await site.until(lambda: site.members.get("host-2", connection) is not connection)
-            await site.until(lambda: site.keeper.is_up(site.members["host-2"]))
+            await site.until(lambda: site.coordinator.is_up(site.members["host-2"]))
             assert {name: member.assigned for name, member in site.members.items()} == before
             assert min(site.holders()) >= 2
 
@@ -140,18 +139,18 @@ def test_a_short_break_moves_nothing(tmp_path: Path) -> None:
 def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, 3) as (site, _):
-            assert await site.keeper.drain("host-1")
+            assert await site.coordinator.drain("host-1")
             await site.until(lambda: min(site.holders()) >= 2)
             assert "host-1" not in {n for b in range(12) for n in site.router.swarm.usable(b)}
             # Also on a new connection.
             site.members.cut("host-1")
             await site.until(lambda: "host-1" in site.members)
             assert site.router.swarm["host-1"].condition == "draining"
-            site.keeper.readmit("host-1")
+            site.coordinator.readmit("host-1")
             await site.until(lambda: site.router.swarm["host-1"].usable)
             await site.until(lambda: bool(site.router.swarm["host-1"].blocks))
             with refuses(UsageError):
-                site.keeper.readmit("nobody")
+                site.coordinator.readmit("nobody")
 
     asyncio.run(main())
 
@@ -260,13 +259,13 @@ async def family(site: Site, cache: Path, *, hosts: int) -> AsyncIterator[Childr
     """Hosts as child processes, all of them up."""
     token = cache / "token"
     token.write_text(TOKEN)
-    command = host_command(site.url, token_file=token, cache=cache / "files", memory=10**8)
+    command = host_command(site.url, token_file=token, memory=10**8)
     names = tuple(f"host-{number + 1}" for number in range(hosts))
     children = Children(names, command, limits=Limits(restart_ms=50))
-    site.keeper.children = children
+    site.coordinator.children = children
     running = asyncio.create_task(children.run())
     try:
-        assert await site.keeper.ready(hosts, within=60) == frozenset()
+        assert await site.coordinator.ready(hosts, within=60) == frozenset()
         yield children
     finally:
         running.cancel()
@@ -308,6 +307,31 @@ def test_a_frozen_process_is_gone_and_returns(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
+    """On real processes; the others answer all requests meanwhile."""
+    becomes = {"crash": "gone", "freeze": "suspect", "cut": "suspect", "wrong": "shut-out"}
+
+    async def main() -> None:
+        limits = Limits(deadline_ms=20_000, canary_every_ms=100)
+        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=3):
+            injector = FaultInjector(site.coordinator)
+            for kind, condition in becomes.items():
+                await injector.inject(Fault(0, "host-1", kind))
+                await site.until(lambda c=condition: site.router.swarm["host-1"].condition == c)
+                start = states(seed=5)
+                state, route = await site.walk(start, least=12)
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+                await injector.inject(Fault(0, "host-1", "rejoin"))
+                await site.until(lambda: site.router.swarm["host-1"].usable)
+                await site.until(lambda: is_up(site, "host-1"))
+            await injector.inject(Fault(0, "host-1", "leave"))
+            await site.until(lambda: "host-1" not in site.members)
+            with refuses(UsageError):
+                await injector.inject(Fault(0, "q", "slow"))
+
+    asyncio.run(main())
+
+
 def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
     async def main() -> None:
         async with gateway() as site, family(site, tmp_path, hosts=2) as children:
@@ -320,7 +344,7 @@ def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
                 children.signal("pi", signal.SIGKILL)
             await asyncio.sleep(0.3)
             assert "host-1" not in children.pids
-            site.keeper.readmit("host-1")
+            site.coordinator.readmit("host-1")
             await site.until(lambda: "host-1" in site.members)
 
     asyncio.run(main())
@@ -328,6 +352,7 @@ def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio, sys
+from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 children = Children(("a",), ("ws://127.0.0.1:1", "--token-file", sys.argv[1]), limits=Limits())

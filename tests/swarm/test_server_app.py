@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time, site
+from layershuffle.swarm.placement import Carrier
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.cli.swarm.asking import status_table
@@ -15,7 +16,6 @@ from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostFailed, HostGone
-from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.schemas import SwarmAnswer
 from layershuffle.swarm.state import HostView, Swarm

@@ -6,14 +6,14 @@ import asyncio
 import json
 
 import pytest
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.local import LocalHosts
 
 from common import FAMILIES
-from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.drill import Reply, run_drill
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.router import Router

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.local import LocalHosts
 from pico_hosts import PATIENT
 
 import layershuffle as ls
@@ -18,9 +20,7 @@ from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import describe_answer
 from layershuffle.errors import UsageError
 from layershuffle.swarm import service as services
-from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.expectations import Expected
-from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, read_swarm_plan
 from layershuffle.swarm.server.admin import (
     Operated,
