@@ -8,30 +8,28 @@ import subprocess
 import sys
 import threading
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from gateway_site import HOSTS, certify, listening, picture, site
-from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.local import LocalHosts
-from pico_hosts import PATIENT
 
 from clock import SkippingLoop
-from common import DEPTH, FAMILIES
+from common import DEPTH
+from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
-from layershuffle.cli.swarm.serving import describe_service
+from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import Operated, state_directory
+from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.start import Serving, serve_service
+from layershuffle.swarm.server.start import serve_swarm
 from layershuffle.swarm.server.tls import client_context, server_context
-from layershuffle.swarm.service import Cargo, running_service
+from layershuffle.swarm.service import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
 from waiting import HANGS, until
@@ -397,32 +395,20 @@ def started(serving, loop=asyncio.new_event_loop):
 @needs_openssl
 def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatch):
     """A swarm with certificate and key, asked by both clients and on the command line."""
-    hosts = {"a": HostPlan(blocks=(0, 1, 2, 3))}
-    plan = SwarmPlan(model="pico", hosts=hosts, limits=PATIENT)
     keys = written(tmp_path / "keys", KEY)
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+    flags = HttpsOptions(https_certificate=papers / "cert.pem", https_key=papers / "key.pem")
+    up = UpCommand(hosts=1, port=0, keys=Path(keys), page=False, state=str(tmp_path / "s"))
 
     async def serving(tell):
-        model = FAMILIES["timm-vit"].wrapped()
-        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
-        hosts = LocalHosts(list(plan.hosts), limits=plan.limits)
-        async with running_service(plan, cargo, backend=hosts, within=60) as service:
-            papers_of_server = HttpsOptions(
-                https_certificate=papers / "cert.pem", https_key=papers / "key.pem"
-            )
-            await serve_service(
-                service,
-                Serving(
-                    operated=Operated(state_directory(str(tmp_path / "s"))),
-                    port=0,
-                    keys=read_keys(keys),
-                    tls=context_of(papers_of_server),
-                    page=False,
-                ),
-                ready=lambda url, _: tell(
-                    (url, describe_service(service, url, state=None, keyed=True))
-                ),
-            )
+        facts = replace(up.serving(), tls=context_of(flags))
+
+        def ready(service, url, key):
+            assert key
+            tell((url, up.described(service, url, serving=facts)))
+
+        model = ServedModel(asset("digits-onnx"))
+        await serve_swarm(SwarmSettings(), model, serving=facts, say=lambda _: None, ready=ready)
 
     image = tmp_path / "image.png"
     picture().save(image)
@@ -430,21 +416,20 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert url.startswith("https://127.0.0.1:")
         assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
-            assert sorted(client.classify(image).blocks) == list(range(DEPTH))
+            assert sorted(client.classify(image).blocks) == list(range(12))
             assert client.health().watching is True
             assert client.swarm().audits.disagreed == 0
-            assert {host.carrier for host in client.swarm().hosts} == {"process"}
-        assert asyncio.run(asked(url, papers)) == DEPTH
+        assert asyncio.run(asked(url, papers)) == 12
         flags = ["--address", url, "--authority", str(papers / "ca.pem")]
         assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
-        assert len(json.loads(capsys.readouterr().out)["blocks"]) == DEPTH
+        assert len(json.loads(capsys.readouterr().out)["blocks"]) == 12
         monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
         # Each image has a request, and so a route, of its own, and may be refused alone.
         among = ["classify", str(image), str(keys), str(image)]
         assert main([*among, *flags]) == 1
         lines, (refused,) = map(str.splitlines, capsys.readouterr())
         assert sum(line.startswith(f"{image}: ") for line in lines) == 2
-        assert sum(f"{DEPTH} of {DEPTH} blocks in" in line for line in lines) == 2
+        assert sum("12 of 12 blocks in" in line for line in lines) == 2
         assert f"error: {keys} was not classified: The image cannot be read. Where: " in refused
         assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -534,12 +519,10 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
 
 
 @needs_openssl
-def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
+def test_up_warns_of_keys_in_clear(papers, tmp_path, capsys):
     """Before anything is loaded, where an address without keys is refused, too."""
-    plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
     keys = written(tmp_path / "keys", KEY)
-    words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "0.0.0.0"]
-    words += ["--port", "0", "--token", str(tmp_path / "absent")]  # so that it asks no machine
+    words = ["swarm", "up", "--model", "dir:/nowhere", "--listen", "0.0.0.0", "--port", "0"]
     files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
 
     def said(*more):
@@ -549,7 +532,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
 
     clear = said("--keys", keys)
     assert clear.startswith("warning: API keys, images and answers are sent to and from 0.0.0.0")
-    assert "copy it from the head" in clear
+    assert "/nowhere" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)
     Path(keys).chmod(0o604)

@@ -5,10 +5,8 @@ import asyncio
 import pytest
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time, site
-from layershuffle.swarm.placement import Carrier
 
 from common import CLASSES, DEPTH, assert_close
-from layershuffle.cli.swarm.asking import status_table
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import UsageError
@@ -17,8 +15,7 @@ from layershuffle.models.store import set_class_names
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostFailed, HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.schemas import SwarmAnswer
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.state import Swarm
 from pictures import file_of
 
 KEY = "a-key-of-some-length"
@@ -110,23 +107,6 @@ def test_a_dead_host_degrades_the_answer():
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.25)
     assert swarm["limits"]["reserve_ms"] == LIMITS.reserve_ms
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
-
-
-def test_every_host_says_how_visits_get_there():
-    carriers = {"a": Carrier("channel"), "b": Carrier("ray", "10.0.0.2:6506 cannot be used")}
-    carriers["d"] = Carrier("ray", "its process has died, and nobody has ended it yet")
-
-    async def go(place):
-        dead = HostView("d", frozenset({3}), condition="gone", why="its process is dead")
-        place.router.swarm = place.router.swarm.with_host(dead)
-        return SwarmAnswer.model_validate((await place.client.get("/v1/swarm")).json())
-
-    swarm = run(go, carriers=lambda: carriers)
-    assert [(host.carrier, host.carrier_why) for host in swarm.hosts] == [
-        ("channel", ""), ("ray", "10.0.0.2:6506 cannot be used"), (None, ""), (None, ""),
-    ]  # fmt: skip
-    table = status_table(swarm)
-    assert "b over Ray: 10.0.0.2:6506 cannot be used" in table.splitlines()
 
 
 def test_errors_of_hosts_that_cannot_be_encoded():

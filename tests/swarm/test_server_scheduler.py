@@ -51,33 +51,13 @@ def calibrated(**options):
     return {"calibration": calibration, **options}
 
 
-def test_blocks_of_other_models_have_no_expected_accuracy():
-    """Neither with a donor from the start nor one that comes or goes while the request runs."""
-    foreign = set()
-
+def test_an_answer_says_what_to_expect_of_it():
     async def go(place):
-        async def ask():
-            return (await place.classify(FILE)).json()
+        return (await place.classify(FILE)).json()
 
-        answers = [await ask()]
-        foreign.update({("a", 2), ("a", 0), ("c", 3), ("b", 0)})  # b does not hold block 0
-        answers.append(await ask())
-        walk = place.remote_model.classify
-
-        async def gone_again(images, **options):
-            classified = await walk(images, **options)
-            foreign.clear()
-            return classified
-
-        place.remote_model.classify = gone_again
-        return [*answers, await ask(), await ask()]
-
-    answers = run(go, **calibrated(foreign_blocks=lambda: frozenset(foreign)))
-    why = "blocks of another model than the calibrated one took part (a: 0, 2; c: 3)"
-    top1 = [(answer["expected"] or {}).get("top1") for answer in answers]
-    assert top1 == [80.0, None, None, 80.0]
-    assert [answer["expected_why"] for answer in answers] == ["", why, why, ""]
-    assert answers[0]["expected"] == {
+    answer = run(go, **calibrated())
+    assert answer["expected_why"] == ""
+    assert answer["expected"] == {
         "top1": 80.0, "low": 1.0, "high": 90.0, "orders_low": 2.0, "orders_high": 88.0, "kept": 4,
         "orders": 2, "images": 9, "data": "made-up", "split": "test", "effective": None,
         "passes": 1, "parallel": 1,
@@ -111,19 +91,6 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
     assert content.json()["ms"]["total"] == 0
     assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 88.0)
     assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
-
-
-def test_what_is_expected_now_names_blocks_of_other_models():
-    foreign = {("a", 2), ("b", 1)}
-
-    async def go(place):
-        place.router.update("b", lambda host: HostView("b", host.blocks, condition="gone"))
-        return (await place.client.get("/v1/swarm")).json()
-
-    options = calibrated(foreign_blocks=lambda: frozenset(foreign))
-    swarm = run(go, **options)
-    assert swarm["expected"] is None
-    assert swarm["expected_why"].endswith("took part (a: 2)")
 
 
 def test_what_is_expected_now_is_that_of_a_queue_where_requests_run_as_one():

@@ -60,13 +60,13 @@ class Watched(Scripted):
         super().__init__(acts)
         self.open, self.twice = Counter(), []
 
-    async def visit(self, visit, packet):
+    async def visit(self, visit, state, *, form="fp32"):
         key = (NUMBER.get(), visit.host, visit.block)
         if self.open[key]:
             self.twice.append(key)
         self.open[key] += 1
         try:
-            return await super().visit(visit, packet)
+            return await super().visit(visit, state)
         finally:
             self.open[key] -= 1
 

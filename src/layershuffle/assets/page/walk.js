@@ -21,8 +21,8 @@ export function setLines(names) {
 
 function bar(hop, depth, whole) {
   const element = make("li", { class: "visit", title: hop.why, "data-state": hop.outcome,
-    "aria-label": `block ${hop.blocks.join(" and ")}, ${hop.outcome}, ${hop.ms.toFixed(0)} ms` }, hop.blocks.join(" "));
-  hue(element, hop.blocks[0], depth);
+    "aria-label": `block ${hop.block}, ${hop.outcome}, ${hop.ms.toFixed(0)} ms` }, String(hop.block));
+  hue(element, hop.block, depth);
   element.style.setProperty("--begun", (100 * hop.begun_ms) / whole);
   element.style.inlineSize = `${(100 * hop.ms) / whole}%`;
   element.style.animationDelay = `${(REPLAY * hop.begun_ms) / whole}ms`;

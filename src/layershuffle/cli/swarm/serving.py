@@ -117,7 +117,7 @@ class UpCommand(HttpsOptions):
         from layershuffle.swarm.service import SwarmSettings
 
         say = steps()
-        serving = self._serving()
+        serving = self.serving()
         # Before a model is exported, which takes seconds.
         check_address(serving.host, keyed=bool(serving.keys), public=self.public)
         encrypted = serving.tls is not None
@@ -131,14 +131,14 @@ class UpCommand(HttpsOptions):
         def ready(service: Service, url: str, key: str) -> None:
             # Only for eyes: what is printed elsewhere becomes a log, which others may read.
             shown = key if self.page and sys.stdout.isatty() else ""
-            print(self._described(service, url, serving=serving, key=shown), flush=True)
+            print(self.described(service, url, serving=serving, key=shown), flush=True)
 
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
 
-    def _serving(self) -> Serving:
+    def serving(self) -> Serving:
         """The settings of the flags. Raises `UsageError` if a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import Operated, state_directory
         from layershuffle.swarm.server.start import Serving
@@ -160,8 +160,11 @@ class UpCommand(HttpsOptions):
             min_accuracy=self.min_accuracy,
         )
 
-    def _described(self, service: Service, url: str, *, serving: Serving, key: str) -> str:
-        """A description of a running swarm for its user, with the next commands."""
+    def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
+        """A description of a running swarm for its user, with the next commands.
+
+        `key`: the operator's, "" where it must not be shown.
+        """
         # With all flags that the address needs, so that the printed lines can be copied.
         address = f" --address {url}"
         if serving.tls is not None:
