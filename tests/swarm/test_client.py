@@ -82,7 +82,8 @@ def test_every_kind_of_image(tmp_path):
     image = picture(3)
     path = tmp_path / "a.png"
     image.save(path)
-    with blocking(keys=[KEY]) as (client, _):
+    with blocking(keys=[KEY]) as (client, place):
+        place.router.routing = "sequential"
         asked = {"top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
         answers = [
             client.classify(image_like, **asked)
@@ -294,7 +295,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
 
     async def serving(tell):
         model = FAMILIES["timm-vit"].wrapped()
-        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
+        cargo = Cargo(model, make_bundle(model), None)
         hosts = LocalHosts(list(plan.hosts), limits=plan.limits)
         async with running_service(plan, cargo, backend=hosts, within=60) as service:
             papers_of_server = HttpsOptions(

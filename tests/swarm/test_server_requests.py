@@ -31,7 +31,7 @@ FIELDS = {
     "deadline short": ({"deadline_ms": 1}, "deadline_ms is 1"),
     "deadline long": ({"deadline_ms": 1e6}, "deadline_ms is 1e+06"),
     "deadline text": ({"deadline_ms": "soon"}, "deadline_ms: "),
-    "min_blocks": ({"min_blocks": 5}, "min_blocks is 5, but at most 4 blocks can run"),
+    "min_blocks": ({"min_blocks": 5}, "min_blocks is 5, but the model has 4 blocks"),
     "top_k": ({"top_k": 0}, "top_k: "),
     "top_k text": ({"top_k": "True"}, "top_k: "),
     "several": ({"top_k": 0, "a": 1, "b": 2, "deadline_ms": 0}, "; a is unknown"),

@@ -223,7 +223,7 @@ def served(tmp_path, work, model=None):
         nonlocal model
         LOOP.set(asyncio.get_running_loop())
         model = model or FAMILIES["timm-vit"].wrapped()
-        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
+        cargo = Cargo(model, make_bundle(model), None)
         hosts = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
         state = state_directory(str(tmp_path / "s"))
         async with running_service(PLAN, cargo, backend=hosts, within=60) as service:

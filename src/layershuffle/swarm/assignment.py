@@ -14,15 +14,16 @@ COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Holder:
     """A member: bytes of weights that it takes, its relative speed, digests of the files that it
-    has on disk, and the blocks that it holds now."""
+    has on disk, the blocks that it is to hold now, and those of them that it has loaded."""
 
     name: str
     memory: int
     speed: float = 1.0
-    held: frozenset[str] = frozenset()
+    on_disk: frozenset[str] = frozenset()
     blocks: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,20 @@ Assignment = Mapping[str, frozenset[int]]
 
 
 def assign(
-    devices: Iterable[Device], blocks: Sequence[BlockFile], *, copies: int = COPIES
+    devices: Iterable[Holder], blocks: Sequence[BlockFile], *, copies: int = COPIES
 ) -> Assignment:
     """The blocks of every device, by its name.
 
     Each block has `copies` holders where memory allows, fast devices hold more than slow ones, and
-    none has less than its share of them while it has room. A block without a holder takes the place
-    of one with several. Equal devices and blocks give an equal answer.
+    none has less than its share of them while it has room. One with more gives up what enough
+    others have loaded. A block without a holder takes the place of one with several. Equal devices
+    and blocks give an equal answer.
 
-        assign([Device("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
+        assign([Holder("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
-    table = _Table({d.name: d for d in sorted(devices, key=lambda d: d.name)}, blocks, copies)
+    table = _Table(
+        {d.name: d for d in sorted(devices, key=lambda d: d.name)}, blocks, copies=copies
+    )
     for wanted in range(1, copies + 1):
         # All blocks get their first holder before any gets its second.
         while (file := table.rarest(below=wanted)) is not None:
@@ -59,6 +63,7 @@ def assign(
         table.given_up.clear()
     for name in table.devices:
         table.fill(name)
+        table.trim(name, copies=copies)
     return {name: table.blocks_of(name) for name in table.devices}
 
 
@@ -66,7 +71,7 @@ class _Table:
     """Who holds which file, while it is decided."""
 
     def __init__(
-        self, devices: Mapping[str, Device], blocks: Sequence[BlockFile], copies: int
+        self, devices: Mapping[str, Holder], blocks: Sequence[BlockFile], *, copies: int
     ) -> None:
         self.devices = devices
         self.size = {file.digest: file.size for file in blocks}
@@ -108,7 +113,7 @@ class _Table:
             for digest, names in self.holders.items()
             if len(names) < below and digest not in self.given_up
         ]
-        on_disk = {digest for device in self.devices.values() for digest in device.held}
+        on_disk = {digest for device in self.devices.values() for digest in device.on_disk}
         return min(lacking, key=lambda d: (len(self.holders[d]), d not in on_disk), default=None)
 
     def taker(self, digest: str) -> str | None:
@@ -116,7 +121,7 @@ class _Table:
 
         def cost(name: str) -> tuple[bool, float, str]:
             device, number = self.devices[name], len(self.files[name])
-            near = digest in device.held and number < self.share[name]
+            near = digest in device.on_disk and number < self.share[name]
             return not near, (number + 1) / max(device.speed, 1e-9), name
 
         fitting = (name for name in self.devices if self.fits(name, digest))
@@ -140,12 +145,22 @@ class _Table:
 
     def fill(self, name: str) -> None:
         """Give a device what the fewest hold, until it has its share: a new one has nothing yet."""
-        held = self.devices[name].held
+        on_disk = self.devices[name].on_disk
         while len(self.files[name]) < self.share[name]:
             fitting = [digest for digest in self.places if self.fits(name, digest)]
             if not fitting:
                 return
-            self.hold(name, min(fitting, key=lambda d: (len(self.holders[d]), d not in held)))
+            self.hold(name, min(fitting, key=lambda d: (len(self.holders[d]), d not in on_disk)))
+
+    def trim(self, name: str, *, copies: int) -> None:
+        """Take from a device what is beyond its share, if enough others have loaded it."""
+        for digest in sorted(self.files[name], key=lambda d: (-len(self.holders[d]), d)):
+            if len(self.files[name]) <= self.share[name] + 1:
+                return
+            place = self.places[digest][0]
+            others = (self.devices[other] for other in self.holders[digest] if other != name)
+            if sum(place in other.ready for other in others) >= copies:
+                self.release(name, digest)
 
     def blocks_of(self, name: str) -> frozenset[int]:
         return frozenset(place for digest in self.files[name] for place in self.places[digest])
