@@ -127,10 +127,11 @@ def test_a_wrong_address_of_a_head_is_told_before_the_model_is_loaded(capsys, tm
 
 def test_plan_and_simulate(capsys, tmp_path):
     hosts, plan = tmp_path / "hosts.yaml", tmp_path / "plan.yaml"
-    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5}}\n")
+    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 2}}\n")
     words = ["swarm", "plan", str(hosts), "--copies"]
     code, out, _ = run(capsys, *words, "2")
     assert (code, "on one host only" in out) == (0, False)
+    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5}}\n")
     code, out, _ = run(capsys, *words, "1", "--out", str(plan))
     assert (code, "12 blocks on one host only" in out) == (0, True)
     assert "(linear program)" in out
