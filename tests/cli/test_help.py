@@ -186,8 +186,7 @@ FLAGS = {
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
     "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
-    "classify": "address api-key api-key-file authority deadline-ms image json min-blocks order "
-    "top",
+    "classify": "address api-key api-key-file authority deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
     "swarm up": "hosts https-certificate https-key model page page-may-break plan port replicas "

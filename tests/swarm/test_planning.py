@@ -26,7 +26,9 @@ FACTS = ModelFacts(blocks=FILES, block_ms=5.0, cells={Cell(DEPTH): 96.1})
 
 def bound(seconds, memory, blocks=FILES, allowed=None):
     allowed = np.ones((len(seconds), len(blocks)), bool) if allowed is None else allowed
-    return most_per_second(np.array(seconds), np.array(memory, float), blocks, allowed=allowed)
+    return most_per_second(
+        np.array(seconds), blocks, memory=np.array(memory, float), allowed=allowed
+    )
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 3))

@@ -134,19 +134,6 @@ def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
     assert free.ms[-1] == pytest.approx(12 * 5 + extra, abs=4 * PROFILE.notice_ms)
 
 
-def test_replicas_save_a_pipeline_until_both_are_gone():
-    doubled = spread(replicas=2)
-    options = {"routing": "sequential", "arrivals": Arrivals(clients=1)}
-    apart = run(
-        doubled, faults=[Fault(50, "host-3", "crash"), Fault(60, "host-7", "crash")], **options
-    )
-    assert apart.ended["answered"] == 100
-    both = run(
-        doubled, faults=[Fault(50, "host-3", "crash"), Fault(60, "host-4", "crash")], **options
-    )
-    assert both.ended["failed"] == 40  # block 3 was on hosts 4 and 5 only... block 2 on 3 and 4
-
-
 def test_churn_against_the_binomial():
     """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases."""
     churn, count = Churn(up_s=9, down_s=1), 400
@@ -294,18 +281,6 @@ def test_a_kill_is_noticed_at_once_on_a_busy_machine():
     assert killed.quantile(0.99) <= calm.quantile(0.99) + BUSY.notice_ms
 
 
-def test_a_frozen_host_is_noticed_within_the_cap_on_a_busy_machine():
-    outcome = run(
-        spread(6, limits=Limits()),
-        requests=400,
-        profile=BUSY,
-        faults=[Fault(200, "host-2", "freeze")],
-        seed=1,
-    )
-    assert 190 <= outcome.ended["degraded"] <= 210
-    assert outcome.ms[-1] <= 1000 + 6 * 100
-
-
 def test_a_lying_host_is_shut_out_by_its_canary():
     limits = Limits(canary_every_ms=500)
     outcome = run(
@@ -357,27 +332,6 @@ def test_too_few_blocks_are_no_answer():
 
 
 # --- large swarms ---------------------------------------------------------------------------------
-
-
-def test_a_few_choices_are_nearly_as_good_as_all():
-    """240 hosts of unequal speed under load: drawn candidates against all of them."""
-    times = {f"host-{i + 1}": HostTimes(block_ms=2 + i % 7, link_ms=2) for i in range(24)}
-    blocks = {f"host-{i + 1}": HostPlan(blocks=(i % 12, (i + 1) % 12)) for i in range(24)}
-    many = scaled(SwarmPlan(hosts=blocks), 240)
-    results = [
-        simulate(
-            many.model_copy(update={"limits": replace_limits(compared=number)}),
-            profile=Profile(hosts=times),
-            requests=150,
-            arrivals=Arrivals(rate=400),
-        )
-        for number in (24, 10_000)
-    ]
-    assert results[0].quantile(0.5) <= 1.25 * results[1].quantile(0.5)
-
-
-def replace_limits(**fields):
-    return QUIET.model_copy(update=fields)
 
 
 def test_a_thousand_hosts_under_churn():

@@ -159,8 +159,7 @@ class _Simulation:
                 numbers = iter(range(requests))
                 if arrivals.rate is None:
                     for _ in range(arrivals.clients):
-                        pause = arrivals.think_ms / _MILLI
-                        senders.create_task(self._client(numbers, pause, min_blocks))
+                        senders.create_task(self._client(numbers, min_blocks))
                 else:
                     times = arrivals.times(requests, seed=self.seed)
                     for number, time in zip(numbers, times, strict=True):
@@ -171,14 +170,12 @@ class _Simulation:
             for task in endless:
                 task.cancel()
 
-    async def _client(self, numbers: Iterator[int], pause: float, min_blocks: int, /) -> None:
+    async def _client(self, numbers: Iterator[int], min_blocks: int) -> None:
         for number in numbers:
             reply = await self._request(number, min_blocks)
-            wait = pause
             # Otherwise one outage, in which a failure takes no time, would use up all requests.
             if reply.ended == "failed":
-                wait = max(pause, retry_after(self.router.swarm, now=self.loop.time()))
-            await asyncio.sleep(wait)
+                await asyncio.sleep(retry_after(self.router.swarm, now=self.loop.time()))
 
     async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:

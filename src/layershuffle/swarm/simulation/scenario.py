@@ -81,9 +81,8 @@ class Arrivals(Settings):
     rate: Above | None = None
     """Requests per second that arrive at random (Poisson); replaces `clients`."""
     clients: Positive = 4
-    """Number of clients, each of which sends its next request when the last one has ended ..."""
-    think_ms: NotBelow = 0.0
-    """... and this time has passed; after a failed one at least as long as Retry-After says."""
+    """Number of clients, each of which sends its next request when the last one has ended; after a
+    failed one it waits as long as Retry-After says."""
 
     def times(self, requests: int, *, seed: int) -> tuple[float, ...]:
         """Arrival times of the requests in seconds, ascending, drawn at `rate`."""
