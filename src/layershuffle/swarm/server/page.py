@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -130,7 +130,7 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
 
     app = Starlette(
         routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
-        exception_handlers={LayerShuffleError: _answer_error},
+        exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
     )
     app.state.keyed = False
     return app
