@@ -31,7 +31,7 @@ from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, server_of
+from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.service import Service, swarm_on
 
 DEPTH, DATA, CLIENTS, PLENTY = 12, "digit-pairs", 2, 100_000.0
@@ -96,7 +96,7 @@ async def gateway_of(service: Service) -> Any:
         limits=limits,
         foreign_blocks=lambda: service.coordinator.foreign_blocks,
     )
-    with Listener("127.0.0.1", port=0, limits=limits) as listener:
+    with GatewaySocket("127.0.0.1", port=0, limits=limits) as listener:
         server = server_of(app, listener)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -123,7 +123,7 @@ def test_a_spare_that_starts_is_readmitted():
         hosts.machines.append(Node("n3", ("c",), ""))
         await until(lambda: ("load", "c", (0, 1)) in hosts.log)
         service = SimpleNamespace(coordinator=coordinator, router=coordinator.router)
-        await carry_out(service, "readmit", Fields(host="c"))
+        await carry_out(service, "readmit", fields=Fields(host="c"))
         await until(lambda: hosts.log.count(("start", "c", "n3")) == 2)
 
     coordinated(check)

@@ -241,3 +241,11 @@ class Transport(Protocol):
 
         The host gets `visit.budget_ms`, never a time of day, because clocks differ.
         """
+
+
+class NotAnswered(LayerShuffleError):
+    """The swarm could not answer a request; `route` is its route so far, if it began."""
+
+    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
+        super().__init__(cause, hint=hint)
+        self.route = route

@@ -20,10 +20,10 @@ from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import LayerShuffleError, StackError, UsageError
+from layershuffle.errors import StackError, UsageError
 from layershuffle.models import image_view
 from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
-from layershuffle.swarm.messages import Route, State
+from layershuffle.swarm.messages import NotAnswered, Route, State
 from layershuffle.swarm.router import Router
 
 _MILLI = 1000.0
@@ -39,14 +39,6 @@ class Classified:
     stem_ms: float
     swarm_ms: float
     head_ms: float
-
-
-class NotAnswered(LayerShuffleError):
-    """The swarm could not answer a request; `route` is its route so far, if it began."""
-
-    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
-        super().__init__(cause, hint=hint)
-        self.route = route
 
 
 class RemoteModel:

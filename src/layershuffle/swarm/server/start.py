@@ -68,10 +68,10 @@ async def serve_plan(
     from layershuffle.swarm.placement import started_early
     from layershuffle.swarm.ray_hosts import RayHosts
     from layershuffle.swarm.server.limits import GatewayLimits
-    from layershuffle.swarm.server.run import Listener
+    from layershuffle.swarm.server.run import GatewaySocket
 
     # A port that is in use is found before the hosts are started, which takes seconds.
-    Listener(serving.host, port=serving.port, limits=GatewayLimits()).close()
+    GatewaySocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
     say(f"Loading {plan.model}, and connecting to Ray ...")
     # In parallel: Ray mostly waits for its processes, and those of the hosts import torch while
     # this one does. So nothing above may import torch.
