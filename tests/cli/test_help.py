@@ -114,6 +114,7 @@ def test_help_is_quick(command):
 # --- the docs -------------------------------------------------------------------------------------
 
 OTHERS = {
+    "swarm.md": "--data-binary",  # curl
     "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "
     "--rdzv-id",  # of torchrun
     "performance.md": "--smoke",  # of benchmarks/
