@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from PIL import Image
 
 import layershuffle as ls
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data import pixels as module
-from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from layershuffle.errors import DataError, UsageError
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits

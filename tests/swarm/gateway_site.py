@@ -27,7 +27,7 @@ from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, server_of
+from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -143,9 +143,9 @@ async def listening(
     *,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
-) -> AsyncIterator[tuple[Listener, int]]:
+) -> AsyncIterator[tuple[GatewaySocket, int]]:
     """The listening socket and its port, on this machine, of a server of `app`."""
-    with Listener("127.0.0.1", port=0, limits=limits, trusted=trusted) as listener:
+    with GatewaySocket("127.0.0.1", port=0, limits=limits, trusted=trusted) as listener:
         server = server_of(app, listener, tls=tls, trusted=trusted)
         async with listener.watched():
             running = asyncio.create_task(server.serve(sockets=[listener]))

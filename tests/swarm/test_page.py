@@ -110,7 +110,7 @@ def test_scores_are_those_of_the_model_image_by_image(workbench, order):
 
 
 def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkeypatch, caplog):
-    async def broken(*_):
+    async def broken(*_, **__):
         raise LayerShuffleError("no room in /secret")
 
     monkeypatch.setattr(workbench, "score", broken)

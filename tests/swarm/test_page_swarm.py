@@ -95,7 +95,7 @@ def one_of_each():
         hosts.append({**host, "compute_ms": 1.5, "visits": 3})
         hop = {"host": name, "block": place, "begun_ms": 9 * place, "ms": 30, "outcome": outcome}
         route.append({**hop, "why": MARKUP if place else ""})
-    swarm = {"hosts": hosts, "counters": {"answered": 3}, "expected": None}
+    swarm = {"hosts": hosts, "counters": {"answered": 3}}
     top = [{"label": MARKUP, "index": 0, "probability": 1.0}]
     answer = {"top": top, "depth": 12, "blocks": [0, 5], "route": route, "ms": {"total": 70}}
     answer |= {"skipped": [{"block": 3, "why": MARKUP}], "expected": None, "expected_why": ""}

@@ -10,7 +10,7 @@ from gateway_site import certify, listening, site
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener
+from layershuffle.swarm.server.run import GatewaySocket
 from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
@@ -60,7 +60,7 @@ def test_the_listener():
     accepts inherits the kernel's bound on data that nobody takes."""
 
     async def go():
-        with Listener("127.0.0.1", port=0, limits=GatewayLimits()) as listener:
+        with GatewaySocket("127.0.0.1", port=0, limits=GatewayLimits()) as listener:
             taken = listener.getsockname()[1]
             with socket.create_connection(("127.0.0.1", taken)):
                 accepted, _ = listener.accept()
@@ -68,7 +68,7 @@ def test_the_listener():
                 assert listener.proto == accepted.proto == socket.IPPROTO_TCP
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
             with pytest.raises(LayerShuffleError, match=f"cannot listen on 127.0.0.1:{taken}"):
-                Listener("127.0.0.1", port=taken, limits=GatewayLimits())
+                GatewaySocket("127.0.0.1", port=taken, limits=GatewayLimits())
 
     asyncio.run(go())
 

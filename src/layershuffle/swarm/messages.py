@@ -166,3 +166,11 @@ class Transport(Protocol):
         `visit.budget_ms`, never a time of day, because clocks differ. Raises `VisitError`;
         cancellation drops the visit.
         """
+
+
+class NotAnswered(LayerShuffleError):
+    """The swarm could not answer a request; `route` is its route so far, if it began."""
+
+    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
+        super().__init__(cause, hint=hint)
+        self.route = route

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.messages import Route
+from layershuffle.swarm.messages import NotAnswered, Route
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 
@@ -31,14 +30,6 @@ class Classified:
     stem_ms: float
     swarm_ms: float
     head_ms: float
-
-
-class NotAnswered(LayerShuffleError):
-    """The swarm could not answer a request; `route` is its route so far, if it began."""
-
-    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
-        super().__init__(cause, hint=hint)
-        self.route = route
 
 
 class RemoteModel:

@@ -77,7 +77,6 @@ function showState(swarm) {
   const rate = before ? (1000 * (good - before.good)) / (now - before.now) : 0;
   const words = [`${rate.toFixed(1)} answers a second`];
   if (total) words.push(`${((100 * good) / total).toFixed(1)} % of ${total} answered`);
-  if (swarm.expected) words.push(`${swarm.expected.top1.toFixed(1)} % right are expected now`);
   if (sent.answered) {
     const share = (100 * sent.right) / sent.answered;
     const expected = sent.expected ? `, ${(sent.expected / sent.answered).toFixed(1)} % expected` : "";

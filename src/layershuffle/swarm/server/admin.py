@@ -77,7 +77,7 @@ def add_operator(
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
         try:
-            return await carry_out(service, name, fields)
+            return await carry_out(service, name, fields=fields)
         except UsageError:
             raise
         except LayerShuffleError as error:
@@ -87,7 +87,7 @@ def add_operator(
     app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 
 
-async def carry_out(service: Service, name: CommandName, fields: Fields) -> dict[str, Any]:
+async def carry_out(service: Service, name: CommandName, *, fields: Fields) -> dict[str, Any]:
     """Carry out a command, and return its answer."""
     coordinator, router, host = service.coordinator, service.router, fields.host
     if name == "drain":
@@ -144,6 +144,7 @@ class Operated:
             facts["certificate"] = str(certificate.absolute())
         # The directory is closed to others, and a reader must never see half of it.
         fresh = self._path.with_suffix(".new")
+        fresh.touch(mode=0o600)
         fresh.write_text(json.dumps(facts), encoding="utf-8")
         fresh.replace(self._path)
 

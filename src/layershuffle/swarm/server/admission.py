@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from layershuffle.swarm.remote_model import NotAnswered
+from layershuffle.swarm.messages import NotAnswered
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import read_body

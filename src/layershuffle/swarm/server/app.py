@@ -37,7 +37,6 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.admission import Admission
 from layershuffle.swarm.server.errors import HTTPError, answer_to, status_of
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
@@ -76,7 +75,6 @@ def create_app(
     remote_model: RemoteModel,
     *,
     limits: GatewayLimits | None = None,
-    labels: Sequence[str] | None = None,
     calibration: Calibration | None = None,
     keys: Sequence[str] = (),
     model: str = "",
@@ -90,20 +88,18 @@ def create_app(
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
-    `labels`: the names of the classes (default: those of the model, else those of `calibration`);
     `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
     `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
     disagreed; `page`: whether there is a page at /; `min_accuracy`: top-1 in percent that must be
     expected for /readyz; `operate` adds the operator's routes, given the check of the rates;
     `hosts`: the routes of hosts that dial in; `decoder_threads`: the executor that decodes images
-    (default: its own threads). Raises `UsageError` for short keys, and for labels or a calibration
-    of another model.
+    (default: its own threads). Raises `UsageError` for short keys, and for a calibration of another
+    model.
     """
-    names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
         remote_model,
         limits=limits or GatewayLimits(),
-        labels=names,
+        labels=_labels(remote_model, calibration),
         calibration=calibration,
         decoder_threads=decoder_threads,
     )
@@ -235,10 +231,9 @@ def _page_of(gateway: _Gateway) -> Sequence[BaseRoute]:
         size = {"width": view.width, "height": view.height}
         return PageFacts(depth=depth, pairs=False, models={}, swarm=gateway.model, **size)
 
-    async def admission() -> Admission:
-        return scheduler.admission
-
-    return page_routes(facts=facts, workbench=workbench, admission=admission, admit=gateway.admit)
+    return page_routes(
+        facts=facts, workbench=workbench, admission=scheduler.admission, admit=gateway.admit
+    )
 
 
 class _Gateway:
@@ -377,20 +372,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _labels(
-    remote_model: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
-) -> tuple[str, ...]:
-    manifest = remote_model.model.manifest
+def _labels(remote_model: RemoteModel, calibration: Calibration | None) -> tuple[str, ...]:
+    """The names of the classes: those of the model, else those of the calibration, else numbers."""
     if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
             f"The calibration has {len(calibration.queue)} blocks, but the model has "
             f"{remote_model.depth}",
             hint="layershuffle swarm calibrate MODEL --data SPEC",
         )
-    if labels is None:
-        of_calibration = None if calibration is None else calibration.classes
-        labels = manifest.class_names or of_calibration
-        labels = labels or tuple(map(str, range(manifest.classes)))
-    if len(labels) != manifest.classes:
-        raise UsageError(f"{len(labels)} labels do not name {manifest.classes} classes")
-    return tuple(labels)
+    of_calibration = None if calibration is None else calibration.classes
+    manifest = remote_model.model.manifest
+    return tuple(manifest.class_names or of_calibration or map(str, range(manifest.classes)))

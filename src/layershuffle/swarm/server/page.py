@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from layershuffle.bundled import asset
 from layershuffle.errors import LayerShuffleError
 from layershuffle.image_view import ImageView
+from layershuffle.swarm.server.admission import Admission
+from layershuffle.swarm.server.errors import answer_to
 from layershuffle.swarm.server.limits import GatewayLimits
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.server.admission import Admission
     from layershuffle.swarm.server.workbench import Workbench
 
 _KINDS = {
@@ -82,7 +83,7 @@ def page_routes(
     *,
     facts: Callable[[], Awaitable[PageFacts]],
     workbench: Callable[[], Awaitable[Workbench]],
-    admission: Callable[[], Awaitable[Admission]],
+    admission: Admission,
     admit: Callable[[Request], Awaitable[None]],
 ) -> Sequence[Route]:
     """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
@@ -109,7 +110,9 @@ def page_routes(
         await admit(request)
         bench, order = await workbench(), request.query_params.get("order", "")
         question = bench.answer if request.url.path.endswith("answer") else bench.score
-        return JSONResponse(await question(await admission(), request, order), headers=HEADERS)
+        return JSONResponse(
+            await question(request, order=order, admission=admission), headers=HEADERS
+        )
 
     return [
         Route("/", file),
@@ -122,30 +125,21 @@ def page_routes(
 
 def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = None) -> Starlette:
     """The app of the page for models in this process; they may not be loaded yet."""
-    admissions: list[Admission] = []
+    admission = Admission(limits or GatewayLimits(), clock=time.monotonic)
 
     async def workbench() -> Workbench:
         # Shielded, because a visitor who leaves must not end the loading for all others.
         return await asyncio.shield(loading)
 
-    async def admission() -> Admission:
-        await workbench()  # what is imported below needs torch, which is loaded by then
-        from layershuffle.swarm.server.admission import Admission
-
-        if not admissions:
-            admissions.append(Admission(limits or GatewayLimits(), clock=time.monotonic))
-        return admissions[0]
-
     async def facts() -> PageFacts:
-        bench = await workbench()
-        return facts_of(bench)
+        return facts_of(await workbench())
 
     async def admit(request: Request) -> None:
-        (await admission()).admit(request)
+        admission.admit(request)
 
     app = Starlette(
         routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
-        exception_handlers={LayerShuffleError: _answer_error},
+        exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
     )
     app.state.keyed = False
     return app
@@ -164,9 +158,6 @@ def facts_of(bench: Workbench, *, swarm: str = "") -> PageFacts:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    # Imported here: it needs torch, which is loaded by the time that anything can fail.
-    from layershuffle.swarm.server.errors import answer_to
-
     del request
     answer = answer_to(error)
     answer.headers.update(HEADERS)

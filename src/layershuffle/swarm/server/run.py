@@ -57,7 +57,7 @@ async def serve(
     # It logs every broken head: a client could fill the disk.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = GatewayLimits()
-    with Listener(host, port=port, limits=limits, trusted=trusted_proxies) as listener:
+    with GatewaySocket(host, port=port, limits=limits, trusted=trusted_proxies) as listener:
         name, number = listener.getsockname()[:2]
         if ready is not None:
             scheme = "http" if tls is None else "https"
@@ -69,7 +69,7 @@ async def serve(
 
 def server_of(
     app: Any,
-    listener: Listener,
+    listener: GatewaySocket,
     *,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
@@ -103,7 +103,7 @@ def server_of(
     )
 
 
-class Listener(socket.socket):
+class GatewaySocket(socket.socket):
     """A listening socket that bounds its connections: their number, in total and for each client,
     and the time that they take for nothing.
 

@@ -20,7 +20,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import Operated, add_operator
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, serve, server_of
+from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
 from layershuffle.swarm.server.tls import check_secret
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
 from layershuffle_host.wire import HEADER, MAX_TEXT_BYTES
@@ -72,7 +72,7 @@ async def serve_swarm(
     listened on.
     """
     # A port that is in use is found before hosts are started.
-    Listener(serving.host, port=serving.port, limits=GatewayLimits()).close()
+    GatewaySocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
     token = token_in(serving.token_file)
     async with (
         running_service(settings, model, token=token) as service,
@@ -138,7 +138,7 @@ async def local_hosts(
     limits, coordinator = service.router.limits, service.coordinator
     app = Starlette(routes=service.members.routes())
     ways = GatewayLimits(connections=4096, client_connections=4096)
-    with Listener("127.0.0.1", port=0, limits=ways) as listener:
+    with GatewaySocket("127.0.0.1", port=0, limits=ways) as listener:
         size = message_bytes(coordinator.model)
         server = server_of(app, listener, ws_bytes=size)
         command = host_command(

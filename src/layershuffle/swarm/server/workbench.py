@@ -76,7 +76,9 @@ class Workbench:
         # Two, so that an answer does not wait for another user's hundred pairs.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
 
-    async def answer(self, admission: Admission, request: Request, order: str) -> dict[str, object]:
+    async def answer(
+        self, request: Request, *, order: str, admission: Admission
+    ) -> dict[str, object]:
         """Every model's most probable classes for the image in the body, with the time of its
         forward in milliseconds.
 
@@ -89,7 +91,9 @@ class Workbench:
         )
         return {"order": str(steps), "answers": answers}
 
-    async def score(self, admission: Admission, request: Request, order: str) -> dict[str, object]:
+    async def score(
+        self, request: Request, *, order: str, admission: Admission
+    ) -> dict[str, object]:
         """How many test pairs every model classifies correctly in an order.
 
         Raises as `answer` does, and `UsageError` if the model takes other images.
