@@ -56,7 +56,7 @@ SWARM_LAYERS = (
     ("coordinator", "chaos", "drill"),
     ("simulation", "scenarios"),
     ("planning",),
-    ("service",),
+    ("service", "on_ray"),
     ("server", "client", "load_client"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
