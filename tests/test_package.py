@@ -87,7 +87,9 @@ def test_extras_name_what_they_bring(project: dict) -> None:
         installed = {
             re.split(r"[<>=\[]", line)[0] for line in project["optional-dependencies"][name]
         }
-        assert {by_module[m][0].lower().replace("_", "-") for m in extra.modules} == installed
+        # An editable distribution lists no modules.
+        found = {by_module.get(m, [m])[0].lower().replace("_", "-") for m in extra.modules}
+        assert found == installed
     everything = project["optional-dependencies"]["all"]
     assert everything == [f"layershuffle[{','.join(EXTRAS)}]"]
 

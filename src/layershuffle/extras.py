@@ -33,8 +33,8 @@ EXTRAS = {
     "swarm": Extra(
         "swarm, classify, demo",
         (
-            *("ray", "fastapi", "uvicorn", "starlette", "prometheus_client"),
-            *("httpx", "sklearn"),
+            *("layershuffle_host", "onnxruntime", "fastapi", "uvicorn", "websockets", "starlette"),
+            *("prometheus_client", "httpx", "sklearn"),
         ),
     ),
 }

@@ -49,7 +49,7 @@ class AnalyzeCommand(ComputingCommand):
                 self._answer(name, self.out / name)
             except LayerShuffleError as error:
                 failed[name] = error
-            except Exception as error:
+            except (OSError, RuntimeError) as error:
                 # UMAP alone needs a cache that this user may write.
                 known = of_the_machine(error)
                 if known is None:
