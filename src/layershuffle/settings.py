@@ -352,7 +352,7 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
     if isinstance(raised, UsageError):
         message = raised.cause if raised.hint is None else f"{raised.cause}: {raised.hint}"
     else:
-        message = str(error["msg"]).removeprefix("Value error, ")
+        message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "list")
     return f"{name}: {message}" if name else message
 
 

@@ -123,7 +123,7 @@ def test_base_ends_and_the_directory_of_a_fit(capsys, work, made):
         (RECIPE.replace("head: runs/b", "head: runs/d"), "'runs/d'; did you mean 'runs/"),
         (RECIPE.replace("average", "avrage"), "'avrage'; did you mean 'average'?"),
         (RECIPE.replace("model: runs/b", "model: runs/x"), "runs/x"),
-        (RECIPE.replace("[1]", "1"), "blocks: Input should be a valid tuple. Where: m.yaml"),
+        (RECIPE.replace("[1]", "1"), "blocks: Input should be a list. Where: m.yaml"),
         ("[]", "A recipe must be a YAML mapping"),
     ],
 )
