@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class Score:
     """The score of a model under one order or, if orders are drawn per batch, in one pass.
 
     `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images; `top1_n`, `top5_n`:
-    the effective numbers of independent images, `None` without groups of images. `mode` is the mode
+    the effective numbers of independent images to a tenth, `None` without groups of images. `mode` is the mode
     for which the order was drawn, and `index` numbers its draws; a given order has no mode.
     `order` is `None` when drawn per batch; `batch_orders` then holds the order of every batch.
     """
@@ -110,36 +110,18 @@ class Tally:
                 hint="number the classes from 0; give the model a head with as many outputs",
             )
 
-    @property
-    def top1(self) -> float:
-        """Top-1 accuracy in percent."""
-        return 100.0 * int(self.top1_hits) / self.images
-
-    @property
-    def top5(self) -> float:
-        """Top-5 accuracy in percent."""
-        return 100.0 * int(self.top5_hits) / self.images
-
-    @property
-    def cross_entropy(self) -> float:
-        """Mean cross-entropy per image, in nats."""
-        return float(self.loss) / self.images
-
-    @property
-    def top1_n(self) -> float | None:
-        """Effective number of independent images for top-1, to a tenth; `None` without groups."""
-        return self._effective(0)
-
-    @property
-    def top5_n(self) -> float | None:
-        """Effective number of independent images for top-5, to a tenth; `None` without groups."""
-        return self._effective(1)
-
-    def _effective(self, metric: int) -> float | None:
-        if self.groups is None:
-            return None
-        right = torch.cat(self.right)[:, metric].cpu().numpy()
-        return round(self.groups.effective(right), 1)
+    def values(self) -> dict[str, Any]:
+        """What a `Score` says of the images; the numbers are read from the device here."""
+        values: dict[str, Any] = {
+            "images": self.images,
+            "top1": 100.0 * int(self.top1_hits) / self.images,
+            "top5": 100.0 * int(self.top5_hits) / self.images,
+            "cross_entropy": float(self.loss) / self.images,
+        }
+        if self.groups is not None:
+            for name, right in zip(("top1_n", "top5_n"), torch.cat(self.right).T, strict=True):
+                values[name] = round(self.groups.effective(right.cpu().numpy()), 1)
+        return values
 
 
 @dataclass
@@ -220,13 +202,8 @@ def evaluate(
             mode=column.mode,
             index=column.index,
             order=column.order,
-            images=column.tally.images,
-            top1=column.tally.top1,
-            top5=column.tally.top5,
-            cross_entropy=column.tally.cross_entropy,
             batch_orders=tuple(column.batch_orders),
-            top1_n=column.tally.top1_n,
-            top5_n=column.tally.top5_n,
+            **column.tally.values(),
         )
         for column in columns
     ]
