@@ -13,8 +13,8 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from PIL import Image
 
 from layershuffle.data import ImageView
-from layershuffle.data.pixels import read_image
 from layershuffle.data.transforms import PixelTransform, PlainTransform
+from layershuffle.pixels import read_image
 
 VIEW = ImageView(
     channels=3, height=224, width=224, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic",

@@ -31,23 +31,24 @@ from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import ListeningSocket, Server
+from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.service import Service, swarm_on
 
 DEPTH, DATA, CLIENTS, PLENTY = 12, "digit-pairs", 2, 100_000.0
 BOUNDS = {4: Bound("at_most", 12), 1: Bound("at_most", 6)}
 TICK = 1000 / os.sysconf("SC_CLK_TCK")
-# Standard library alone, so that it starts at once and takes little of the machine.
+# Standard library alone, so that it starts at once and takes little of the machine. It asks for all
+# blocks, because answers in part would cost less.
 CLIENT = """
 import http.client, sys, threading
 port, count, clients = map(int, sys.argv[1:])
 body = sys.stdin.buffer.read()
-form = {"Content-Type": "multipart/form-data; boundary=cut"}
+path = "/v1/classify?min_blocks=12&deadline_ms=30000"
 wrong = []
 def ask(count):
     gateway = http.client.HTTPConnection("127.0.0.1", port)
     for _ in range(count):
-        gateway.request("POST", "/v1/classify", body, form)
+        gateway.request("POST", path, body)
         answer = gateway.getresponse()
         text = answer.read()
         if answer.status != 200 or b'"degraded":false' not in text:
@@ -95,8 +96,8 @@ async def gateway_of(service: Service) -> Any:
         limits=limits,
         foreign_blocks=lambda: service.coordinator.foreign_blocks,
     )
-    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
-        server = Server(app, limits=limits)
+    with GatewaySocket("127.0.0.1", port=0, limits=limits) as listener:
+        server = server_of(app, listener)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]
@@ -109,7 +110,7 @@ async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> ClaimRow:
     """Requests through the gateway, `CLIENTS` at a time; the model alone in turn with them."""
     count, turns = (4, 1) if effort is SMOKE else (200, 5)
     model = served_host(load(DEFAULT_MODEL)).eval()
-    body = form_of(labelled_images(model, DATA, count=1)[0].image)
+    body = labelled_images(model, DATA, count=1)[0].image
     totals, parts, alone = [], [], []
     async with swarms(even_plan(DEPTH, hosts)) as service, gateway_of(service) as port:
         await asked(port, body, count=count)  # warms it up
@@ -141,15 +142,6 @@ async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> ClaimRow:
             "load": os.getloadavg()[0],
         },
     )
-
-
-def form_of(image: bytes) -> bytes:
-    """A form with one file, which asks for all blocks: answers in part would cost less."""
-    options = {"min_blocks": DEPTH, "deadline_ms": 30_000}
-    part = '--cut\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
-    fields = "".join(part.format(*option) for option in options.items()).encode()
-    head = b'--cut\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-    return fields + head + image + b"\r\n--cut--\r\n"
 
 
 async def asked(port: int, body: bytes, *, count: int) -> None:

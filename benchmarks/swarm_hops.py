@@ -52,8 +52,8 @@ async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> ClaimRow
     """Visits of one block after another, one at a time: time beyond the block's own compute."""
     plan = SwarmPlan(model=model, wire=wire, hosts={"host-1": HostPlan(blocks=(0, 1))})
     async with swarms(plan) as service:
-        start = service.coordinator.base.sample
-        routes = [await walked(service, start, order=(n % 2,)) for n in range(count + 3)][3:]
+        start = service.coordinator.bundle.sample
+        routes = [await walked(service, start) for _ in range(count // 2 + 2)][2:]
     hops = [visit for route in routes for visit in route.hops]
     kib = round(start.nbytes / {"fp32": 1, "fp16": 2, "int8": 4}[wire] / 1024)
     return ClaimRow(
@@ -101,11 +101,11 @@ async def bare(ray: Any, *, count: int) -> ClaimRow:
 
 
 async def against_one_process(swarms: Swarms, *, count: int) -> ClaimRow:
-    """The digits model over six hosts, two blocks a visit, against the same order here."""
+    """The digits model over six hosts, against the same order here."""
     blocks = blocks_of(served_host(load(DEFAULT_MODEL)).eval())
     there, here = [], []
     async with swarms(even_plan(DEPTH, 6)) as service:
-        start = service.coordinator.base.sample
+        start = service.coordinator.bundle.sample
         for number in range(count + 5):
             route = await walked(service, start)
             began = time.perf_counter()
@@ -175,7 +175,7 @@ async def noticed(swarms: Swarms, kind: FaultKind, *, count: int) -> ClaimRow:
     plan = even_plan(DEPTH, 6)
     times = []
     async with swarms(plan) as service:
-        start = service.coordinator.base.sample
+        start = service.coordinator.bundle.sample
         for number in range(count):
             name = f"host-{number % 6 + 1}"
             for _ in range(5):

@@ -12,11 +12,10 @@ from _clocks import SMOKE, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
 
 from layershuffle.swarm import state
-from layershuffle.swarm.free import decide_free
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.plan import SwarmPlan, even_plan
-from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing
+from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing, decide
 from layershuffle.swarm.rounds import QUEUE
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
@@ -98,9 +97,9 @@ def stepping(hosts: int) -> Callable[[], object]:
         number = next(numbers)
         done = tuple(range(number % DEPTH))
         asked = RequestProgress(DEPTH, 1e9, done=done, seed=number)
-        action = decide_free(asked, swarm, now=0.0, limits=limits, rounds=QUEUE)
+        action = decide(asked, swarm, now=0.0, limits=limits, rounds=QUEUE)
         assert isinstance(action, Visit)
-        hop = Visited(action.host, action.blocks, "answered", 6.0 + number % 7 / 10, 4.0)
+        hop = Visited(action.host, action.block, "answered", 6.0 + number % 7 / 10, 4.0)
         swarm = swarm.with_host(state.sent(swarm[hop.host], 1))
         swarm = swarm.with_host(state.settled(swarm[hop.host], 1))
         swarm = swarm.with_host(state.answered(swarm[hop.host], hop, limits=limits))

@@ -239,7 +239,7 @@ def test_the_recipes_of_the_pages_are_those_that_ship(repository):
 def test_the_example_files_are_read_by_our_readers(repository):
     from layershuffle.models import load
     from layershuffle.swarm.plan import read_swarm_plan
-    from layershuffle.swarm.planning.hosts import read_hosts
+    from layershuffle.swarm.planning import read_hosts
 
     examples = repository / "docs" / "examples"
     hosts = read_hosts(examples / "HOSTS.yaml").hosts

@@ -21,8 +21,8 @@ PACKAGE = "layershuffle"
 
 # The ground needs nothing of the project but itself.
 GROUND = (
-    "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "plotting",
-    "ray_cluster", "results", "stats", "text",
+    "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "manifest",
+    "pixels", "plotting", "ray_cluster", "results", "stats", "text",
 )  # fmt: skip
 # A part of the house -> the parts that its modules may import, beside the ground and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -40,22 +40,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),
     "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
-    "swarm": ("core", "models", "data", "settings"),
+    "swarm": ("core", "models", "data", "settings", "export"),
 }  # fmt: skip
 # The command line imports everything, and nothing imports it.
 COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "ray_config", "program", "speed"),
-    ("ray_local", "messages", "export", "lineage", "ray_session"),
-    ("state", "audits", "frames", "rounds"),
-    ("policy", "free", "ordered", "walk"),
-    ("plan", "router", "host", "channel", "bundle"),
-    ("placement", "health", "remote_model", "calibration", "expectations"),
-    ("local", "ray_hosts"),
+    ("limits", "assignment"),
+    ("messages",),
+    ("state", "audits", "rounds", "served", "children"),
+    ("policy",),
+    ("plan", "router", "members"),
+    ("health", "remote_model", "calibration", "expectations"),
     ("coordinator", "chaos", "drill"),
-    ("simulation", "planning", "scenarios"),
+    ("simulation", "scenarios"),
+    ("planning",),
     ("service",),
     ("server", "client", "load_client"),
 )

@@ -33,7 +33,7 @@ EXTRAS = {
     "swarm": Extra(
         "swarm, classify, demo",
         (
-            *("ray", "fastapi", "uvicorn", "starlette", "python_multipart", "prometheus_client"),
+            *("ray", "fastapi", "uvicorn", "starlette", "prometheus_client"),
             *("httpx", "sklearn"),
         ),
     ),

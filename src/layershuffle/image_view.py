@@ -80,8 +80,33 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
     return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
 
 
+def view_of_files(view: ImageView, data: str) -> ImageView:
+    """The view for image files, of a model that was trained on `data` ("" if nobody knows).
+
+    Models trained on generated images squash them, as in training.
+    """
+    generated = data.startswith(("digit-pairs", "formula"))
+    return resized_as(view, "squash") if generated else view
+
+
 def uncropped_size(view: ImageView) -> tuple[int, int]:
     """(width, height) of which the crop keeps the share `crop_pct`."""
     # 43 / (43 / 50) is slightly less than 50, but must not become 49.
     across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
     return across, down
+
+
+def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
+    """(width, height) of an image of `size` before the crop, rounded as in timm.
+
+    "squash": the uncropped size; "crop": the smallest size that covers it.
+    """
+    width, height = size
+    goal_width, goal_height = uncropped_size(view)
+    if view.resize == "squash":
+        return goal_width, goal_height
+    # For squares timm uses torchvision's Resize, which rounds the longer side down.
+    whole = int if goal_width == goal_height else round
+    if goal_width * height >= goal_height * width:  # the width is the tight side
+        return goal_width, max(goal_height, whole(goal_width * height / width))
+    return max(goal_width, whole(goal_height * width / height)), goal_height

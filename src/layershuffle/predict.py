@@ -16,10 +16,10 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of, running
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
-from layershuffle.data.pixels import read_image
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
+from layershuffle.pixels import read_image
 from layershuffle.text import Progress, unheard
 
 _AT_ONCE = 64  # images in memory: a user may name a whole folder

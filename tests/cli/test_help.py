@@ -114,6 +114,7 @@ def test_help_is_quick(command):
 # --- the docs -------------------------------------------------------------------------------------
 
 OTHERS = {
+    "swarm.md": "--data-binary",  # curl
     "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "
     "--rdzv-id",  # of torchrun
     "performance.md": "--smoke",  # of benchmarks/
@@ -186,24 +187,22 @@ FLAGS = {
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
     "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
-    "classify": "address api-key api-key-file authority deadline-ms image json min-blocks order "
-    "top",
+    "classify": "address api-key api-key-file authority deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
-    "swarm up": "hosts https-certificate https-key model page page-may-break plan port replicas "
-    "reports routing state threads wire",
+    "swarm up": "hosts https-certificate https-key min-accuracy model page plan port replicas "
+    "routing state threads trusted-proxy wire",
     "swarm demo": "deadline-ms hosts requests seed",
     "swarm head": "ip port store tls-authority tls-certificate tls-key token",
     "swarm host": "address ip name port threads tls-authority tls-certificate tls-key token",
-    "swarm deploy": "address bind https-certificate https-key keys page plan port public "
-    "reports state threads tls-authority tls-certificate tls-key token wait",
+    "swarm deploy": "address bind https-certificate https-key keys min-accuracy page plan port "
+    "public state threads tls-authority tls-certificate tls-key token trusted-proxy wait",
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",
-    "swarm swap": "block donor host state",
     "swarm drill": "address api-key api-key-file authority concurrency data deadline-ms json "
     "kill kinds plan requests routings scenarios seed state",
-    "swarm plan": "floor hosts model objective out overwrite reach replicas time-limit wire",
+    "swarm plan": "copies hosts model out overwrite",
     "swarm simulate": "churn clients hosts json kill min-blocks plan profile rate requests "
     "routings seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from PIL import Image
 
 import layershuffle as ls
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data import pixels as module
-from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from layershuffle.errors import DataError, UsageError
+from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import Decoder
 from pictures import file_of, noise
 from refusals import refuses
 
@@ -99,8 +99,9 @@ def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> 
     files = [str(tmp_path / "val" / "a" / f"{number}.png") for number in (1, 2)]
     plain, rotated = ls.predict("bundled:digits-swarm", files)
     assert plain.top == rotated.top
-    batch = Decoder(view, GatewayLimits()).batch([Path(file).read_bytes() for file in files])
-    assert torch.equal(batch[0], batch[1])
+    decoder = Decoder(view, GatewayLimits())
+    first, second = (decoder.batch(Path(file).read_bytes()) for file in files)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA",

@@ -30,8 +30,10 @@ from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, block_alone, form_of
+from layershuffle.manifest import MANIFEST
 from layershuffle.models import class_names_of, image_view
-from layershuffle.models.onnx_models import MANIFEST, OnnxGraph
+from layershuffle.models.files import weights_digest
+from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.text import unheard
 from refusals import refuses
 
@@ -58,7 +60,9 @@ def test_the_manifest_says_what_is_there(shipped: Path) -> None:
     facts = facts_of(shipped)
     names = {path.name for path in shipped.iterdir()} - {MANIFEST}
     weights = {f"block-{block:02d}.weights" for block in range(12)}
-    assert names == {"stem.onnx", "block.onnx", "head.onnx", *weights} == set(facts["files"])
+    others = {"stem.onnx", "block.onnx", "head.onnx", "calibration.json"}
+    assert names == {*others, *weights} == set(facts["files"])
+    assert facts["weights"] == weights_digest(ls.load(SHIPPED))
     for name, stored in facts["files"].items():
         content = (shipped / name).read_bytes()
         assert stored == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
@@ -243,6 +247,7 @@ def test_a_whole_model_in_one_order(tmp_path: Path, capsys: pytest.CaptureFixtur
 def exported(model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The manifest of a model that no spec builds."""
     monkeypatch.setattr(folder, "load", lambda spec: ls.load(spec) if ":/" in spec else model)
+    monkeypatch.setattr(folder, "own_directory", lambda _: None)
     return export_model("mine", out)
 
 
@@ -352,7 +357,7 @@ def test_a_manifest_that_lies_is_refused(shipped: Path, tmp_path: Path) -> None:
     (copy / MANIFEST).write_text(json.dumps(facts))
     with refuses(ModelFileError):
         ls.load(str(copy))
-    (copy / MANIFEST).write_text(json.dumps({**facts, "schema": 2}))
+    (copy / MANIFEST).write_text(json.dumps({**facts, "schema": 1}))
     with refuses(ModelFileError, copy / MANIFEST):
         ls.load(str(copy))
 

@@ -130,7 +130,7 @@ def test_a_slow_block_computes_beside_the_loop(gateway: Gateway, tmp_path: Path)
 def why_of(content: bytes) -> Why:
     header = header_of(content)
     assert header.kind == Kind.REFUSAL
-    return Why(header.queue)
+    return Why(header.note)
 
 
 def moody(work: Callable[[State], State]) -> Callable[[State], State]:

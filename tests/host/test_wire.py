@@ -51,7 +51,7 @@ def test_a_state_comes_back(dtype: Dtype, size: int, most: float) -> None:
     state = np.random.default_rng(0).standard_normal((2, *SHAPE)).astype(np.float32)
     state[0, 1] = 0  # a token without a scale
     content = frame(head(dtype=dtype), state)
-    assert len(content) == 16 + size
+    assert len(content) == 20 + size
     header = header_of(content)
     assert header == head(dtype=dtype)
     got = state_in(content, header, shape=SHAPE)
@@ -61,8 +61,8 @@ def test_a_state_comes_back(dtype: Dtype, size: int, most: float) -> None:
 
 
 def test_the_header_is_the_one_of_the_page(repository: Path) -> None:
-    assert HEADER.pack(1, 2, 3, 4, 5, 6, 7) == bytes(
-        [1, 2, 3, 0, 4, 0, 0, 0, 5, 0, 6, 0, 7, 0, 0, 0]
+    assert HEADER.pack(1, 2, 3, 4, 5, 6, 7, 8) == bytes(
+        [1, 2, 3, 0, 4, 0, 0, 0, 5, 0, 6, 0, 7, 0, 0, 0, 8, 0, 0, 0]
     )
     page = (repository / "docs" / "host-protocol.md").read_text()
     for kind in (*Kind, *wire.Dtype):

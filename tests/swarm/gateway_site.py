@@ -1,14 +1,15 @@
-"""A gateway without sockets or Ray: a pico model whose blocks run in this process, host by host."""
+"""A gateway without sockets: a pico model whose blocks run in this process, host by host."""
 
 import asyncio
 import ssl
 import struct
 import subprocess
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
@@ -17,14 +18,16 @@ from PIL import Image
 
 from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
-from layershuffle.core.stack import blocks_of
+from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.export.graphs import head_of, stem_of
+from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, pack, unpack
+from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import ListeningSocket, Server
+from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -48,7 +51,7 @@ class Blocks:
     visits: int = 0
     cancelled: int = 0
 
-    async def visit(self, visit, packet):
+    async def visit(self, visit, state, *, form="fp32"):
         self.visits += 1
         if visit.host in self.faults:
             raise self.faults[visit.host]
@@ -58,11 +61,30 @@ class Blocks:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        state = torch.from_numpy(unpack(packet).copy())
         with torch.inference_mode():
-            for block in visit.blocks:
-                state = blocks_of(self.model)[block](state)
-        return Answer(pack(state.numpy(), packet.wire), 0.5, 0.1)
+            after = blocks_of(self.model)[visit.block](torch.from_numpy(state.copy()))
+        return Answer(after.numpy(), 0.5, 0.1)
+
+
+class PicoModel:
+    """What a gateway asks of a `ServedModel`, by a model in torch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        view, classes = file_view(model), num_classes_of(model)
+        self.depth = depth_of(model)
+        self.manifest = SimpleNamespace(
+            file_view=view, classes=classes, class_names=class_names_of(model)
+        )
+        shape = torch.Size((view.channels, view.height, view.width))
+        self._stem, self._head = stem_of(model), head_of(model, shape)
+
+    def stem(self, images: Any) -> Any:
+        with torch.inference_mode():
+            return self._stem(torch.from_numpy(images)).numpy()
+
+    def head(self, state: Any) -> Any:
+        with torch.inference_mode():
+            return self._head(torch.from_numpy(state.copy())).numpy()
 
 
 @dataclass
@@ -75,9 +97,9 @@ class Site:
     blocks: Blocks
     client: httpx.AsyncClient
 
-    async def classify(self, *files: bytes, **fields: Any) -> httpx.Response:
-        """POST the files as a form."""
-        return await classify(self.client, *files, **fields)
+    async def classify(self, file: bytes, **options: Any) -> httpx.Response:
+        """POST the file as the body."""
+        return await classify(self.client, file, **options)
 
     def client_at(self, address: str) -> httpx.AsyncClient:
         """A client whose requests come from that address."""
@@ -85,11 +107,9 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
-async def classify(client: httpx.AsyncClient, *files: bytes, **fields: Any) -> httpx.Response:
-    """POST the files as a form."""
-    parts = [("image", (f"{number}.png", file)) for number, file in enumerate(files)]
-    data = {name: str(value) for name, value in fields.items()}
-    return await client.post("/v1/classify", files=parts, data=data)
+async def classify(client: httpx.AsyncClient, file: bytes, **options: Any) -> httpx.Response:
+    """POST the file as the body."""
+    return await client.post("/v1/classify", content=file, params=options)
 
 
 @asynccontextmanager
@@ -106,7 +126,7 @@ async def site(
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
-    remote_model = RemoteModel(make(), router)
+    remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
     app = create_app(remote_model, **options)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
@@ -118,17 +138,22 @@ async def site(
 
 @asynccontextmanager
 async def listening(
-    app: Any, limits: GatewayLimits, *, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[tuple[Any, int]]:
-    """(server, port) of `app` on a socket of this machine."""
-    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
-        server = Server(app, limits=limits, tls=tls)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield server, listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await running
+    app: Any,
+    limits: GatewayLimits,
+    *,
+    tls: ssl.SSLContext | None = None,
+    trusted: Sequence[str] = (),
+) -> AsyncIterator[tuple[GatewaySocket, int]]:
+    """The listening socket and its port, on this machine, of a server of `app`."""
+    with GatewaySocket("127.0.0.1", port=0, limits=limits, trusted=trusted) as listener:
+        server = server_of(app, listener, tls=tls, trusted=trusted)
+        async with listener.watched():
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                yield listener, listener.getsockname()[1]
+            finally:
+                server.should_exit = True
+                await running
 
 
 def run(

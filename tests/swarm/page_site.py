@@ -170,12 +170,12 @@ def visit(browser: Any, address: str, **options: Any) -> Iterator[Visit]:
     context = browser.new_context(**{"viewport": WIDE, **options})
     context.set_default_timeout(1000 * HANGS)
     tab = context.new_page()
-    seen = Visit(tab, address)
+    seen, origin = Visit(tab, address), address.partition("#")[0].rstrip("/")
     tab.on("pageerror", lambda error: seen.errors.append(str(error)))
     tab.on("console", lambda line: line.type == "error" and seen.errors.append(line.text))
     tab.on(
         "request",
-        lambda asked: asked.url.startswith(address) or seen.foreign.append(asked.url),
+        lambda asked: asked.url.startswith(origin) or seen.foreign.append(asked.url),
     )
     tab.add_init_script(SHIFTS)
     tab.goto(address)

@@ -24,7 +24,7 @@ def drawn(pairs, *, share=SHARE, seed=1, host="a"):
     """Which of the visits of one host are audited, all of them rightly answered."""
     draw = AuditDraw(np.random.default_rng(seed))
     for before, after in pairs:
-        audited = draw.chosen(host, 3, before=before, after=after, share=share)
+        audited = draw.chosen(host, before=before, after=after, share=share)
         if audited:
             draw.passed(host)
         yield audited
@@ -76,20 +76,20 @@ def test_the_first_rare_lie_is_audited(lie):
         draw = AuditDraw(np.random.default_rng(seed))
         *honest, (before, after) = visits(501, seed=seed)
         for pair in honest:
-            if draw.chosen("a", 3, before=pair[0], after=pair[1], share=SHARE):
+            if draw.chosen("a", before=pair[0], after=pair[1], share=SHARE):
                 draw.passed("a")
         after = LIES[lie](before, after)
-        caught += draw.chosen("a", 3, before=before, after=after, share=SHARE)
+        caught += draw.chosen("a", before=before, after=after, share=SHARE)
     assert caught >= 36
 
 
 def test_a_host_that_begins_anew_has_no_habits():
     draw = AuditDraw(np.random.default_rng(0))
     for before, after in visits(100):
-        draw.chosen("a", 3, before=before, after=after, share=SHARE)
+        draw.chosen("a", before=before, after=after, share=SHARE)
         draw.passed("a")
     assert draw.traces == {"a"}
     draw.drop("a")
     assert draw.traces == set()
     ((before, after),) = visits(1)
-    assert draw.chosen("a", 3, before=before, after=after, share=SHARE)
+    assert draw.chosen("a", before=before, after=after, share=SHARE)

@@ -41,6 +41,7 @@ from layershuffle.swarm.expectations import (
     rounds_of,
     useful_blocks,
 )
+from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
 from pictures import file_of
 
@@ -341,7 +342,7 @@ def test_file(tmp_path):
         with pytest.raises(ModelFileError, match=words):
             read_calibration(path, weights="w")
     path.write_text("{")
-    with pytest.raises(ModelFileError, match="json refuses"):
+    with pytest.raises(ModelFileError, match="cannot be read"):
         read_calibration(path, weights="w")
 
 
@@ -370,34 +371,22 @@ def test_refused():
 
 
 def test_the_gateway_reports_expected_accuracy():
-    rows = made_up().rows
-    beside = rows[1].model_copy(update={"parallel": 2, "top1": 33.0})
-    calibration = made_up().model_copy(update={"rows": (*rows, beside)})
-
     async def go():
-        async with site(calibration=calibration) as place:
+        async with site(calibration=made_up()) as place:
             full = (await place.classify(file_of(picture()))).json()
-            part = (await place.classify(file_of(picture()), order="2,0")).json()
-            named = [
-                (await place.classify(file_of(picture()), order=order)).json()
-                for order in ("2,0,2", "2+0", "3+2+0", "2,0,2,0")
-            ]
             swarm = (await place.client.get("/v1/swarm")).json()
-            return full, part, named, swarm
+            place.blocks.faults["a"] = HostGone("dead")
+            return full, (await place.classify(file_of(picture()))).json(), swarm
 
-    full, part, (half, two, three, twice), swarm = asyncio.run(go())
+    full, part, swarm = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
         "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
         "passes": 1, "parallel": 1,
     }  # fmt: skip
     assert full["expected_why"] == ""
-    assert part["expected"]["top1"] == 40
-    assert (half["expected"], half["expected_why"]) == (None, "no calibration of such orders")
-    assert (two["expected"]["top1"], two["expected"]["parallel"]) == (33, 2)
-    assert three["expected"] is None, "three side by side were not measured"
-    assert twice["expected"] is None, "and two passes neither"
-    assert {g["label"] for g in full["images"][0]["top"]} == set("abcde")
+    assert part["expected"]["top1"] == 20 * len(part["blocks"]) < 80
+    assert {g["label"] for g in full["top"]} == set("abcde")
     assert swarm["calibration"] == {
         "data": "digit-pairs", "split": "test", "orders": 7, "images": 90,
     }  # fmt: skip

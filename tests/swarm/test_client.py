@@ -7,34 +7,32 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from gateway_site import HOSTS, certify, listening, picture, site
-from pico_hosts import PATIENT
 
 from clock import SkippingLoop
-from common import DEPTH, FAMILIES
+from common import DEPTH
+from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
-from layershuffle.cli.swarm.serving import describe_service
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.errors import UsageError
-from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.local import LocalHosts
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import state_directory
+from layershuffle.swarm.plan import SwarmSettings
+from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.start import Serving, serve_service
+from layershuffle.swarm.server.start import serve_swarm
 from layershuffle.swarm.server.tls import client_context, server_context
-from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
-from waiting import HANGS
+from pictures import file_of
+from waiting import HANGS, until
 
 KEY = "a-key-of-some-length"
 URL = "http://gateway"
@@ -72,7 +70,7 @@ def blocking(**options):
     assert started.wait(120)
     place, loop = running
     try:
-        with SwarmClient(URL, api_key=KEY, transport=Bridge(place.app, loop)) as client:
+        with SwarmClient(URL, api_key=KEY, patience=0, transport=Bridge(place.app, loop)) as client:
             yield client, place
     finally:
         loop.call_soon_threadsafe(done.set)
@@ -83,20 +81,14 @@ def test_every_kind_of_image(tmp_path):
     image = picture(3)
     path = tmp_path / "a.png"
     image.save(path)
-    with blocking(keys=[KEY]) as (client, _):
-        asked = {"order": [2, 0], "top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
+    # One host, so that all answers take one way.
+    with blocking(keys=[KEY], hosts={"a": set(range(DEPTH))}) as (client, _):
         answers = [
-            client.classify(image_like, **asked)
+            client.classify(image_like, top=2, deadline_ms=5000.0, min_blocks=2)
             for image_like in (image, path, str(path), path.read_bytes())
         ]
-        several = client.classify([image, path], order="2,0")
-        rounds = client.classify(image, order=ExecutionOrder.parse("3+1,0,3", depth=DEPTH))
-    assert all(answer.images == answers[0].images for answer in answers)
-    assert answers[0].blocks == [2, 0]
-    assert len(answers[0].images[0].top) == 2
-    assert (rounds.blocks, rounds.versions) == ([3, 1, 0, 3], [0, 0, 2, 3])
-    assert len(several.images) == 2
-    assert several.images[0] == several.images[1]
+    assert all(answer.top == answers[0].top for answer in answers)
+    assert len(answers[0].top) == 2
 
 
 def test_swarm_and_health():
@@ -119,14 +111,14 @@ def test_errors_have_the_gateways_messages():
         place.router.swarm = Swarm(host for host in place.router.swarm.values() if host.name != "b")
         with pytest.raises(SwarmError) as few:
             client.classify(picture(), min_blocks=4, deadline_ms=30_000)
-        stranger = SwarmClient(URL, transport=client._http._transport)
+        stranger = SwarmClient(URL, transport=client._gateways[0]._transport)
         with pytest.raises(SwarmError) as closed:
             stranger.swarm()
     assert unread.value.status == 422
     assert unread.value.hint == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
     assert (few.value.status, few.value.retry_after) == (503, 1.0)
     assert "3 of 4 blocks could be run" in str(few.value)
-    assert "Where: http://gateway/v1/classify." in str(few.value)
+    assert "Where: http://gateway/v1/classify?" in str(few.value)
     assert closed.value.status == 401
     assert closed.value.hint.startswith("send it as")
 
@@ -136,17 +128,16 @@ def test_the_async_client_is_the_same():
         async with site(keys=[KEY]) as place:
             transport = httpx.ASGITransport(app=place.app)
             async with AsyncSwarmClient(URL, api_key=KEY, transport=transport) as client:
-                answer = await client.classify([picture(1), picture(2)], order=[1, 3])
+                answer = await client.classify(picture(1))
                 swarm, health = await client.swarm(), await client.health()
                 with pytest.raises(SwarmError) as error:
-                    await client.classify(picture(), order="1+1")
+                    await client.classify(picture(), min_blocks=9)
             return answer, swarm, health, error.value
 
     answer, swarm, health, error = asyncio.run(go())
-    assert answer.blocks == [1, 3]
-    assert len(answer.images) == 2
+    assert sorted(answer.blocks) == list(range(DEPTH))
     assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "Block 1 runs twice on version 0 of the state"
+    assert error.cause == "min_blocks is 9, but at most 4 blocks can run"
 
 
 def answering(handler):
@@ -176,12 +167,124 @@ def test_addresses_without_a_gateway():
 
 def test_wrong_use():
     with answering(lambda request: httpx.Response(500)) as client:
-        for wrong, words in [([], "no image"), (3, "int is not an image"), ("/no/file", "read")]:
+        for wrong, words in [(3, "int is not an image"), ("/no/file", "read")]:
             with pytest.raises(UsageError, match=words):
                 client.classify(wrong)
+    with pytest.raises(UsageError, match="no gateway to ask"):
+        SwarmClient()
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://[::", ""):
         with pytest.raises(UsageError, match="not the address of a gateway"):
             SwarmClient(url)
+
+
+# --- several gateways, and Retry-After ------------------------------------------------------------
+
+
+class Clock:
+    """Virtual time for the pauses of a client."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.pauses = 0.0, []
+        monkeypatch.setattr("layershuffle.swarm.client.time", self)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        if seconds:
+            self.pauses.append(seconds)
+            self.now += seconds
+
+
+def busy(status, seconds):
+    body = {"error": {"cause": "busy", "hint": "wait", "id": None}}
+    return httpx.Response(status, json=body, headers={"retry-after": str(seconds)})
+
+
+def health():
+    return httpx.Response(
+        200, json={"ok": True, "why": "", "usable_hosts": 1, "reachable_blocks": 4, "depth": 4}
+    )
+
+
+def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):
+    """Up to half later, drawn, so that clients do not come back together; never beyond patience."""
+    clock, answers = Clock(monkeypatch), [busy(429, 2), busy(429, 3)]
+    with answering(lambda _: answers.pop(0) if answers else health()) as client:
+        assert client.health().ok
+    first, second = clock.pauses
+    assert 2 <= first <= 3
+    assert 3 <= second <= 4.5
+    clock.pauses.clear()
+    with answering(lambda _: busy(503, 6)) as client, pytest.raises(SwarmError) as error:
+        client.swarm()
+    assert error.value.status == 503
+    assert len(clock.pauses) == 1, "a second pause would end after ten seconds"
+
+
+def test_what_no_wait_cures_is_not_repeated(monkeypatch):
+    clock, asked = Clock(monkeypatch), []
+
+    def refuse(request):
+        asked.append(request)
+        return busy(422, 1)
+
+    with answering(refuse) as client, pytest.raises(SwarmError):
+        client.swarm()
+    assert (len(asked), clock.pauses) == (1, [])
+
+
+def test_the_next_gateway_is_asked_and_kept(monkeypatch):
+    clock, asked = Clock(monkeypatch), []
+
+    def answer(request):
+        asked.append(request.url.host)
+        if request.url.host == "first":
+            raise httpx.ConnectError("Connection refused")
+        return health()
+
+    transport = httpx.MockTransport(answer)
+    with SwarmClient("http://first", "http://second", transport=transport) as client:
+        assert client.health().ok
+        assert client.health().ok
+    assert (asked, clock.pauses) == (["first", "second", "second"], [])
+    dead = httpx.MockTransport(lambda _: answer(httpx.Request("GET", "http://first")))
+    with (
+        SwarmClient("http://a", "http://b", transport=dead) as client,
+        pytest.raises(SwarmError, match="cannot be reached"),
+    ):
+        client.health()
+
+
+def test_a_thousand_requests_while_a_gateway_ends():
+    """Of two gateways one ends at request 400, with those in flight: all are answered."""
+    file, limits = file_of(picture()), GatewayLimits(rate=1e6, burst=1e6)
+
+    async def go():
+        async with site(limits=limits) as one, site(limits=limits) as two:
+            async with AsyncExitStack() as first:
+                dying, a = await first.enter_async_context(listening(one.app, limits))
+                async with listening(two.app, limits) as (_, b):
+                    urls = f"http://127.0.0.1:{a}", f"http://127.0.0.1:{b}"
+                    async with AsyncSwarmClient(*urls, patience=60) as client:
+                        numbers = iter(range(1000))
+
+                        async def ask():
+                            return [len((await client.classify(file)).blocks) for _ in numbers]
+
+                        async def end():
+                            await until(lambda: one.blocks.visits > 400)
+                            for connection in list(dying.open.values()):
+                                connection.shutdown(socket.SHUT_RDWR)  # as by a kill
+                            await first.aclose()
+
+                        _, *answers = await asyncio.gather(end(), *(ask() for _ in range(8)))
+            return [n for some in answers for n in some], one.blocks.visits, two.blocks.visits
+
+    blocks, before, after = asyncio.run(go())
+    assert blocks == [DEPTH] * 1000
+    assert before > 400
+    assert after > 400
 
 
 def test_the_client_needs_no_torch():
@@ -292,32 +395,20 @@ def started(serving, loop=asyncio.new_event_loop):
 @needs_openssl
 def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatch):
     """A swarm with certificate and key, asked by both clients and on the command line."""
-    hosts = {"a": HostPlan(blocks=(0, 1, 2, 3))}
-    plan = SwarmPlan(model="pico", hosts=hosts, limits=PATIENT)
     keys = written(tmp_path / "keys", KEY)
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+    flags = HttpsOptions(https_certificate=papers / "cert.pem", https_key=papers / "key.pem")
+    up = UpCommand(hosts=1, port=0, keys=Path(keys), page=False, state=str(tmp_path / "s"))
 
     async def serving(tell):
-        model = FAMILIES["timm-vit"].wrapped()
-        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
-        hosts = LocalHosts(list(plan.hosts), limits=plan.limits)
-        async with running_service(plan, cargo, backend=hosts, within=60) as service:
-            papers_of_server = HttpsOptions(
-                https_certificate=papers / "cert.pem", https_key=papers / "key.pem"
-            )
-            await serve_service(
-                service,
-                Serving(
-                    state=state_directory(str(tmp_path / "s")),
-                    port=0,
-                    keys=read_keys(keys),
-                    tls=context_of(papers_of_server),
-                    page=False,
-                ),
-                ready=lambda url: tell(
-                    (url, describe_service(service, url, state=None, keyed=True))
-                ),
-            )
+        facts = replace(up.serving(), tls=context_of(flags))
+
+        def ready(service, url, key):
+            assert key
+            tell((url, up.described(service, url, serving=facts)))
+
+        model = ServedModel(asset("digits-onnx"))
+        await serve_swarm(SwarmSettings(), model, serving=facts, say=lambda _: None, ready=ready)
 
     image = tmp_path / "image.png"
     picture().save(image)
@@ -325,25 +416,24 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert url.startswith("https://127.0.0.1:")
         assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
-            assert sorted(client.classify(image).blocks) == list(range(DEPTH))
+            assert sorted(client.classify(image).blocks) == list(range(12))
             assert client.health().watching is True
             assert client.swarm().audits.disagreed == 0
-            assert {host.carrier for host in client.swarm().hosts} == {"process"}
-        assert asyncio.run(asked(url, papers)) == DEPTH
+        assert asyncio.run(asked(url, papers)) == 12
         flags = ["--address", url, "--authority", str(papers / "ca.pem")]
         assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
-        assert len(json.loads(capsys.readouterr().out)["blocks"]) == DEPTH
+        assert len(json.loads(capsys.readouterr().out)["blocks"]) == 12
         monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
         # Each image has a request, and so a route, of its own, and may be refused alone.
         among = ["classify", str(image), str(keys), str(image)]
         assert main([*among, *flags]) == 1
         lines, (refused,) = map(str.splitlines, capsys.readouterr())
         assert sum(line.startswith(f"{image}: ") for line in lines) == 2
-        assert sum(f"{DEPTH} of {DEPTH} blocks in" in line for line in lines) == 2
+        assert sum("12 of 12 blocks in" in line for line in lines) == 2
         assert f"error: {keys} was not classified: The image cannot be read. Where: " in refused
         assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [len(answer.get("images", ())) for answer in answers] == [1, 0, 1, 0]
+        assert ["top" in answer for answer in answers] == [True, False, True, False]
         assert answers[1]["error"]["cause"] == "The image cannot be read"
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out
@@ -429,21 +519,20 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
 
 
 @needs_openssl
-def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
+def test_up_warns_of_keys_in_clear(papers, tmp_path, capsys):
     """Before anything is loaded, where an address without keys is refused, too."""
-    plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
     keys = written(tmp_path / "keys", KEY)
-    words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "0.0.0.0"]
-    words += ["--port", "0", "--token", str(tmp_path / "absent")]  # so that it asks no machine
+    words = ["swarm", "up", "--model", "dir:/nowhere", "--listen", "0.0.0.0", "--port", "0"]
     files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
 
     def said(*more):
-        assert main([*words, *map(str, more)]) != 0
+        state = tmp_path / f"s{len(list(tmp_path.iterdir()))}"  # the end of a process frees it
+        assert main([*words, "--state", str(state), *map(str, more)]) != 0
         return capsys.readouterr().err
 
     clear = said("--keys", keys)
     assert clear.startswith("warning: API keys, images and answers are sent to and from 0.0.0.0")
-    assert "copy it from the head" in clear
+    assert "/nowhere" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)
     Path(keys).chmod(0o604)

@@ -1,450 +1,388 @@
-"""The coordinator over hosts that compute by a formula, in virtual time."""
+"""A swarm of hosts that dial in: whole requests, hosts that come and go, liars, child processes."""
+
+from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_hosts import (
-    A,
-    B,
-    FakeHosts,
-    FormulaBundle,
-    answer_of,
-    bundle_of,
-    condition,
-    coordinated,
-    coordinator_of,
-    plan_of,
-    replaced,
-    running,
-    walked,
+from dial_site import (
+    BUSY,
+    TOKEN,
+    Site,
+    dialled,
+    digits,
+    gateway,
+    hosting,
+    replayed,
+    states,
 )
+from test_members import answer
 
-from clock import loop_time, run_virtual
-from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm import state
-from layershuffle.swarm.messages import Answer, Packet
-from layershuffle.swarm.placement import Node
-from layershuffle.swarm.service import keep_running
-from waiting import until
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.chaos import Fault, FaultInjector
+from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Route
+from layershuffle_host.blocks import Block
+from layershuffle_host.host import Host
+from layershuffle_host.wire import State
+from refusals import refuses
 
 
-def test_hosts_come_up_with_their_blocks_and_are_used():
-    async def check(coordinator, hosts):
-        assert {n: p.weights for n, p in hosts.processes.items()} == {
-            "a": {0: 1, 1: 1},
-            "b": {2: 1, 3: 1},
+@asynccontextmanager
+async def swarm(
+    cache: Path, hosts: int, *, limits: Limits = BUSY, parallel: int = 1
+) -> AsyncIterator[tuple[Site, dict[str, Host]]]:
+    """A gateway and hosts in this process, once each block is held twice (by a lone host, once)."""
+    async with gateway(limits=limits, parallel=parallel) as site, AsyncExitStack() as stack:
+        names = [f"host-{number + 1}" for number in range(hosts)]
+        running = {
+            name: await stack.enter_async_context(hosting(site.url, cache=cache, name=name))
+            for name in names
         }
-        after, route = await walked(coordinator)
-        assert route.ending == "complete"
-        assert (after == answer_of(route.order)).all()
+        await site.until(lambda: min(site.holders()) >= min(2, hosts))
+        yield site, running
+
+
+def is_up(site: Site, name: str) -> bool:
+    return name in site.members and site.coordinator.is_up(site.members[name])
+
 
-    coordinated(check)
+# --- requests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_answers_are_those_of_one_process_bit_for_bit(tmp_path: Path, parallel: int) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3, parallel=parallel) as (site, _):
+            starts = [states(1 + n % 2, seed=n) for n in range(12)]
+            done = await asyncio.gather(*map(site.walk, starts))
+            for start, (state, route) in zip(starts, done, strict=True):
+                assert route.kept == 12
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+            assert {hop.host for _, route in done for hop in route.hops} == site.members.keys()
+
+    asyncio.run(main())
+
+
+def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
+    """A connection ends five times a second while eight clients ask."""
 
-
-def test_before_they_come_the_route_says_so():
-    async def check(coordinator, hosts):
-        _, route = await walked(coordinator)
-        assert route.skipped[0] == "host a is gone: it has not come yet"
-        await until(lambda: "b" in coordinator.hosts and coordinator.is_up("b"))
-        assert await coordinator.ready(within=0.0) == ("a",)
-
-    coordinated(check, nodes=(B,), ready=False)
-
-
-def test_a_dead_host_on_a_living_machine_starts_again(caplog):
-    async def check(coordinator, hosts):
-        first = hosts.processes["a"]
-        hosts.kill("a")
-        # Without requests, the canary notices.
-        await until(lambda: hosts.processes.get("a") not in (None, first))
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        assert coordinator.hosts["a"].tries == 1  # until it has run for a minute
-        assert caplog.messages == ["Host a has died", "Host a is up again"]
-
-    coordinated(check)
-
-
-def test_a_host_leaves_with_its_machine_and_comes_back_with_it(caplog):
-    async def check(coordinator, hosts):
-        hosts.machines.remove(A)
-        await until(lambda: "a" not in coordinator.hosts)
-        _, route = await walked(coordinator)
-        assert route.skipped[0] == "host a is gone: its machine has left the swarm"
-        hosts.machines.append(Node("n7", ("a",), "10.0.0.1"))
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        assert (coordinator.hosts["a"].node, caplog.messages) == ("n7", ["Host a is up again"])
-
-    coordinated(check)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
-def test_a_machine_that_joins_anew_between_two_looks(seconds):
-    """One look ends the host on the old one, and starts it on the new."""
-
-    async def check(coordinator, hosts):
-        hosts.end_seconds = seconds
-        hosts.machines[0] = Node("n7", ("a",), "10.0.0.1")
-        await until(lambda: coordinator.hosts["a"].node == "n7")
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        assert hosts.log.count(("end", "a")) == 1
-        assert hosts.log.count(("start", "a", "n7")) == 1
-
-    coordinated(check)
-
-
-def test_a_host_that_leaves_while_it_starts_is_forgotten():
-    async def check(coordinator, hosts):
-        hosts.load_seconds = 5.0
-        hosts.machines.append(Node("n3", ("c",), ""))
-        await until(lambda: ("load", "c", (0, 1)) in hosts.log)
-        hosts.machines.pop()
-        await until(lambda: "c" not in coordinator.hosts)
-        assert "c" not in coordinator.router.swarm
-        assert "c" not in hosts.processes
-
-    coordinated(check)
-
-
-class OtherBlock1(FormulaBundle):
-    def compute(self, block, state):
-        return super().compute(block, state) + (block == 1)
-
-
-def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
-    async def check(coordinator, hosts):
-        await until(lambda: coordinator.hosts["a"].tries >= 3)
-        assert condition(coordinator, "a") == "gone"
-        assert condition(coordinator, "b") == "healthy"
-
-    async def both(coordinator, hosts):
-        await until(lambda: "a" in coordinator.hosts)
-        await check(coordinator, hosts)
-
-    bundles = {"base": bundle_of(1, kind=OtherBlock1)}
-    coordinated(both, bundles=bundles, ready=False)
-    assert "Host a did not start: it failed its canary on block 1" in caplog.text
-
-
-def test_machines_that_are_not_known_for_a_while_change_nothing(caplog):
-    async def check(coordinator, hosts):
-        hosts.raises["nodes"] = LayerShuffleError("the head does not answer")
-        await asyncio.sleep(0.05)
-        del hosts.raises["nodes"]
-        _, route = await walked(coordinator)
-        assert route.ending == "complete"
-        assert len([call for call in hosts.log if call[0] == "start"]) == 2
-
-    coordinated(check)
-    assert "the head does not answer" in caplog.text
-
-
-def test_an_adopted_host_gets_only_what_it_lacks():
-    async def check(coordinator, hosts):
-        # A gateway that starts anew: another coordinator over the same processes.
-        hosts.log.clear()
-        second = coordinator_of(hosts, plan_of(a=(1, 2), b=(2, 3)))
-        async with running(second):
-            assert await second.ready(within=3.0) == ()
-            await until(lambda: ("unload", "a", (0,)) in hosts.log)
-        assert [entry for entry in hosts.log if entry[0] == "load"] == [("load", "a", (2,))]
-
-    coordinated(check)
-
-
-def test_a_new_plan_moves_blocks():
-    async def check(coordinator, hosts):
-        coordinator.plan = plan_of(a=(0, 1, 2), b=(3,))
-        await until(lambda: set(hosts.processes["b"].weights) == {3})
-        await until(lambda: coordinator.router.swarm["a"].blocks == {0, 1, 2})
-
-    coordinated(check)
-
-
-def test_drain_and_readmit():
-    async def check(coordinator, hosts):
-        assert await coordinator.drain("a")
-        assert condition(coordinator, "a") == "draining"
-        _, route = await walked(coordinator)
-        assert route.skipped == dict.fromkeys((0, 1), "host a is draining: it is leaving")
-        await coordinator.leave("a")
-        assert "a" not in hosts.processes
-        await asyncio.sleep(0.05)
-        assert "a" not in hosts.processes
-        await coordinator.readmit("a")
-        await until(lambda: condition(coordinator, "a") == "healthy")
-
-    coordinated(check)
-
-
-def test_a_host_that_starts_can_be_drained():
-    """Its start is cancelled, and it stays away until it is readmitted."""
-
-    async def check(coordinator, hosts):
-        hosts.load_seconds = 0.4
-        hosts.log.clear()
-        await coordinator.readmit("a")
-        await until(lambda: ("load", "a", (0, 1)) in hosts.log)
-        assert coordinator.hosts["a"].phase == "starting"
-        hosts.load_seconds = 0.0
-        assert await coordinator.drain("a") is True
-        assert "a" not in hosts.processes
-        await asyncio.sleep(0.5)
-        assert (coordinator.hosts["a"].phase, condition(coordinator, "a")) == ("held", "gone")
-        assert "a" not in hosts.processes
-        await coordinator.readmit("a")
-        await until(lambda: condition(coordinator, "a") == "healthy")
-
-    coordinated(check)
-
-
-def test_a_dead_host_can_be_drained():
-    async def check(coordinator, hosts):
-        hosts.raises["load"] = LayerShuffleError("no room")
-        hosts.kill("a")
-        await until(lambda: coordinator.hosts["a"].tries >= 2)
-        assert await coordinator.drain("a") is True
-        del hosts.raises["load"]
-        await asyncio.sleep(0.1)
-        assert coordinator.hosts["a"].phase == "held"
-        assert "a" not in hosts.processes
-
-    coordinated(check)
-
-
-def test_a_host_that_is_given_blocks_finishes_before_it_leaves():
-    """Visits go on meanwhile, so its process must not end."""
-
-    async def check(coordinator, hosts):
-        hosts.load_seconds = 0.2
-        coordinator.plan = plan_of(a=(0, 1, 2), b=(3,))
-        await until(lambda: ("load", "a", (2,)) in hosts.log)
-        assert await coordinator.drain("a") is True
-        await asyncio.sleep(0.4)
-        assert (coordinator.hosts["a"].phase, condition(coordinator, "a")) == ("held", "draining")
-
-    coordinated(check)
-
-
-def test_a_spare_that_starts_can_be_drained():
-    async def check(coordinator, hosts):
-        hosts.load_seconds = 5.0
-        hosts.machines.append(Node("n3", ("c",), ""))
-        await until(lambda: ("load", "c", (0, 1)) in hosts.log)
-        assert await coordinator.drain("c") is True
-        assert "c" not in hosts.processes
-
-    coordinated(check)
-
-
-def test_readmitting_a_host_that_is_being_replaced():
-    """Watch and operator at once: one process at a time, and one in the end."""
-
-    async def check(coordinator, hosts):
-        hosts.end_seconds = hosts.load_seconds = 0.05
-        hosts.kill("a")
-        await until(lambda: coordinator.hosts["a"].phase == "starting")
-        for _ in range(3):
-            await coordinator.readmit("a")
-            await asyncio.sleep(0.03)
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        starts = hosts.log.count(("start", "a", "n1"))
-        await asyncio.sleep(0.2)
-        assert hosts.log.count(("start", "a", "n1")) == starts
-        assert coordinator.hosts["a"].phase == "up"
-
-    coordinated(check)
-
-
-def test_a_host_readmitted_while_it_leaves_stays():
-    async def check(coordinator, hosts):
-        hosts.end_seconds = 0.05
-        coordinator.router.update("a", lambda host: state.sent(host, 1))
-        leaving = asyncio.create_task(coordinator.leave("a"))
-        await until(lambda: condition(coordinator, "a") == "draining")
-        await coordinator.readmit("a")
-        await leaving
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        await asyncio.sleep(0.1)
-        assert coordinator.hosts["a"].phase == "up"
-        assert hosts.log.count(("end", "a")) == 1
-
-    coordinated(check)
-
-
-# --- unexpected failures --------------------------------------------------------------------------
-
-
-def test_a_canary_that_breaks_is_held_against_its_host_alone(caplog):
-    async def check(coordinator, hosts):
-        hosts.raises["a"] = ValueError("operands could not be broadcast")
-        await until(lambda: condition(coordinator, "a") == "suspect")
-        assert "operands could not be broadcast" in coordinator.router.swarm["a"].why
-        await replaced(coordinator, hosts, "b")  # the watch goes on
-        del hosts.raises["a"]
-        await until(lambda: condition(coordinator, "a") == "healthy")
-
-    coordinated(check)
-    (first, *_) = [log for log in caplog.records if "canary of host a broke" in log.message]
-    assert first.exc_info[0] is ValueError
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(Packet("int8", np.ones((1, 2, 3), np.int8), np.ones((7, 7), np.float32)), 0.1, 0.0),
-        Answer(Packet("fp32", np.array([["?"]])), 0.1, 0.0),
-        "no answer at all",
-    ],
-)
-def test_an_answer_that_cannot_be_read_is_a_wrong_one(answer):
-    async def check(coordinator, hosts):
-        hosts.raises["a"] = answer
-        await until(lambda: condition(coordinator, "a") == "shut-out")
-        assert "cannot be read" in coordinator.router.swarm["a"].why
-        await replaced(coordinator, hosts, "b")
-
-    coordinated(check)
-
-
-GOOD = Packet("fp32", answer_of([0, 1]))
-
-
-@pytest.mark.parametrize(
-    ("answer", "then"),
-    [
-        (Answer(GOOD, float("nan"), 0.0), "shut-out"),
-        (Answer(GOOD, 1.0, -1.0), "shut-out"),
-        (Answer(GOOD, 1.0, 0.0, 0), "shut-out"),
-        (Answer(GOOD, 1.0, 0.0, float("inf")), "shut-out"),
-        (Answer(GOOD, 0.1, 1e300), "suspect"),
-        (Answer(GOOD, 1.1, 1.1), "suspect"),  # in a visit of 1 ms, with a slack of 1.1 ms
-    ],
-)
-@pytest.mark.parametrize("asked", ["canary", "visit"])
-def test_impossible_times_shut_a_host_out_or_make_it_suspect(answer, then, asked):
-    async def check(coordinator, hosts):
-        link = coordinator.router.swarm["a"].link
-        hosts.raises["a"] = answer
-        if asked == "visit":
-            await walked(coordinator)
-        await until(lambda: condition(coordinator, "a") == then)
-        assert coordinator.router.swarm["a"].link == link
-        why = {"shut-out": "times or batch size", "suspect": "longer than its visit"}[then]
-        assert why in coordinator.router.swarm["a"].why
-
-    coordinated(check, plan=plan_of(a=(0, 1)), nodes=(A,))
-
-
-def test_a_failed_bring_up_is_reported_and_retried(caplog):
-    async def check(coordinator, hosts):
-        hosts.raises["load"] = KeyError("blocks.0.weight")
-        hosts.kill("a")
-        await until(lambda: coordinator.hosts["a"].tries >= 2)
-        assert "KeyError" in coordinator.hosts["a"].why
-        del hosts.raises["load"]
-        await until(lambda: condition(coordinator, "a") == "healthy")
-
-    coordinated(check)
-    (first, *_) = [log for log in caplog.records if "Work with host a broke" in log.message]
-    assert first.exc_info[0] is KeyError
-
-
-def test_a_failed_watch_restarts(caplog):
-    async def go():
-        hosts = FakeHosts(A, B)
-        coordinator = coordinator_of(hosts)
-        hosts.raises["nodes"] = RuntimeError("nobody foresaw this")
-        watch = asyncio.create_task(keep_running("The monitor", coordinator.run, pause=0.01))
-        await until(lambda: caplog.text.count("The monitor failed and is started again") >= 2)
-        await until(lambda: not coordinator.watching)
-        del hosts.raises["nodes"]
-        assert await coordinator.ready(within=3.0) == ()
-        assert coordinator.watching
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        assert not coordinator.watching
-        await coordinator.close()
-
-    run_virtual(go())
-    errors = [str(r.exc_info[1]) for r in caplog.records if "is started again" in r.message]
-    assert "nobody foresaw this" in errors[0]
-
-
-def test_a_hanging_query_for_machines_is_not_repeated(caplog):
-    async def check(coordinator, hosts):
-        hosts.known.clear()
-        before = len(hosts.log)
-        await asyncio.sleep(0.2)
-        assert caplog.text.count("no answer within 10 ms") == 1  # in many looks
-        assert hosts.log[before:].count(("nodes",)) <= 2  # one was under way
-        assert coordinator.watching
-        hosts.known.set()
-        await replaced(coordinator, hosts, "a")
-
-    coordinated(check)
-
-
-def test_hosts_end_side_by_side():
-    seconds = []
-
-    async def check(coordinator, hosts):
-        hosts.end_seconds = 0.3
-        began = loop_time()
-        await coordinator.close()
-        seconds.append(loop_time() - began)
-        assert hosts.processes == {}
-        hosts.end_seconds = 0.0
-
-    coordinated(check)
-    assert seconds == [pytest.approx(0.3)]
-
-
-def test_a_host_that_does_not_end_blocks_nobody():
-    async def check(coordinator, hosts):
-        hosts.end_seconds = 5.0
-        hosts.kill("a")
-        await until(lambda: ("start", "b", "n2") in hosts.log)
-        await until(lambda: coordinator.hosts["a"].phase == "starting")
-        hosts.machines.append(Node("n3", ("c",), ""))
-        await until(lambda: coordinator.hosts.get("c") and coordinator.hosts["c"].phase == "up")
-        hosts.end_seconds = 0.0
-
-    coordinated(check)
-
-
-def test_a_machine_that_comes_and_goes_never_has_two_things_done_to_its_host():
-    """While one end of the host waits for another, a new start waits for both."""
-
-    async def check(coordinator, hosts):
-        machine = Node("n3", ("c",), "")
-        hosts.machines.append(machine)
-        await until(lambda: "c" in coordinator.hosts and coordinator.is_up("c"))
-        hosts.end_seconds = 0.05
-        for _ in range(2):
-            hosts.machines.remove(machine)
-            await until(lambda: "c" not in coordinator.hosts)
-            hosts.machines.append(machine)
-            await until(lambda: "c" in coordinator.hosts)
-        hosts.machines.remove(machine)
-        await until(lambda: len(coordinator._ending) == 1)  # the first of three has ended
-        hosts.machines.append(machine)
-        await until(lambda: "c" in coordinator.hosts and coordinator.is_up("c"))
-        assert hosts.overlaps == []
-
-    coordinated(check)
-
-
-def test_hosts_that_left_are_forgotten():
-    async def check(coordinator, hosts):
-        for number in range(5):
-            hosts.machines.append(Node(f"m{number}", (), ""))
-            name = f"host@m{number}"
-            await until(lambda name=name: name in coordinator.router.swarm)
-            await asyncio.sleep(0.2)  # its canaries have been asked too
-            assert name in coordinator.traces
-            hosts.machines.pop()
-            await until(lambda name=name: name not in coordinator.traces)
-        assert coordinator.traces == {"a", "b"}
-
-    coordinated(check)
+    async def main() -> None:
+        async with swarm(tmp_path, 4, parallel=3) as (site, _):
+            routes: list[tuple[State, State, Route]] = []
+
+            async def client(number: int) -> None:
+                for turn in range(25):
+                    start = states(seed=100 * number + turn)
+                    state, route = await site.walk(start, least=12)
+                    routes.append((start, state, route))
+
+            async def breaker() -> None:
+                for turn in range(100):
+                    await asyncio.sleep(0.2)
+                    site.members.cut(f"host-{1 + turn % 4}")
+
+            breaking = asyncio.create_task(breaker())
+            await asyncio.gather(*map(client, range(8)))
+            breaking.cancel()
+            assert [route.kept for *_, route in routes] == [12] * 200
+            failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
+            assert failed > 0, "no fault hit a request"
+            for start, state, route in routes[::10]:
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+# --- who holds what -------------------------------------------------------------------------------
+
+
+def test_a_departed_host_is_replaced_within_a_second_and_comes_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _), AsyncExitStack() as stack:
+            other = await stack.enter_async_context(hosting(site.url, cache=tmp_path, name="late"))
+            await site.until(lambda: is_up(site, "late"))
+            other.drain()
+            begin = time.monotonic()
+            await site.until(lambda: "late" not in site.members)
+            await site.until(lambda: min(site.holders()) >= 2)
+            assert time.monotonic() - begin < 5  # 0.4 s on a quiet machine
+            assert site.router.swarm["late"].condition == "gone"
+
+    asyncio.run(main())
+
+
+def test_a_short_break_moves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _):
+            await asyncio.sleep(0.3)
+            before = {name: member.assigned for name, member in site.members.items()}
+            connection = site.members["host-2"]
+            site.members.cut("host-2")
+            await site.until(lambda: site.members.get("host-2", connection) is not connection)
+            await site.until(lambda: site.coordinator.is_up(site.members["host-2"]))
+            assert {name: member.assigned for name, member in site.members.items()} == before
+            assert min(site.holders()) >= 2
+
+    asyncio.run(main())
+
+
+def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as (site, _):
+            assert await site.coordinator.drain("host-1")
+            await site.until(lambda: min(site.holders()) >= 2)
+            assert "host-1" not in {n for b in range(12) for n in site.router.swarm.usable(b)}
+            # Also on a new connection.
+            site.members.cut("host-1")
+            await site.until(lambda: "host-1" in site.members)
+            assert site.router.swarm["host-1"].condition == "draining"
+            site.coordinator.readmit("host-1")
+            await site.until(lambda: site.router.swarm["host-1"].usable)
+            await site.until(lambda: bool(site.router.swarm["host-1"].blocks))
+            with refuses(UsageError):
+                site.coordinator.readmit("nobody")
+
+    asyncio.run(main())
+
+
+def test_one_host_serves_two_gateways(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            gateway() as first,
+            gateway() as second,
+            hosting(first.url, second.url, cache=tmp_path),
+        ):
+            await first.until(lambda: min(first.holders()) == 1)
+            await second.until(lambda: min(second.holders()) == 1)
+            start = states()
+            done = await asyncio.gather(first.walk(start), second.walk(start))
+            for state, route in done:
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+# --- liars ----------------------------------------------------------------------------------------
+
+
+def test_a_host_with_other_weights_never_serves_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Block.run
+
+    async def main() -> None:
+        async with swarm(tmp_path, 2) as (site, _):
+
+            def lying(self: Block, state: State) -> State:
+                return honest(self, state) + np.float32(0.1)
+
+            async with hosting(site.url, cache=tmp_path, name="liar") as liar:
+                await site.until(lambda: "liar" in site.members)
+                for _ in range(400):
+                    for block in liar.blocks.values():
+                        block.run = lying.__get__(block)  # type: ignore[method-assign]
+                    if site.router.swarm["liar"].condition == "shut-out":
+                        break
+                    await asyncio.sleep(0.005)
+                assert site.router.swarm["liar"].condition == "shut-out"
+                # A new connection is no proof of honesty.
+                site.members.cut("liar")
+                await site.until(lambda: "liar" in site.members)
+                assert site.router.swarm["liar"].condition == "shut-out"
+                state, route = await site.walk(states())
+                assert "liar" not in {hop.host for hop in route.hops}
+                assert state.tobytes() == (await replayed(states(), route)).tobytes()
+
+    asyncio.run(main())
+
+
+def test_a_wrong_frame_shuts_a_host_out(tmp_path: Path) -> None:
+    """It passes its tests, then answers a request with numbers that are not finite."""
+
+    async def main() -> None:
+        # The honest host has no room for the other half of the blocks.
+        half = 6 * digits().weights[0].size
+        async with (
+            gateway() as site,
+            hosting(site.url, cache=tmp_path, name="pi", memory=half),
+            dialled(site) as odd,
+        ):
+            honest = True
+
+            async def serve() -> None:
+                while True:
+                    header, state = await odd.visit()
+                    after = await digits().compute(header.slot, state)
+                    lie = np.full_like(after, np.inf)
+                    await odd.socket.send(answer(header, after if honest else lie))
+
+            await odd.hello(memory=half)
+            serving = asyncio.create_task(serve())
+            try:
+                await site.until(lambda: min(map(len, assigned(site))) == 6)
+                await odd.load([{"slot": block} for block in site.members["odd"].assigned])
+                await site.until(lambda: min(site.holders()) == 1)
+                honest = False
+                start = states()
+                state, route = await site.walk(start)
+            finally:
+                serving.cancel()
+            assert site.router.swarm["odd"].condition == "shut-out"
+            assert [hop.host for hop in route.hops if hop.outcome == "wrong"] == ["odd"]
+            assert route.kept == 6
+            assert state.tobytes() == (await replayed(start, route)).tobytes()
+
+    asyncio.run(main())
+
+
+def assigned(site: Site) -> list[frozenset[int]]:
+    return [member.assigned for member in site.members.values()] + [frozenset()] * (
+        2 - len(site.members)
+    )
+
+
+# --- child processes ------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def family(site: Site, cache: Path, *, hosts: int) -> AsyncIterator[Children]:
+    """Hosts as child processes, all of them up."""
+    token = cache / "token"
+    token.write_text(TOKEN)
+    command = host_command(site.url, token_file=token, memory=10**8)
+    names = tuple(f"host-{number + 1}" for number in range(hosts))
+    children = Children(names, command, limits=Limits(restart_ms=50))
+    site.coordinator.children = children
+    running = asyncio.create_task(children.run())
+    try:
+        assert await site.coordinator.ready(hosts, within=60) == frozenset()
+        yield children
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway(parallel=3) as site, family(site, tmp_path, hosts=3) as children:
+            before = dict(children.pids)
+            asked = [asyncio.create_task(site.walk(states(seed=n), least=12)) for n in range(60)]
+            await asyncio.sleep(0.02)
+            children.signal("host-1", signal.SIGKILL)
+            children.signal("host-2", signal.SIGKILL)
+            await site.until(lambda: not {"host-1", "host-2"} & site.members.keys())
+            done = await asyncio.gather(*asked)
+            assert [route.kept for _, route in done] == [12] * 60
+            await site.until(lambda: len(site.members) == 3)
+            assert children.pids["host-1"] != before["host-1"]
+            assert children.pids["host-3"] == before["host-3"]
+
+    asyncio.run(main())
+
+
+def test_a_frozen_process_is_gone_and_returns(tmp_path: Path) -> None:
+    async def main() -> None:
+        limits = Limits(deadline_ms=20_000)
+        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=2) as children:
+            children.signal("host-1", signal.SIGSTOP)
+            _, route = await site.walk(states())
+            assert route.kept == 12
+            children.signal("host-1", signal.SIGCONT)
+            begin = time.monotonic()
+            await site.until(
+                lambda: "host-1" in site.router.swarm and site.router.swarm["host-1"].usable
+            )
+            assert time.monotonic() - begin < 5
+
+    asyncio.run(main())
+
+
+def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
+    """On real processes; the others answer all requests meanwhile."""
+    becomes = {"crash": "gone", "freeze": "suspect", "cut": "suspect", "wrong": "shut-out"}
+
+    async def main() -> None:
+        limits = Limits(deadline_ms=20_000, canary_every_ms=100)
+        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=3):
+            injector = FaultInjector(site.coordinator)
+            for kind, condition in becomes.items():
+                await injector.inject(Fault(0, "host-1", kind))
+                await site.until(lambda c=condition: site.router.swarm["host-1"].condition == c)
+                start = states(seed=5)
+                state, route = await site.walk(start, least=12)
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+                await injector.inject(Fault(0, "host-1", "rejoin"))
+                await site.until(lambda: site.router.swarm["host-1"].usable)
+                await site.until(lambda: is_up(site, "host-1"))
+            await injector.inject(Fault(0, "host-1", "leave"))
+            await site.until(lambda: "host-1" not in site.members)
+            with refuses(UsageError):
+                await injector.inject(Fault(0, "q", "slow"))
+
+    asyncio.run(main())
+
+
+def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway() as site, family(site, tmp_path, hosts=2) as children:
+            children.hold("host-1")
+            children.signal("host-1", signal.SIGKILL)
+            await site.until(lambda: "host-1" not in children.pids)
+            with refuses(LayerShuffleError):
+                children.signal("host-1", signal.SIGKILL)
+            with refuses(UsageError):
+                children.signal("pi", signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            assert "host-1" not in children.pids
+            site.coordinator.readmit("host-1")
+            await site.until(lambda: "host-1" in site.members)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from layershuffle.swarm.chaos import Fault, FaultInjector
+from layershuffle.swarm.children import Children
+from layershuffle.swarm.limits import Limits
+children = Children(("a",), ("ws://127.0.0.1:1", "--token-file", sys.argv[1]), limits=Limits())
+async def main():
+    asyncio.create_task(children.run())
+    while not children.pids:
+        await asyncio.sleep(0.01)
+    print(children.pids["a"], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_hosts_die_with_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    words = [sys.executable, "-c", PARENT, str(token)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < end, "the host outlives its gateway"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that only waits to be collected is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 
 import httpx
 import pytest
@@ -16,18 +17,15 @@ from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
 from layershuffle.models import truncate
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.server.demo import demo_app
-from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.page import HEADERS
-from layershuffle.swarm.server.scheduler import Clients
+from layershuffle.swarm.server.page import HEADERS, demo_app
 from layershuffle.swarm.server.workbench import (
-    LIMITS,
     OURS,
     Workbench,
     digits_workbench,
     pair_names,
 )
+from waiting import HANGS, until
 
 SHUFFLED = "7,2,10,0,5,11,3,8,1,9,4,6"
 MOST_BYTES = 60_000
@@ -52,12 +50,9 @@ def ask(workbench, method, path, **options):
     return asyncio.run(go())
 
 
-def post(workbench, path, order, file=None):
-    """POST a form; without a file it has an order alone."""
-    parts = {"order": (None, order)}
-    if file is not None:
-        parts["image"] = ("picture.png", file)
-    return ask(workbench, "POST", path, files=parts)
+def post(workbench, path, order, file=b""):
+    """POST a file in an order."""
+    return ask(workbench, "POST", path, content=file, params={"order": order})
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -115,7 +110,7 @@ def test_scores_are_those_of_the_model_image_by_image(workbench, order):
 
 
 def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkeypatch, caplog):
-    async def broken(request):
+    async def broken(*_, **__):
         raise LayerShuffleError("no room in /secret")
 
     monkeypatch.setattr(workbench, "score", broken)
@@ -193,37 +188,16 @@ def test_files_that_are_no_images_are_refused_with_the_reason(workbench):
     answer = post(workbench, "/page/answer", "0", b"no image")
     assert answer.status_code == 422
     assert "cannot be read" in answer.json()["error"]["cause"]
-    large = post(workbench, "/page/answer", "0", bytes(9 << 20))
+    large = post(workbench, "/page/answer", "0", bytes(17 << 20))
     assert large.status_code == 413
 
 
-def test_a_client_that_asks_too_often_has_to_wait(workbench):
-    fresh = Workbench(workbench.models, names=workbench.names)
-    statuses = [ask(fresh, "GET", "/page/facts").status_code for _ in range(3)]
-    assert statuses == [200] * 3
-    for _ in range(int(LIMITS.burst)):
-        fresh.clients.admit("127.0.0.2", now=0.0)
-    with pytest.raises(HTTPError) as refusal:
-        fresh.clients.admit("127.0.0.2", now=0.0)
-    assert refusal.value.retry_after > 0
-
-
-def test_a_refusal_says_when_to_come_again(workbench):
-    fresh = Workbench(workbench.models, names=workbench.names)
-    # One request in an hour: on a busy machine seconds pass between two.
-    fresh.clients = Clients(GatewayLimits(rate=1 / 3600, burst=1))
-    assert ask(fresh, "GET", "/page/facts").status_code == 200
-    answer = ask(fresh, "GET", "/page/facts")
-    assert answer.status_code == 429
-    assert 3000 < int(answer.headers["Retry-After"]) <= 3600
-
-
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
-def test_forms_of_other_sites_keep_no_model_busy(workbench, site):
+def test_requests_of_other_sites_keep_no_model_busy(workbench, site):
     headers = {"Sec-Fetch-Site": site}
     for path in ("/page/score", "/page/answer"):
-        files = {"order": (None, "0"), "image": ("a.png", asset("digit-pair.png").read_bytes())}
-        answer = ask(workbench, "POST", path, files=files, headers=headers)
+        file = asset("digit-pair.png").read_bytes()
+        answer = ask(workbench, "POST", f"{path}?order=0", content=file, headers=headers)
         assert answer.status_code == (200 if site in ("same-origin", "none") else 403)
 
 
@@ -231,3 +205,82 @@ def test_models_that_differ_do_not_share_a_page(workbench):
     other = truncate(ls.load(OURS), "0,1,2")
     with pytest.raises(ls.errors.UsageError, match="differ in depth"):
         Workbench({"ours": workbench.models["ours"], "ordinary": other}, names={})
+
+
+# --- bounds: the work of the page counts with that of the API -------------------------------------
+
+
+class Slow:
+    """A workbench whose scores wait until they may go on."""
+
+    def __init__(self, workbench, monkeypatch):
+        self.free, self.begun = threading.Event(), []
+
+        def scores(order):
+            self.begun.append(str(order))
+            assert self.free.wait(HANGS)
+            return {"ours": 1}
+
+        monkeypatch.setattr(workbench, "_scores", scores)
+
+
+async def sent(app, path, body=b"", *, address="10.0.0.1", leave=None):
+    """The status of a POST; the client disconnects when `leave` is set."""
+    messages, statuses = [{"type": "http.request", "body": body}], []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
+        "headers": [], "client": (address, 1), "http_version": "1.1", "scheme": "http",
+        "root_path": "", "server": ("page", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return statuses[0]
+
+
+def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
+    """Requests that one address leaves behind end with it; another is answered meanwhile, and no
+    more are open than the limits allow, with their bodies in the memory of all."""
+    slow = Slow(workbench, monkeypatch)
+    limits = GatewayLimits(client_requests=10, held_bytes=1000, running=6, waiting=6)
+
+    async def go():
+        loading = asyncio.get_running_loop().create_future()
+        loading.set_result(workbench)
+        app, gone = demo_app(loading, limits=limits), asyncio.Event()
+        asked = [
+            asyncio.ensure_future(sent(app, f"/page/score?order={block}", leave=gone))
+            for block in range(12)
+        ]
+        await until(lambda: slow.begun and sum(task.done() for task in asked) == 2)
+        beyond = [task.result() for task in asked if task.done()]
+        other = asyncio.ensure_future(sent(app, "/page/score?order=11", address="10.0.0.2"))
+        await until(lambda: len(slow.begun) == 2)
+        few = await sent(app, "/page/answer?order=0", bytes(1001), address="10.0.0.3")
+        more = [
+            asyncio.ensure_future(sent(app, "/page/score?order=5", address="10.0.0.4"))
+            for _ in range(2)
+        ]
+        await until(lambda: any(task.done() for task in more))
+        gone.set()
+        left = await asyncio.gather(*asked)
+        slow.free.set()
+        answers = [await other, *await asyncio.gather(*more)]
+        return beyond, few, left, sorted(answers)
+
+    beyond, few, left, answers = asyncio.run(go())
+    assert beyond == [429, 429], "ten of one client"
+    assert few == 429, "bodies beyond the memory"
+    assert left.count(499) == 10
+    assert answers == [200, 200, 429], "eleven were open, one more was let in"
+    # Of the ten that left, one thread had begun; the nine others never ran.
+    assert len(slow.begun) == 3

@@ -1,65 +1,75 @@
 """The page of a running swarm in chromium: hosts are killed by a click while pairs are answered."""
 
-import json
 import os
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 
-from layershuffle.swarm.chaos import Fault
-from layershuffle.swarm.plan import even_plan
+from layershuffle.bundled import asset
+from layershuffle.swarm.plan import SwarmSettings
+from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.gateway_page import PageOptions
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.service import swarm_on
+from layershuffle.swarm.server.start import local_hosts, token_in
+from layershuffle.swarm.service import running_service
+
+KEY = "an-operators-key-of-this-test"
 
 
 @pytest.fixture(scope="module")
-def address():
-    """A gateway to four hosts of this process, which its page may break."""
-    inside = []
+def address(tmp_path_factory):
+    """A gateway to four hosts with three blocks each, which an operator may break."""
+    file = tmp_path_factory.mktemp("token") / "token"
+    inside = AsyncExitStack()
 
     async def make():
-        # Left open on purpose: its hosts are tasks of the loop, and end with it.
-        swarm = swarm_on(None, even_plan(12, 4))
-        service = await swarm.__aenter__()
-        inside.append(swarm)
-
-        async def break_host(host, kind):
-            await service.faults.inject(Fault(0, host, kind))
-
+        model = ServedModel(asset("digits-onnx"))
+        service = await inside.enter_async_context(
+            running_service(SwarmSettings(copies=1), model, token=token_in(file))
+        )
+        # No room for the blocks of a host that dies.
+        memory = 3 * model.weights[0].size
+        await inside.enter_async_context(local_hosts(service, 4, token_file=file, memory=memory))
+        assert await service.coordinator.ready(4, within=60) == frozenset()
         return create_app(
             service.remote_model,
             calibration=service.calibration,
-            limits=GatewayLimits(),
-            model=service.plan.model,
-            page=PageOptions(break_host=break_host, breakable=frozenset(service.plan.hosts)),
+            model="bundled:digits-onnx",
+            page=True,
+            operate=partial(add_operator, service=service, key=KEY),
         )
 
-    async def leave():
-        await inside[0].__aexit__(None, None, None)
-
-    with served(make, leave=leave) as url:
+    with served(make, leave=inside.aclose) as url:
         yield url
 
 
-def test_a_host_dies_by_a_click_and_the_answers_go_on(address):
+def test_without_the_key_nothing_can_be_broken(address):
     with chromium() as browser, visit(browser, address) as tab:
+        tab.page.locator("#hosts .host").nth(3).wait_for()
+        assert tab.page.locator("#hosts button").count() == 0
+        assert not tab.page.is_visible("#break-note")
+
+
+def test_a_host_dies_by_a_click_and_the_answers_go_on(address):
+    with chromium() as browser, visit(browser, f"{address}/#{KEY}") as tab:
         tab.settled()
+        assert KEY not in tab.page.evaluate("() => window.location.href")
         hosts = tab.page.locator("#hosts .host")
         hosts.nth(3).wait_for()
         assert hosts.count() == 4
         tab.page.check("#send")
         tab.page.locator("#walk-text", has_text="12 of 12 blocks").wait_for()
         first = hosts.first
-        with tab.page.expect_response("**/page/break") as broken:
+        with tab.page.expect_response("**/operator/fault") as broken:
             first.get_by_role("button", name="Kill").click()
         assert broken.value.status == 200
         first.get_by_text("is dead").wait_for()
         tab.page.locator("#walk-text", has_text="9 of 12 blocks").wait_for()
-        assert tab.text("#skipped").startswith("Skipped 0, 4, 8: host host-1 is gone")
+        assert "host host-1 is gone" in tab.text("#skipped")
         tab.page.locator("#line", has_text="100.0 % of").wait_for()
         tab.page.locator("#line", has_text="% right").wait_for()
         assert tab.shifts() == []
@@ -75,21 +85,22 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 
 def one_of_each():
-    """An event with a host in every condition and a visit of every outcome; names are hostile."""
+    """A swarm with a host in every condition, and an answer with a visit of every outcome; names
+    are hostile."""
     conditions = ("healthy", "suspect", "shut-out", "draining", "gone")
-    outcomes = ("", "answered", "late", "lost", "dropped")
-    hosts, visits = [], []
+    outcomes = ("answered", "late", "lost", "failed", "wrong")
+    hosts, route = [], []
     for place, (condition, outcome) in enumerate(zip(conditions, outcomes, strict=True)):
         name, blocks = f"{condition} {MARKUP}", [place, place + 5]
-        host = {"name": name, "condition": condition, "why": MARKUP, "usable": place < 2}
-        hosts.append({**host, "blocks": blocks, "compute_ms": 1.5, "visits": {"answered": 3}})
-        ended = None if outcome in ("", "late") else 30
-        visit = {"host": name, "blocks": blocks, "begun": 0, "ended": ended, "outcome": outcome}
-        visits.append({**visit, "late": outcome == "late", "why": MARKUP if place > 1 else ""})
-    walk = {"number": 1, "depth": 12, "ms": 40, "over": False, "answered": False, "blocks": 2}
-    walk |= {"skipped": [{"block": 3, "why": MARKUP}], "visits": visits}
-    counts = {"at": 0, "answered": 3, "failed": 0, "blocks": 30}
-    return f"data: {json.dumps({**counts, 'hosts': hosts, 'walk': walk})}\n\n"
+        host = {"name": name, "condition": condition, "why": MARKUP, "blocks": blocks}
+        hosts.append({**host, "compute_ms": 1.5, "visits": 3})
+        hop = {"host": name, "block": place, "begun_ms": 9 * place, "ms": 30, "outcome": outcome}
+        route.append({**hop, "why": MARKUP if place else ""})
+    swarm = {"hosts": hosts, "counters": {"answered": 3}}
+    top = [{"label": MARKUP, "index": 0, "probability": 1.0}]
+    answer = {"top": top, "depth": 12, "blocks": [0, 5], "route": route, "ms": {"total": 70}}
+    answer |= {"skipped": [{"block": 3, "why": MARKUP}], "expected": None, "expected_why": ""}
+    return swarm, answer
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -97,13 +108,18 @@ def one_of_each():
 def test_hosts_in_every_condition_can_be_read_at_every_size(address, size, scheme):
     options = {"viewport": size, "color_scheme": scheme}
     with chromium() as browser, visit(browser, address, **options) as tab:
-        tab.page.route(
-            "**/page/live",
-            lambda route: route.fulfill(content_type="text/event-stream", body=one_of_each()),
-        )
+        swarm, answer = one_of_each()
+        tab.page.route("**/v1/swarm", lambda route: route.fulfill(json=swarm))
+        tab.page.route("**/v1/classify?*", lambda route: route.fulfill(json=answer))
         tab.page.reload()
         tab.settled()
         tab.page.locator("#hosts .host").nth(4).wait_for()
+        tab.page.check("#send")
+        tab.page.locator("#walk-text", has_text="2 of 12 blocks in 70 ms").wait_for()
+        tab.page.uncheck("#send")
+        tab.page.locator(".visit").nth(4).wait_for()
+        # The bars appear one after the other, and a faint one is not to be read yet.
+        tab.page.wait_for_function("() => !document.getAnimations().length")
         if pictures := os.environ.get("PAGE_PICTURES"):
             name = f"page-conditions-{size['width']}-{scheme}.png"
             tab.page.screenshot(path=Path(pictures) / name, full_page=True)
@@ -120,7 +136,7 @@ def test_a_model_of_other_images_answers_through_the_swarm():
     inside = []
 
     async def make():
-        gateway = site(page=PageOptions(), model="pico")
+        gateway = site(page=True, model="pico")
         inside.append(gateway)
         return (await gateway.__aenter__()).app
 
@@ -130,18 +146,13 @@ def test_a_model_of_other_images_answers_through_the_swarm():
     with served(make, leave=leave) as url, chromium() as browser, visit(browser, url) as tab:
         tab.page.locator("#hosts .host").nth(2).wait_for()
         assert not tab.page.is_visible("#ordinary")
-        tab.page.fill("#order", "2,0,1")
-        tab.page.keyboard.press("Enter")
-        with tab.page.expect_response("**/v1/classify") as answered:
+        assert not tab.page.is_visible("#blocks")
+        with tab.page.expect_response("**/v1/classify?*") as answered:
             tab.page.click("#canvas")
         answer = answered.value.json()
-        assert answer["blocks"] == [2, 0, 1]
-        label = answer["images"][0]["top"][0]["label"]
+        assert sorted(answer["blocks"]) == [0, 1, 2, 3]
+        label = answer["top"][0]["label"]
         tab.page.locator("#ours .guess", has_text=label).wait_for()
         assert "never calibrated" in tab.text("#ours .foot")
-        tab.page.locator("#walk-text", has_text="3 of 4 blocks").wait_for()
-        with tab.page.expect_response("**/v1/classify") as answered:
-            tab.page.fill("#order", "2+0,1,1")
-            tab.page.keyboard.press("Enter")
-        answer = answered.value.json()
-        assert (answer["blocks"], answer["versions"]) == ([2, 0, 1, 1], [0, 0, 2, 3])
+        tab.page.locator("#walk-text", has_text="4 of 4 blocks").wait_for()
+        assert tab.page.locator(".visit").count() == len(answer["route"])

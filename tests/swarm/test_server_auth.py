@@ -1,4 +1,4 @@
-"""API keys, and fairness between clients: their rate against a slow count, their decoders."""
+"""API keys, and fairness between clients: their rate against a slow count, their threads."""
 
 import asyncio
 import threading
@@ -11,11 +11,11 @@ from gateway_site import run
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.server import app, tls
+from layershuffle.swarm.server.admission import Client, Clients
 from layershuffle.swarm.server.app import Keys
 from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.run import serve
-from layershuffle.swarm.server.scheduler import Client, Clients
 from waiting import until
 
 KEY = "a-key-of-some-length"
@@ -148,15 +148,15 @@ def test_a_client_is_busy_while_a_thread_decodes_for_it():
         client = Client(GatewayLimits(decoders=2))
         with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
             stack.callback(free.set)
-            first = asyncio.ensure_future(client.decode(pool, work))
+            first = asyncio.ensure_future(client.compute(pool, work))
             await until(begun.is_set)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
             assert not client.idle
-            second = asyncio.ensure_future(client.decode(pool, lambda: "second"))
+            second = asyncio.ensure_future(client.compute(pool, lambda: "second"))
             await asyncio.sleep(0)
-            assert client.decodes == 1  # half of the decoders, the second waits
+            assert client.threads == 1  # half of the decoders, the second waits
             free.set()
             assert await second == "second"
             await until(lambda: client.idle)

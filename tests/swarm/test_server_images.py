@@ -9,11 +9,11 @@ import pytest
 from gateway_site import picture, png_chunk, png_claiming, run
 from PIL import PngImagePlugin
 
+from layershuffle.swarm.server.images import MAX_CHUNKS, count_markers, without_metadata
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import MAX_CHUNKS, count_markers, without_metadata
 from pictures import file_of
 
-SMALL = GatewayLimits(max_images=3, max_pixels=10_000)
+SMALL = GatewayLimits(max_pixels=10_000)
 
 
 @pytest.mark.parametrize(
@@ -32,28 +32,6 @@ def test_bombs_are_not_decoded(size, words):
     assert "(image" not in response.json()["error"]["cause"]
 
 
-def test_the_pixels_of_a_request_are_bounded():
-    """Each image may be that large, all together not; none is decoded: none could be."""
-    fits, wide = png_claiming(90, 100), png_claiming(1, 7)
-
-    async def go(place):
-        return [
-            await place.classify(fits, fits),
-            await place.classify(fits, fits, fits),
-            await place.classify(fits, wide, fits),  # 1 x 7 is made 35 x 245
-        ]
-
-    limits = SMALL.model_copy(update={"max_request_pixels": 20_000})
-    responses = run(go, limits=limits)
-    few, many, resized = [response.json()["error"]["cause"] for response in responses]
-    assert few == "The image cannot be read (image 1 of 2)"
-    assert many == (
-        "The images of the request have too many pixels together (27000 and more; at most 20000) "
-        "(image 3 of 3)"
-    )
-    assert "too many pixels together (26575 and more" in resized
-
-
 def png_with(*chunks):
     """A small PNG with these chunks behind its head."""
     file = file_of(picture())
@@ -67,10 +45,11 @@ def test_texts_and_profiles_of_a_png_are_not_unpacked(monkeypatch):
     monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", unpacked.append)
 
     async def go(place):
-        answers = [await place.classify(file, order="0,1") for file in (dear, file_of(picture()))]
-        return [answer.json()["images"] for answer in answers]
+        place.router.routing = "sequential"
+        answers = [await place.classify(file) for file in (dear, file_of(picture()))]
+        return [answer.json()["top"] for answer in answers]
 
-    with_texts, without = run(go)
+    with_texts, without = run(go, {"a": {0, 1, 2, 3}})  # one host, so that both run in one order
     assert with_texts == without
     assert unpacked == []
     clear = png_with((b"tRNS", b"\0\1" * 3))

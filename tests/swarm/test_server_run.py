@@ -4,124 +4,20 @@ import asyncio
 import socket
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
-from gateway_site import certify, listening
+from gateway_site import certify, listening, site
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import ListeningSocket, Server
+from layershuffle.swarm.server.run import GatewaySocket
 from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
 QUICK = GatewayLimits(head_ms=200)
 PATIENCE = 60  # seconds that a test waits for what takes a fraction of one
-LONG = GatewayLimits(head_ms=1000 * PATIENCE)  # a test tells the server when they are over
-
-
-# --- in virtual time ------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Connection:
-    """What the server sees of a connection; `ended` says how it was cut."""
-
-    cycle: object = None
-    unsent: int = 0
-    closing: bool = False
-    ended: list = field(default_factory=list)
-
-    @property
-    def transport(self):
-        return SimpleNamespace(
-            get_write_buffer_size=lambda: self.unsent,
-            is_closing=lambda: self.closing,
-            close=lambda: self.ended.append("closed"),
-            abort=lambda: self.ended.append("aborted"),
-        )
-
-
-@dataclass(eq=False)
-class Request:
-    """What the server sees of a request and its answer."""
-
-    response_complete: bool
-
-
-def cut_at(steps, *, until_time=60):
-    """The second at which a connection is cut, and how; `steps` by second change it."""
-    server, connection = Server(plain, limits=GatewayLimits()), Connection()
-    server.server_state.connections.add(connection)
-    for now in range(until_time):
-        for name, value in steps.get(now, {}).items():
-            setattr(connection, name, value)
-        server.cut_waiting(float(now))
-        if connection.ended:
-            return now, *connection.ended
-    return None
-
-
-def test_a_connection_without_a_request_is_closed_after_ten_seconds():
-    """The bytes of a head change nothing until the head is complete."""
-    assert cut_at({}) == (10, "closed")
-    answered = Request(response_complete=True)
-    assert cut_at({5: {"cycle": answered}}) == (15, "closed")
-    # Further requests, one whole every 8 seconds, keep it open.
-    again = {second: {"cycle": Request(response_complete=True)} for second in range(0, 60, 8)}
-    assert cut_at(again) is None
-
-
-def test_a_request_may_take_its_time():
-    running, done = Request(response_complete=False), Request(response_complete=True)
-    assert cut_at({3: {"cycle": running}}) is None
-    assert cut_at({3: {"cycle": running}, 33: {"cycle": done}}) == (43, "closed")
-
-
-def test_answers_that_are_not_fetched_are_cut():
-    """Those of complete requests, and those behind which a pipelined request waits to answer."""
-    large = 1_000_000
-    assert cut_at({1: {"cycle": Request(response_complete=True), "unsent": large}}) == (
-        11,
-        "aborted",
-    )
-    assert cut_at({1: {"cycle": Request(response_complete=False), "unsent": large}}) == (
-        11,
-        "aborted",
-    )
-    # A client that reads a few bytes now and then makes no progress, one that reads more does.
-    unread = {"cycle": Request(response_complete=False)}
-    trickling = {second: unread | {"unsent": large - second} for second in range(60)}
-    assert cut_at(trickling) == (10, "aborted")
-    fetching = {second: unread | {"unsent": large - 4000 * second} for second in range(60)}
-    assert cut_at(fetching) is None
-    # To close is not enough: below TLS an answer may be left that keeps the socket open.
-    done = Request(response_complete=True)
-    assert cut_at({1: {"cycle": done}, 5: {"closing": True}}) == (15, "aborted")
-
-
-# --- over sockets ---------------------------------------------------------------------------------
-
-
-def test_the_listener():
-    """It names its protocol, or asyncio leaves Nagle's algorithm on: 40 ms per answer."""
-    limits = GatewayLimits()
-    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
-        taken = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", taken)):
-            accepted, _ = listener.accept()
-        with accepted:
-            assert listener.proto == accepted.proto == socket.IPPROTO_TCP
-        with pytest.raises(LayerShuffleError, match=f"cannot listen on 127.0.0.1:{taken}"):
-            ListeningSocket("127.0.0.1", port=taken, limits=limits)
-
-
-def test_the_server_believes_no_forwarded_address():
-    config = Server(plain, limits=GatewayLimits()).config
-    assert not config.proxy_headers
-    assert not config.server_header
+LONG = GatewayLimits(head_ms=1000 * PATIENCE)  # a test tells the listener when they are over
 
 
 async def plain(scope, receive, send):
@@ -142,17 +38,6 @@ async def closed(reader):
                 pass
 
 
-class Later:
-    """Lets a server look at its connections again, each time as if its patience had passed."""
-
-    def __init__(self, server):
-        self.server, self.now = server, asyncio.get_running_loop().time()
-
-    def look(self):
-        self.now += PATIENCE
-        self.server.cut_waiting(self.now)
-
-
 async def answered(reader, writer, path="/"):
     writer.write(HEAD.replace(b"/healthz", path.encode()))
     async with asyncio.timeout(PATIENCE):
@@ -168,6 +53,58 @@ async def connected(port, **options):
         yield reader, writer
     finally:
         writer.close()
+
+
+def test_the_listener():
+    """It names its protocol, or asyncio leaves Nagle's algorithm on: 40 ms per answer. What it
+    accepts inherits the kernel's bound on data that nobody takes."""
+
+    async def go():
+        with GatewaySocket("127.0.0.1", port=0, limits=GatewayLimits()) as listener:
+            taken = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", taken)):
+                accepted, _ = listener.accept()
+            with accepted:
+                assert listener.proto == accepted.proto == socket.IPPROTO_TCP
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+            with pytest.raises(LayerShuffleError, match=f"cannot listen on 127.0.0.1:{taken}"):
+                GatewaySocket("127.0.0.1", port=taken, limits=GatewayLimits())
+
+    asyncio.run(go())
+
+
+def test_when_a_connection_waits_for_its_client():
+    """Until its first request, after each answer, and while an answer is not taken; never while its
+    request runs, however long."""
+    begun, free, now = asyncio.Event(), asyncio.Event(), 0.0
+
+    async def slow(scope, receive, send):
+        if scope["type"] == "http":
+            begun.set()
+            await free.wait()
+        await plain(scope, receive, send)
+
+    async def go():
+        limits = GatewayLimits(head_ms=1000 * PATIENCE)
+        async with listening(slow, limits) as (listener, port), connected(port) as (reader, writer):
+            await until(lambda: listener.open)
+            (connection,) = listener.open.values()
+            since = connection.idle_since(now)
+            assert since == connection.waiting_since
+            listener.cut(since + PATIENCE - 1)
+            writer.write(HEAD)
+            await begun.wait()
+            assert connection.idle_since(123.0) == 123.0
+            listener.cut(since + 1000 * PATIENCE)
+            free.set()
+            await reader.readuntil(b"\r\n\r\n\0\0")
+            await until(lambda: connection.waiting_since is not None)
+            assert connection.waiting_since > since
+            listener.cut(connection.waiting_since + PATIENCE)
+            await closed(reader)
+            await until(lambda: not listener.open)
+
+    asyncio.run(go())
 
 
 def test_silent_connections_are_closed():
@@ -201,44 +138,18 @@ def test_silent_connections_are_closed():
     asyncio.run(go())
 
 
-def test_connections_in_use_stay():
-    """A request may take longer than its head, and several may come at once."""
-
-    begun, free = asyncio.Event(), asyncio.Event()
-
-    async def waits(scope, receive, send):
-        if scope["type"] == "http":
-            begun.set()
-            await free.wait()
-        await plain(scope, receive, send)
-
-    async def go():
-        async with listening(waits, LONG) as (server, port), connected(port) as (reader, writer):
-            writer.write(HEAD * 3)
-            await begun.wait()
-            later = Later(server)
-            for _ in range(3):
-                later.look()
-            free.set()
-            for _ in range(3):
-                await reader.readuntil(b"\r\n\r\n\0\0")
-
-    asyncio.run(go())
-
-
 @pytest.mark.parametrize("requests", [1, 3])
 def test_a_client_that_reads_nothing_loses_its_place(requests):
     """Neither one answer nor requests pipelined behind it hold a connection."""
     limits = GatewayLimits(head_ms=200, client_connections=1)
 
     async def go():
-        async with listening(plain, limits) as (server, port):
+        async with listening(plain, limits) as (listener, port):
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.setblocking(False)
                 client.send(HEAD.replace(b"/healthz", b"/large") * requests)
-                await until(lambda: server.server_state.total_requests)
-                await until(lambda: not server.server_state.connections)
-                await until(lambda: not server.server_state.tasks)
+                await until(lambda: listener.open)
+                await until(lambda: not listener.open)
                 async with connected(port) as other:
                     return await answered(*other)
 
@@ -250,7 +161,7 @@ def test_one_address_leaves_connections_for_others():
     limits = GatewayLimits(head_ms=600_000, client_connections=2, connections=3)
 
     async def go():
-        async with AsyncExitStack() as stack, listening(plain, limits) as (server, port):
+        async with AsyncExitStack() as stack, listening(plain, limits) as (listener, port):
 
             async def connect(address):
                 return await stack.enter_async_context(connected(port, local_addr=(address, 0)))
@@ -262,10 +173,42 @@ def test_one_address_leaves_connections_for_others():
             await closed((await connect("127.0.0.3"))[0])
             assert await answered(*first)
             first[1].close()
-            await until(lambda: len(server.server_state.connections) <= 2)
+            await until(lambda: len(listener.open) <= 2)
             return await answered(*await connect("127.0.0.1"))
 
     assert asyncio.run(go())
+
+
+@pytest.mark.parametrize("trusted", [(), ("127.0.0.1",)], ids=["unknown", "trusted"])
+def test_the_word_of_a_proxy_on_the_client(trusted):
+    """Of a trusted proxy alone, whose connections are bounded in total only; what a client behind
+    it writes into the header before is not believed."""
+    limits = GatewayLimits(rate=0.001, burst=1, client_connections=1)
+
+    async def ask(port, forwarded):
+        head = HEAD.replace(b"/healthz", b"/v1/swarm")
+        async with connected(port) as (reader, writer):
+            writer.write(head[:-2] + b"X-Forwarded-For: " + forwarded + b"\r\n\r\n")
+            async with asyncio.timeout(PATIENCE):
+                return int((await reader.readline()).split()[1])
+
+    async def go():
+        async with (
+            site(limits=limits) as place,
+            listening(place.app, limits, trusted=trusted) as (listener, port),
+            AsyncExitStack() as stack,
+        ):
+            statuses = []
+            for forwarded in (b"10.0.0.1", b"10.0.0.2", b"10.9.9.9, 10.0.0.2"):
+                statuses.append(await ask(port, forwarded))
+                await until(lambda: not listener.open)
+            if trusted:  # two at one time, of one address
+                for _ in range(2):
+                    await stack.enter_async_context(connected(port))
+                await until(lambda: len(listener.open) == 2)
+            return statuses
+
+    assert asyncio.run(go()) == ([200, 200, 429] if trusted else [200, 429, 429])
 
 
 def mute_client(port, authority):
@@ -283,21 +226,16 @@ def mute_client(port, authority):
 
 
 def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(tmp_path):
-    """Asyncio's transport of TLS raises when it is asked for its buffer after two closes."""
     certify(tmp_path)
     tls = server_context(tmp_path / "cert.pem", tmp_path / "key.pem")
+    limits = LONG.model_copy(update={"client_connections": 1})
 
     async def go():
-        async with listening(plain, LONG, tls=tls) as (server, port):
+        async with listening(plain, limits, tls=tls) as (listener, port):
             with await asyncio.to_thread(mute_client, port, tmp_path / "ca.pem"):
-                await until(lambda: server.server_state.connections)
-                later = Later(server)
-                later.look()
-                later.look()  # it says goodbye
-                for _ in range(3):  # nothing has come back yet
-                    server.cut_waiting(later.now)
-                later.look()
-                await until(lambda: not server.server_state.connections)
+                await until(lambda: listener.open)
+                listener.cut(asyncio.get_running_loop().time() + PATIENCE)
+                await until(lambda: not listener.open)
                 trusted = client_context(tmp_path / "ca.pem")
                 async with connected(port, ssl=trusted, server_hostname="127.0.0.1") as other:
                     return await answered(*other)

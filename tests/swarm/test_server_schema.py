@@ -60,8 +60,8 @@ def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
 
     def check(case):
         asked.add((case.method, case.path))
-        # No description says which bytes are an image; and a form has no types: an empty list, or
-        # null, is a field that is not sent.
+        # No description says which bytes are an image; and an address has no types: an empty list,
+        # or null, is an option that is not sent.
         unfit = [negative_data_rejection, positive_data_acceptance] if case.method == "POST" else []
         case.call_and_validate(headers=headers, excluded_checks=unfit, timeout=60)
 
@@ -70,8 +70,8 @@ def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
         for result in schema.get_all_operations():
             operation = result.ok()
             # The other operations have no invalid requests.
-            takes_form = operation.method == "post"
-            for mode in list(GenerationMode) if takes_form else [GenerationMode.POSITIVE]:
+            takes_options = operation.method == "post"
+            for mode in list(GenerationMode) if takes_options else [GenerationMode.POSITIVE]:
                 BOUNDS(given(case=operation.as_strategy(mode))(check))()
     assert ("POST", "/v1/classify") in asked
     assert ("GET", "/v1/swarm") in asked

@@ -1,26 +1,18 @@
-"""The simulation against real hosts in this process: how requests end when hosts die."""
+"""How simulated requests end when hosts die."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
-from common import FAMILIES
-from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.chaos import Fault, FaultInjector
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.drill import Reply, run_drill
+from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_json, outcome_report
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
-from waiting import HANGS
 
 PICO = SwarmPlan(
     model="pico",
@@ -31,58 +23,22 @@ PICO = SwarmPlan(
     },
     # However busy the machine is, no real host is given up as late: only deaths count.
     limits=Limits(
-        hop_floor_ms=25_000, hop_cap_ms=25_000, probe_ms=25_000, deadline_ms=30_000,
-        slow_margin_ms=1e6,
+        hop_floor_ms=25_000, hop_cap_ms=25_000, probe_ms=25_000, deadline_ms=30_000
     ),
 )  # fmt: skip
 PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "crash"), Fault(90, "d", "crash"))
 PICO_REQUESTS, CLIENTS = 120, 3
 
 
-def real_ends(routing):
-    """How requests end on a real swarm in this process, by the drill that real swarms have."""
-
-    async def main():
-        backend = LocalHosts(list(PICO.hosts), limits=PICO.limits)
-        bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
-        router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
-        coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
-        engine = FaultInjector(coordinator)
-        watch = asyncio.create_task(coordinator.run())
-
-        async def ask(_):
-            deadline = router.clock() + PICO.limits.deadline_ms / 1000
-            _, route = await router.walk(bundle.sample, deadline=deadline)
-            failed = route.ending == "lost" or not route.order
-            ended = "failed" if failed else "degraded" if route.degraded else "answered"
-            return Reply(ended, False, len(route.order), route.ms)
-
-        try:
-            assert not await coordinator.ready(within=2 * HANGS)
-            return await run_drill(
-                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
-            )
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-            await coordinator.close()
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("routing", "wanted"),
     [
         ("order-free", {"answered": 60, "degraded": 60}),
-        ("sequential", {"answered": 30, "failed": 90}),
-        ("replicated-sequential", {"answered": 60, "failed": 60}),
+        ("sequential", {"answered": 60, "failed": 60}),
     ],
 )
-def test_requests_end_as_on_real_hosts(routing, wanted):
-    """Deaths only, whatever the load of this machine.
-
-    Requests that are under way at a death may end either way, at most one of every client.
-    """
+def test_requests_end_as_the_blocks_that_are_left_say(routing, wanted):
+    """Requests that are under way at a death may end either way, at most one of every client."""
     simulated = simulate(
         PICO,
         profile=Profile(every=HostTimes(block_ms=1, link_ms=2), notice_ms=0),
@@ -91,28 +47,23 @@ def test_requests_end_as_on_real_hosts(routing, wanted):
         faults=PICO_FAULTS,
         routing=routing,
     )
-    real = real_ends(routing)
     for end in ENDED:
         count = wanted.get(end, 0)
         assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
-        assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
 
 
-@pytest.mark.parametrize("think_ms", [0, 2500])
-def test_a_client_that_was_refused_waits_as_retry_after_says(think_ms):
-    """A second without suspects, in which nothing is asked; or its own pause, if that is longer."""
-    arrivals = Arrivals(clients=1, think_ms=think_ms)
+def test_a_client_that_was_refused_waits_as_retry_after_says():
+    """A second without suspects, in which nothing is asked."""
     outcome = simulate(
         PICO,
         profile=Profile(),
         requests=10,
         faults=[Fault(0, name, "crash") for name in PICO.hosts],
         routing="sequential",
-        arrivals=arrivals,
+        arrivals=Arrivals(clients=1),
     )
     assert outcome.ended["failed"] == 10
-    waited = 9 * max(1.0, think_ms / 1000)
-    assert outcome.seconds == pytest.approx(waited + sum(outcome.ms) / 1000)
+    assert outcome.seconds == pytest.approx(9 + sum(outcome.ms) / 1000)
     assert f"simulated seconds {outcome.seconds:.1f}" in " ".join(
         outcome_report({"sequential": outcome}).split()
     )

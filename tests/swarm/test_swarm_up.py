@@ -1,6 +1,5 @@
 """A real swarm of processes: up, asked, under load while its hosts die, killed, and ended."""
 
-import importlib.util
 import io
 import json
 import os
@@ -17,16 +16,11 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.bundled import asset
-from layershuffle.cli.swarm.local_faults import listener_of
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.client import SwarmClient
-from layershuffle.swarm.server.admin import SOCKET
+from layershuffle.swarm.server.admin import Operator
 from waiting import HANGS, wait_for, wait_for_address
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
-)
-# As for Ray's own tests: what this machine's user has set must not matter.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -83,13 +77,9 @@ def test_up_serves_and_prints_the_next_command(swarm):
     process, address, state = swarm
     text = (Path(state).parent / "log").read_text()
     steps = re.findall(r"^ *[\d.]+ s  (.+)$", text, re.MULTILINE)
-    assert steps[:2] == [
-        "Loading bundled:digits-swarm, and connecting to Ray ...",
-        "Starting 3 block hosts ...",
-    ]
-    assert [step.partition(" is up")[2] for step in steps[2:]] == [
-        f" ({n} of 3)" for n in range(1, 4)
-    ]
+    assert sorted(step.partition(" is up with ")[0] for step in steps) == [
+        "host-1", "host-2", "host-3",
+    ]  # fmt: skip
     image = "bundled:digit-pair.png"  # the one of the README: 42
     # Time enough for a host that a busy machine slows down: by default blocks would be left out.
     words = ["--address", address, "--deadline-ms", "30000", "--min-blocks", "12", "--json"]
@@ -100,22 +90,19 @@ def test_up_serves_and_prints_the_next_command(swarm):
     order = str(ExecutionOrder(tuple(answer["blocks"]), 12, answer["versions"]))
     words = ["predict", "bundled:digits-swarm", image, "--order", order, "--json"]
     whole = json.loads(layershuffle(*words).stdout)["images"][0]["top"][0]
-    best = answer["images"][0]["top"][0]
+    best = answer["top"][0]
     assert best["label"] == whole["label"]
     assert best["probability"] == pytest.approx(whole["probability"], abs=1e-4)
     assert answer["expected"]["kept"] == 12
     status = layershuffle("swarm", "status", "--address", address).stdout
-    assert status.count("healthy") == status.count(" channel ") == 3
-    assert len(session_processes(process.pid)) >= 9
+    assert status.count("healthy") == 3
+    # The supervisor, the gateway and its hosts: nothing else runs.
+    assert len(session_processes(process.pid)) == 5
 
 
 @pytest.mark.alone
 def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
-    """None fails or is late, and as many answers are right as the calibration lets expect.
-
-    Thousands of them, what a slow host adds, how memory grows, and the sequential router:
-    research/scripts/swarm_load.py.
-    """
+    """None fails or is late, and as many answers are right as the calibration lets expect."""
     _, address, state = swarm
     words = ["--address", address, "--state", state, "--requests", "400", "--kill", "0.34"]
     done = layershuffle("swarm", "drill", *words, "--deadline-ms", "30000")
@@ -123,7 +110,6 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 1
     shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
     assert (shares["failed"], shares["late"]) == ("0.0", "0.0"), done.stdout
-    assert float(shares["degraded"]) > 0
     judged = re.search(r"answers: ([\d.]+) %, (\w+) what .*\(([\d.]+) to ([\d.]+)\)", done.stdout)
     top1, low, high = (float(judged[number]) for number in (1, 3, 4))
     assert judged[2] == "inside", done.stdout
@@ -131,33 +117,10 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
 
 
-def test_the_swarm_outlives_rays_own_processes(swarm):
-    """Without its GCS it answers on, with the same hosts; after its raylet it starts new ones."""
-    process, address, state = swarm
-    image, log = asset("digit-pair.png"), Path(state).parent / "log"
-    hosts = named(process.pid, "BlockHost")
-    assert len(hosts) == 3
-    with SwarmClient(address) as client:
-
-        def killed(kind, *, renewals):
-            (victim,) = named(process.pid, f"/{kind} ")
-            os.kill(victim, signal.SIGKILL)
-            wait_for(lambda: f"Ray's {kind} (exit code -9) ended" in log.read_text())
-            wait_for(lambda: log.read_text().count("Ray runs again") == renewals)
-            wait_for(lambda: client.health().usable_hosts == 3 and not client.health().why)
-            assert len(client.classify(image, deadline_ms=30_000).blocks) == 12
-            return named(process.pid, "BlockHost")
-
-        assert killed("gcs_server", renewals=1) == hosts
-        anew = killed("raylet", renewals=2)
-        assert len(anew) == 3
-        assert not anew & hosts
-
-
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
-    """It has the same address and state directory, and removes the leftovers of the killed one."""
+    """It has the same address and state directory; the hosts of the killed one died with it."""
     process, address, state = swarm
-    gateway, log = listener_of(Path(state) / SOCKET), Path(state).parent / "log"
+    gateway, log = Operator(Path(state)).process, Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
@@ -165,30 +128,17 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
         wait_for(lambda: client.health().usable_hosts == 3)
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000)
     assert len(answer.blocks) == 12
-    assert listener_of(Path(state) / SOCKET) != gateway
+    assert Operator(Path(state)).process != gateway
     assert not before & {*session_processes(process.pid)}
-    (swept,) = re.findall(r"after a swarm that was killed: (\S+),", log.read_text())
-    assert not Path(swept).exists()
-
-
-def named(leader, word):
-    """Processes of the session with `word` in their command line."""
-    return {pid for pid in session_processes(leader) if word in command_of(pid)}
-
-
-def command_of(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:  # it has ended
-        return ""
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    os.kill(listener_of(Path(state) / SOCKET), signal.SIGINT)
+    os.kill(Operator(Path(state)).process, signal.SIGINT)
     assert process.wait(HANGS) == 0
     wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
-    assert list(Path(state).iterdir()) == []
+    # What hosts of other machines know stays.
+    assert {path.name for path in Path(state).iterdir()} <= {"lock", "host-token"}
     text = (Path(state).parent / "log").read_text()
     assert "Traceback" not in text
     assert text.endswith("The swarm has ended, with all its hosts.\n")

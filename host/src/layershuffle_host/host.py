@@ -53,13 +53,13 @@ def delays(draw: random.Random) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A visit that waits. `late`: when nobody needs its answer any more, on the monotonic clock."""
+    """A visit that waits since `arrived`, on the monotonic clock."""
 
     link: _Link
     header: Header
     state: State
     block: Block
-    late: float
+    arrived: float
 
 
 class Host:
@@ -189,12 +189,13 @@ class Host:
         except Exception as error:  # noqa: BLE001
             _log.warning("a block failed: %s", error)
             return False
-        micros, queue = int(1e6 * (time.monotonic() - begin)), min(len(self.waiting), 0xFFFF)
+        micros, together = int(1e6 * (time.monotonic() - begin)), len(state)
         for visit in batch:
             state, out = out[: len(visit.state)], out[len(visit.state) :]
             if visit.header.dtype != wire.Dtype.FLOAT32:
                 state = state - visit.state
-            header = visit.header._replace(kind=Kind.ANSWER, queue=queue, time=micros)
+            waited = int(1e6 * (begin - visit.arrived))
+            header = Header(Kind.ANSWER, *visit.header[1:5], together, micros, waited)
             visit.link.send(wire.frame(header, state))
         return True
 
@@ -207,7 +208,7 @@ class Host:
                 others.append(visit)
                 continue
             self.waiting_bytes -= visit.state.nbytes
-            if visit.late < now:
+            if visit.arrived + 1e-6 * visit.header.time < now:
                 visit.link.refuse(visit.header, Why.LATE)
                 continue
             batch.append(visit)
@@ -247,7 +248,7 @@ class _Link:
 
     def refuse(self, header: Header, why: Why) -> None:
         """Send the reason why a visit has no answer."""
-        self.send(wire.frame(header._replace(kind=Kind.REFUSAL, queue=why, time=0)))
+        self.send(wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0)))
 
     async def close(self) -> None:
         """Close the connection as the protocol asks."""
@@ -337,8 +338,7 @@ class _Link:
             self.refuse(header, Why.UNKNOWN_BLOCK)
             return
         state = wire.state_in(content, header, shape=block.shape)
-        late = time.monotonic() + 1e-6 * header.time
-        self._host.take(_Waiting(self, header, state, block, late))
+        self._host.take(_Waiting(self, header, state, block, time.monotonic()))
 
     def _told(self, message: dict[str, Any]) -> None:
         if message["type"] != "assign":

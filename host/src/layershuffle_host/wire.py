@@ -27,7 +27,7 @@ MAX_TEXT, MAX_HELD = 400, 4096
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,39}"
 PING_SECONDS, PONG_SECONDS = 2.0, 4.0
 
-HEADER = struct.Struct("<BBHIHHI")
+HEADER = struct.Struct("<BBHIHHII")
 _WIDTHS = {1: "<f4", 2: "<f2", 3: "i1"}
 State = NDArray[np.float32]
 
@@ -44,17 +44,19 @@ Why = IntEnum("Why", "UNKNOWN_BLOCK FULL LATE FAILED DRAINING")
 """Why a visit is refused."""
 
 
-class Close(IntEnum):
-    """Codes with which a gateway closes the connection of a host."""
-
-    BAD_TOKEN = 4401
+Close = IntEnum(
+    "Close",
+    {"BROKEN": 4400, "BAD_TOKEN": 4401, "NO_HELLO": 4408, "NAME_IN_USE": 4409, "VERSION": 4426},
+)
+"""Codes with which a gateway closes the connection of a host."""
 
 
 class Header(NamedTuple):
-    """The first 16 bytes of a binary frame.
+    """The first 20 bytes of a binary frame.
 
     `time`: in a visit the microseconds that are left for it, in an answer those of its computation.
-    `queue`: visits that wait at the host; in a refusal the reason (`Why`).
+    `note`: in an answer the images that were computed together, in a refusal the reason (`Why`).
+    `waited`: in an answer the microseconds before its computation.
     """
 
     kind: int
@@ -62,8 +64,9 @@ class Header(NamedTuple):
     slot: int
     visit: int
     images: int
-    queue: int
-    time: int
+    note: int = 0
+    time: int = 0
+    waited: int = 0
 
 
 def frame(header: Header, state: State | None = None) -> bytes:
@@ -153,9 +156,7 @@ _MESSAGES: dict[str, Check] = {
         held=_list(_digest, MAX_HELD),
     ),
     # Gateway to host: all blocks that it should hold from now on; `shape` (tokens, width).
-    "assign": _fields(
-        blocks=_list(_block, MAX_BLOCKS)
-    ),
+    "assign": _fields(blocks=_list(_block, MAX_BLOCKS)),
     # Host to gateway: a block is loaded and takes `seconds` for one image.
     "ready": _fields(slot=_slot, seconds=_number(1e6)),
     # Host to gateway: a block cannot be loaded. The host tries again while it is assigned.

@@ -48,15 +48,11 @@ COMMANDS = {
     "doctor": ("Check this machine and say what to type next.", "doctor:DoctorCommand"),
 }
 SWARM_COMMANDS = {
-    "up": ("Start a whole swarm on this machine.", "swarm.serving:UpCommand"),
+    "up": ("Serve a model from hosts that dial in.", "swarm.serving:UpCommand"),
     "demo": ("Classify, kill a third of the hosts, classify again.", "swarm.demo:DemoCommand"),
-    "head": ("Start the head of a swarm of several machines.", "swarm.machines:HeadCommand"),
-    "host": ("Serve blocks on this machine for a head.", "swarm.machines:HostCommand"),
-    "deploy": ("Serve a plan from the machines of a head.", "swarm.serving:DeployCommand"),
     "status": ("Show the hosts of a running swarm.", "swarm.asking:StatusCommand"),
     "drain": ("Let a host finish its work and take no more.", "swarm.admin:DrainCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "swarm.admin:ReadmitCommand"),
-    "swap": ("Take a block of a host from a sibling model.", "swarm.admin:SwapCommand"),
     "drill": ("Rehearse failures on a running swarm.", "swarm.drill:DrillCommand"),
     "plan": ("Find which host should hold which blocks.", "swarm.planning:PlanCommand"),
     "simulate": ("Run a plan in virtual time.", "swarm.planning:SimulateCommand"),

@@ -31,13 +31,13 @@ class PageCommand(Command):
 
     def run(self) -> int:
         """Serve the page until Ctrl-C."""
-        require("swarm", "starlette", "uvicorn", "fastapi", "python_multipart")
+        require("swarm", "starlette", "uvicorn", "fastapi")
         with suppress(KeyboardInterrupt):
             asyncio.run(self._serve())
         return 0
 
     async def _serve(self) -> None:
-        from layershuffle.swarm.server.demo import demo_app
+        from layershuffle.swarm.server.page import demo_app
         from layershuffle.swarm.server.run import serve
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.

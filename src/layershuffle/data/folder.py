@@ -23,9 +23,9 @@ from torch import Tensor
 
 from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import extensions, read_image
 from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError
+from layershuffle.pixels import extensions, read_image
 from layershuffle.text import counted, one_line, shortened
 
 VALIDATION_NAMES = ("val", "validation")

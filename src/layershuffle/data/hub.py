@@ -21,9 +21,9 @@ from PIL import Image
 
 from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import SKIP_HINT, read_image
 from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
+from layershuffle.pixels import SKIP_HINT, read_image
 from layershuffle.text import one_line, shortened
 
 SPLITS = {

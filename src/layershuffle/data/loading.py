@@ -14,10 +14,10 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
-from layershuffle.data.pixels import mode_for
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.image_view import ImageView
+from layershuffle.pixels import mode_for
 from layershuffle.text import did_you_mean, nearest
 
 

@@ -20,9 +20,9 @@ from PIL import Image
 
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.pixels import read_image, to_mode
 from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
+from layershuffle.pixels import read_image, to_mode
 from layershuffle.text import did_you_mean, one_line
 
 # What sets call their parts, in the order in which they are tried.

@@ -25,43 +25,24 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, derived_seed
-from layershuffle.data.pixels import pixel_tensor
-from layershuffle.image_view import ImageView, uncropped_size
+from layershuffle.image_view import ImageView, resized_size
+from layershuffle.pixels import channels_first, view_pixels, view_rows
 
 Transform = Callable[[Image.Image], Tensor]
 
 # ITU-R 601 luma, the weights that Pillow uses for RGB -> L, so both conversions to grey agree.
 _LUMA = (0.299, 0.587, 0.114)
 
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-}
-
 
 @dataclass(frozen=True)
 class PlainTransform:
-    """Resize by Pillow and centre crop, deterministic.
-
-    `view.resize` decides which sides are resized; small images are enlarged.
-    """
+    """`view_pixels`: resize by Pillow and centre crop, deterministic."""
 
     view: ImageView
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
-        width, height = resized_size(image.size, self.view)
-        pixels = self.resized(image, (width, height))
-        # Rounded as in torchvision's centre crop.
-        left, top = round((width - self.view.width) / 2), round((height - self.view.height) / 2)
-        return pixels[:, top : top + self.view.height, left : left + self.view.width].contiguous()
-
-    def resized(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
-        """Pixels uint8 [C, H, W] at `size` (width, height), before the crop."""
-        # Resizing only the cropped part (`box=`) is 1.4 times as fast, but its boxes are 32-bit
-        # floats, and 1 byte in 30,000 differs. Scores must not change.
-        return pixel_tensor(image.resize(size, _RESAMPLING[self.view.interpolation]))
+        return torch.from_numpy(np.ascontiguousarray(view_pixels(image, self.view)))
 
 
 @dataclass(frozen=True)
@@ -71,32 +52,24 @@ class PixelTransform(PlainTransform):
     Its rounding differs from Pillow's by 1 of 255 in 1 of 200 bytes of a shrunk photograph.
     """
 
-    def resized(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
-        """Pixels uint8 [C, H, W] at `size` (width, height), before the crop."""
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Pixels uint8 [C, H, W]."""
+        view = self.view
+        width, height = resized_size(image.size, view)
         pixels = pixel_tensor(image)
-        if image.size == size:
-            return pixels
-        # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
-        # With antialias, as in Pillow's filters, or shrinking would skip pixels.
-        return F.interpolate(
-            pixels[None], size=size[::-1], mode=self.view.interpolation, antialias=True
-        )[0]
+        if image.size != (width, height):
+            # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
+            # With antialias, as in Pillow's filters, or shrinking would skip pixels.
+            pixels = F.interpolate(
+                pixels[None], size=(height, width), mode=view.interpolation, antialias=True
+            )[0]
+        rows, columns = view_rows(height, view.height), view_rows(width, view.width)
+        return pixels[:, rows, columns].contiguous()
 
 
-def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
-    """(width, height) of an image of `size` before the crop, rounded as in timm.
-
-    "squash": the uncropped size; "crop": the smallest size that covers it.
-    """
-    width, height = size
-    goal_width, goal_height = uncropped_size(view)
-    if view.resize == "squash":
-        return goal_width, goal_height
-    # For squares timm uses torchvision's Resize, which rounds the longer side down.
-    whole = int if goal_width == goal_height else round
-    if goal_width * height >= goal_height * width:  # the width is the tight side
-        return goal_width, max(goal_height, whole(goal_width * height / width))
-    return max(goal_width, whole(goal_height * width / height)), goal_height
+def pixel_tensor(image: Image.Image) -> Tensor:
+    """Pixels uint8 [C, H, W] of an "L" or "RGB" image; in memory the channels may come last."""
+    return torch.from_numpy(channels_first(image))
 
 
 def augment_transform(view: ImageView) -> Transform:

@@ -38,11 +38,13 @@ from layershuffle.export.graphs import (
 from layershuffle.extras import require
 from layershuffle.files import refuse_foreign, staged_directory, write_bytes, write_text
 from layershuffle.machine import collector_paused, processor, versions
+from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.ends import refuse_more_than_blocks, run_stem
 from layershuffle.models.files import weights_digest
-from layershuffle.models.onnx_models import MANIFEST, MANIFEST_SCHEMA, OnnxGraph
+from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.models.origin import origin_of
+from layershuffle.models.output import own_directory
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 from layershuffle.text import Progress, unheard
@@ -102,6 +104,9 @@ def export_model(
         }
         _write_manifest(stage, facts)
         facts["parity"] = {"logits": _compared(model, stage, images, precision=precision)}
+        directory = own_directory(spec)
+        if directory is not None and (calibration := directory / CALIBRATION).is_file():
+            write_bytes(stage / CALIBRATION, calibration.read_bytes())
         if data is not None:
             facts["accuracy"] = _accuracy(
                 spec, stage, data=data, precision=precision, progress=progress
@@ -311,6 +316,7 @@ def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[st
         "class_names": None if names is None else list(names),
         "image_view": asdict(image_view(model)),
         "trained": trained,
+        "weights": weights_digest(model),
         "family": hashlib.sha256(json.dumps(family).encode()).hexdigest(),
         "versions": {**versions(), **{name: version(name) for name in ("onnx", "onnxruntime")}},
     }

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from layershuffle.core.tensors import logits_of, state_of, tensor_of
 from layershuffle.errors import StackError
+from layershuffle.manifest import WEIGHTS_LOCATION
 from layershuffle.models.ends import in_place_of_blocks, run_head
-from layershuffle.models.onnx_models import WEIGHTS_LOCATION
 from layershuffle.text import one_line
 
 BlockPrecision = Literal["fp32", "fp16", "int8"]

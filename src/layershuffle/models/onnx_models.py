@@ -7,76 +7,24 @@ They cannot be trained, resized or saved.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load as load_tensors
 from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.extras import require
 from layershuffle.image_view import ImageView
-from layershuffle.models.files import read_json, refused_by
+from layershuffle.manifest import ExportManifest, read_manifest
+from layershuffle.models.files import refused_by
 from layershuffle.models.origin import Origin, origin_of, remember
 from layershuffle.text import one_line
 
 NAME = "onnxruntime"
-MANIFEST = "manifest.json"
-MANIFEST_SCHEMA = 1
-WEIGHTS_LOCATION = "weights"
-"""The one place that a block's graph names for its weights; the loader gives it their content."""
 _AGAIN = "export the model again"
-
-
-class _FromManifest(BaseModel):
-    # Facts for readers alone (accuracy, speed, versions) may be added.
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-
-class StoredFile(_FromManifest):
-    """A file of an exported directory."""
-
-    sha256: str
-    bytes: int
-
-
-class StoredBlock(_FromManifest):
-    """The files of a block: its graph, which others may share, and its weights."""
-
-    graph: str
-    weights: str
-
-
-class StateForm(_FromManifest):
-    """A state of one image: (tokens, width)."""
-
-    shape: tuple[int, int]
-    dtype: Literal["float32"]
-
-
-class Trained(_FromManifest):
-    """How the model was trained, `None` where its files do not say."""
-
-    method: str | None
-    data: str | None
-
-
-class ExportManifest(_FromManifest):
-    """The part of manifest.json that running the files needs."""
-
-    schema_: Literal[1] = Field(alias="schema")
-    family: str
-    classes: int
-    class_names: tuple[str, ...] | None
-    image_view: ImageView
-    trained: Trained
-    state: StateForm
-    blocks: tuple[StoredBlock, ...]
-    files: dict[str, StoredFile]
 
 
 class OnnxGraph(nn.Module):
@@ -136,20 +84,6 @@ class ExportedModel(nn.Module):
             state = block(state)
         logits: Tensor = self.head(state)
         return logits
-
-
-def read_manifest(directory: Path) -> ExportManifest:
-    """The manifest of an exported directory. Raises `ModelFileError` for anything else."""
-    place = directory / MANIFEST
-    manifest = read_json(place)
-    if "order" in manifest:
-        raise ModelFileError(
-            "This export is one file of one order, for other programs, and has no blocks",
-            place=place,
-            hint="export the model without --whole",
-        )
-    with refused_by("pydantic", place, hint="name a directory of layershuffle export"):
-        return ExportManifest.model_validate_json(json.dumps(manifest))
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from layershuffle.bundled import asset
 from layershuffle.errors import UsageError
+from layershuffle.manifest import CALIBRATION
 from layershuffle.models.files import CONFIG, PROCESSOR, WEIGHTS_INDEX
 from layershuffle.models.metadata import METADATA_FILE
 from layershuffle.models.position_files import PARTS
@@ -19,7 +20,7 @@ from layershuffle.models.spec import parse_spec
 CARD = "README.md"
 FILES_OF_A_MODEL = frozenset(
     # The calibration (layershuffle.swarm) is only valid for these weights.
-    {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, "calibration.json"}
+    {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, CALIBRATION}
 )
 
 

@@ -35,7 +35,8 @@ from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
-from layershuffle.image_view import ImageView, resized_as
+from layershuffle.image_view import ImageView, view_of_files
+from layershuffle.manifest import MANIFEST
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
@@ -58,7 +59,6 @@ from layershuffle.models.metadata import (
     checked_record,
     parse_metadata,
 )
-from layershuffle.models.onnx_models import MANIFEST
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
 from layershuffle.models.position_files import (
@@ -294,11 +294,9 @@ def image_view(model: nn.Module) -> ImageView:
 
 
 def file_view(model: nn.Module) -> ImageView:
-    """The view for image files. Models trained on generated images squash them, as in training."""
-    view = image_view(model)
-    if str(trained_with(backbone_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
-        return resized_as(view, "squash")
-    return view
+    """The view for image files (`view_of_files`)."""
+    data = trained_with(backbone_of(model)).get("data")
+    return view_of_files(image_view(model), str(data or ""))
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:

@@ -39,7 +39,7 @@ def measures(before: State, after: State) -> Measures:
 
 @dataclass(eq=False, slots=True)
 class Habit:
-    """Statistics of the visits of one host with the same number of blocks.
+    """Statistics of the visits of one host.
 
     `bound` is the oddness above which a visit is audited; it adapts to the share of audits.
     """
@@ -75,22 +75,22 @@ class AuditDraw:
     def __init__(self, chance: np.random.Generator) -> None:
         self._chance = chance
         self._passed: Counter[str] = Counter()
-        self._habits: dict[str, dict[int, Habit]] = {}
+        self._habits: dict[str, Habit] = {}
 
     @property
     def traces(self) -> set[str]:
         """Names of the hosts about which anything is stored."""
         return {*self._passed, *self._habits}
 
-    def chosen(self, host: str, blocks: int, *, before: State, after: State, share: float) -> bool:
-        """Whether a visit to `host` with this number of blocks is audited.
+    def chosen(self, host: str, *, before: State, after: State, share: float) -> bool:
+        """Whether a visit to `host` is audited.
 
         `before`, `after`: states `[images, tokens, width]` around it. In the long run a fraction
         `share` of visits is audited; if it is small, half of these are chosen for their oddness,
         and none if it is 1.
         """
         for_oddness = share * (1 - share) / 2
-        habit = self._habits.setdefault(host, {}).setdefault(blocks, Habit())
+        habit = self._habits.setdefault(host, Habit())
         odd = habit.is_odd(measures(before, after), share=for_oddness)
         chance = max(share - for_oddness, 1 / (1 + self._passed[host]))
         # Always drawn, so the answers of one host do not shift the draws of others.

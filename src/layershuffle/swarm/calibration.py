@@ -24,6 +24,7 @@ from layershuffle.core.policies import Shuffled
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
+from layershuffle.manifest import CALIBRATION
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
     from layershuffle.core.evaluation import Score
     from layershuffle.data import ImageData
+    from layershuffle.swarm.served import ServedModel
 
-CALIBRATION = "calibration.json"
 SPLIT = "test"
 """The split that no training and no choice of a checkpoint uses."""
 _SCHEMA = 3
@@ -140,7 +141,6 @@ def calibrate(
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import file_view, num_classes_of, output_names
     from layershuffle.models.files import weights_digest
-    from layershuffle.swarm.remote_model import served_host
 
     # One order has no spread, hence no interval.
     if orders < 2:
@@ -181,6 +181,31 @@ def calibrate(
         late=late,
         tied=tied,
     )
+
+
+def served_host(model: nn.Module) -> nn.Module:
+    """The wrapped model, without a position prediction, as hosts run it.
+
+    Raises `StackError` for models with position encoding, and for models that compute something
+    between their blocks.
+    """
+    from layershuffle.core.position import PositionedModel, backbone_of
+    from layershuffle.core.stack import blocks_of, wrap
+    from layershuffle.core.tensors import logits_of
+    from layershuffle.models import image_view
+    from layershuffle.models.ends import refuse_more_than_blocks
+
+    if isinstance(model, PositionedModel) and model.encoding is not None:
+        raise StackError(
+            "A model with position encoding cannot be served by a swarm: its blocks compute "
+            "something else at every position, and block hosts do not know theirs",
+            hint="serve a model refined by layershuffle or anyorder",
+        )
+    host = wrap(backbone_of(model))
+    weight, view = next(blocks_of(host)[0].parameters()), image_view(host)
+    images = weight.new_zeros(2, view.channels, view.height, view.width)
+    refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels)))
+    return host
 
 
 def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
@@ -297,22 +322,34 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
+def calibration_of(model: ServedModel) -> Calibration | None:
+    """The calibration among the files of an exported model, `None` without one.
+
+    Raises `ModelFileError` if it is damaged, or was measured on other weights.
+    """
+    return read_calibration(model.directory / CALIBRATION, weights=model.manifest.weights)
+
+
 def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     """The calibration stored at `path`, or `None` if there is none.
 
     Raises `ModelFileError` if it is damaged, of another version, or was measured on weights of
     another digest.
     """
-    from layershuffle.models.files import read_json
-
     if not path.is_file():
         return None
-    stored = read_json(path)  # checked for size and nesting
+    try:
+        stored = json.loads(path.read_bytes())
+        version = stored.get("schema")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelFileError(
+            f"The calibration cannot be read ({type(error).__name__})", place=path, hint=_AGAIN
+        ) from error
     # Version 1 lacks the range over orders, version 2 blocks side by side, and neither can be
     # computed from the rest.
-    if stored.get("schema") != _SCHEMA:
+    if version != _SCHEMA:
         raise ModelFileError(
-            f"The calibration is of version {stored.get('schema')}, not {_SCHEMA}: it was written "
+            f"The calibration is of version {version}, not {_SCHEMA}: it was written "
             "by another version of layershuffle",
             place=path,
             hint=_AGAIN,

@@ -3,42 +3,27 @@
 A list of `Fault` is pure data and a function of a seed. Its times are counted in requests, so the
 same list affects a real swarm, one in this process and a simulated one at the same places.
 
-`ChaosBackend` and `ChaosTransport` wrap the backend of a coordinator and the transport of a router
-(as torchft's failure injector does), so hosts and engines contain no code for drills.
-`FaultInjector` installs them.
+`ChaosTransport` wraps the transport of a router (as torchft's failure injector does), so hosts
+contain no code for drills. `FaultInjector` installs it, and sends signals to processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from layershuffle.core.draws import Stream
 from layershuffle.errors import UsageError
-from layershuffle.swarm.messages import (
-    Answer,
-    HostGone,
-    HostUnavailable,
-    Packet,
-    Transport,
-    Visit,
-    VisitError,
-    WorkExpired,
-    pack,
-    unpack,
-)
+from layershuffle.swarm.messages import Answer, State, Transport, Visit, Wire, WorkExpired
 from layershuffle.text import counted
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
-    from layershuffle.swarm.host import HostInfo
-    from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, HostRecord, Node
 
 FaultKind = Literal[
     "crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin",
@@ -65,7 +50,7 @@ class Fault:
 
     And for `scenarios`:
 
-    kill                its process is killed, and the coordinator may restart it
+    kill                its process is killed, and started again
     wrong-rarely        one answer of a hundred is false, but none to a canary
     wrong-but-canaries  all its answers are false, except those to canaries
     """
@@ -144,22 +129,21 @@ def one_of_each_fault(
 class ChaosTransport:
     """A transport with injected faults (`messages.Transport`); without any, it adds nothing.
 
-    cut, freeze  neither visits nor answers are delivered, until `heal`
-    slow         a visit computes `factor` times as long, and others wait for it
-    wrong        an answer gets noise of ten times its own spread, the same for equal states;
-                 "wrong-rarely" and "wrong-but-canaries" change only answers to requests
+    cut    neither visits nor answers are delivered, until `heal`
+    slow   a visit computes `factor` times as long, and others wait for it
+    wrong  an answer gets noise of ten times its own spread, the same for equal states;
+           "wrong-rarely" and "wrong-but-canaries" change only answers to requests
     """
 
     def __init__(self, transport: Transport) -> None:
         self.inner = transport
-        self.dead: set[str] = set()
         self._slow: dict[str, tuple[float, asyncio.Lock]] = {}
         self._wrong: dict[str, FaultKind] = {}
         self._chance = np.random.default_rng(_NOISE_SEED)
         self._open: dict[str, asyncio.Event] = {}
 
     def break_host(self, host: str, kind: FaultKind, *, factor: float = SLOW_FACTOR) -> None:
-        """Inject a fault into `host`: cut, freeze, slow (by `factor`), or a kind of wrong."""
+        """Inject a fault into `host`: cut, slow (by `factor`), or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = (factor, asyncio.Lock())
         elif kind.startswith("wrong"):
@@ -171,31 +155,29 @@ class ChaosTransport:
         """End the faults of `host`."""
         self._slow.pop(host, None)
         self._wrong.pop(host, None)
-        self.dead.discard(host)
         if way := self._open.pop(host, None):
             way.set()
 
-    async def way_to(self, host: str) -> None:
-        """Wait until messages to and from `host` are delivered."""
+    async def _way_to(self, host: str) -> None:
         # A loop, because the host may be cut off again before this task runs.
         while host in self._open:
             await self._open[host].wait()
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+    async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
         """The host's answer; see `messages.Transport`."""
-        await self.way_to(visit.host)
+        await self._way_to(visit.host)
         if visit.host in self._slow:
-            answer = await self._slowly(visit, packet)
+            answer = await self._slowly(visit, state, form=form)
         else:
-            answer = await self._passed(visit, packet)
+            answer = await self.inner.visit(visit, state, form=form)
         # On the way back too: a host that is cut off computes, but its answer does not arrive.
-        await self.way_to(visit.host)
+        await self._way_to(visit.host)
         if self._lies(visit):
-            state = unpack(answer.packet)
-            noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
+            after = answer.state
+            noise = np.random.default_rng(_NOISE_SEED).standard_normal(after.shape, np.float32)
             # A state of zeros has no spread, but must become wrong too.
-            state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
-            answer = replace(answer, packet=pack(state, answer.packet.wire))
+            after = after + noise * np.float32(_NOISE_FACTOR * (after.std() or 1.0))
+            answer = replace(answer, state=after)
         return answer
 
     def _lies(self, visit: Visit) -> bool:
@@ -207,17 +189,7 @@ class ChaosTransport:
             kind == "wrong-but-canaries" or bool(self._chance.random() < _RARELY)
         )
 
-    async def _passed(self, visit: Visit, packet: Packet) -> Answer:
-        try:
-            return await self.inner.visit(visit, packet)
-        except VisitError as error:
-            # A killed host in this process is only closed; callers must get the error of a dead
-            # process.
-            if visit.host in self.dead:
-                raise HostGone(f"The process of host {visit.host} is dead") from error
-            raise
-
-    async def _slowly(self, visit: Visit, packet: Packet) -> Answer:
+    async def _slowly(self, visit: Visit, state: State, *, form: Wire) -> Answer:
         """Run one visit after the other, because a host computes in one thread; without batches."""
         factor, turn = self._slow[visit.host]
         clock = asyncio.get_running_loop().time
@@ -227,7 +199,7 @@ class ChaosTransport:
             # As real hosts do, it drops work whose budget has run out before its turn.
             if 1000 * waited > visit.budget_ms:
                 raise WorkExpired(f"Host {visit.host} had no time for it in its budget")
-            answer = await self._passed(visit, packet)
+            answer = await self.inner.visit(visit, state, form=form)
             await asyncio.sleep((factor - 1) * answer.compute_ms / 1000)
         return replace(
             answer,
@@ -236,130 +208,41 @@ class ChaosTransport:
         )
 
 
-class ChaosBackend:
-    """A backend with injected faults (`placement.HostBackend`); without any, it adds nothing.
-
-    `transport` wraps that of `backend`, and replaces it in the router.
-    """
-
-    def __init__(self, backend: HostBackend) -> None:
-        self.inner, self.transport = backend, ChaosTransport(backend.transport)
-
-    async def nodes(self) -> Sequence[Node]:
-        """The living machines."""
-        return await self.inner.nodes()
-
-    async def start(self, name: str, *, node: str) -> HostInfo:
-        """Start a process for `name` on that machine."""
-        await self.transport.way_to(name)
-        return await self.inner.start(name, node=node)
-
-    async def end(self, name: str) -> None:
-        """End the host, and its injected faults."""
-        await self.inner.end(name)
-        self.transport.heal(name)
-
-    async def call(self, name: str, method: HostCall, *args: Any) -> Any:
-        """The result of this method of the host."""
-        await self.transport.way_to(name)
-        result = await self.inner.call(name, method, *args)
-        await self.transport.way_to(name)
-        return result
-
-    def carriers(self) -> Mapping[str, Carrier]:
-        """How visits reach each host."""
-        return self.inner.carriers()
-
-    def forget(self) -> None:
-        """Drop everything about the processes; injected faults last until the host's `end`."""
-        self.inner.forget()
-
-
-def signal_process(ray: Any, pid: int, *, number: signal.Signals, node: str) -> None:
-    """Signal a process on a member of the cluster. Raises `HostUnavailable` if it is dead."""
-    if node == ray.get_runtime_context().get_node_id():
-        # A task would have to wait until a worker process has started there.
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError as error:
-            raise HostUnavailable(f"The process {pid} of a host is dead") from error
-        return
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    # Without retries: the pid may belong to another process by then.
-    send = ray.remote(_send_signal).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-    send.remote(pid, int(number))
-
-
-def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)
-
-
 class FaultInjector:
     """Injects faults into the hosts of a running swarm (`drill.Engine`).
 
-    It wraps the backend and the transport of `coordinator`. `ray`: the connected module if Ray runs
-    the hosts, whose processes then really die and stop; otherwise they only appear to.
+    It wraps the transport of `coordinator`. Processes really die and stop; only the gateway's own
+    can (`children.Children`). The other faults are made on the way to any host.
     """
 
-    def __init__(self, coordinator: Coordinator, *, ray: Any | None = None) -> None:
-        self.coordinator, self._ray = coordinator, ray
-        self.backend = ChaosBackend(coordinator.backend)
-        coordinator.backend, coordinator.router.transport = self.backend, self.backend.transport
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.transport = coordinator, ChaosTransport(coordinator.members)
+        coordinator.router.transport = self.transport
 
     async def inject(self, fault: Fault) -> None:
         """Inject the fault. A crashed host stays dead until its rejoin.
 
-        Raises `LayerShuffleError` for a host that is unknown or already dead.
+        Raises `LayerShuffleError` for a host that is already dead, `UsageError` for one that is
+        unknown, or no process of this gateway where the fault is one of processes.
         """
-        name, coordinator = fault.host, self.coordinator
-        coordinator.record_of(name)
-        if fault.kind == "crash":
-            await self.kill(name)
-            # Otherwise the coordinator would restart it at once.
-            coordinator.hold(name, "it crashed")
-        elif fault.kind == "kill":
-            await self.kill(name)
-        elif fault.kind == "leave":
+        name, kind, coordinator = fault.host, fault.kind, self.coordinator
+        children = coordinator.children
+        if kind in ("crash", "kill"):
+            children.signal(name, signal.SIGKILL)
+            if kind == "crash":
+                children.hold(name)
+        elif kind == "freeze":
+            children.signal(name, signal.SIGSTOP)
+        elif kind == "leave":
             await coordinator.leave(name)
-        elif fault.kind == "freeze":
-            self.freeze(name)
-        elif fault.kind != "rejoin":
-            self.backend.transport.break_host(name, fault.kind)
-        elif coordinator.is_up(name) and coordinator.router.swarm[name].condition not in (
-            "shut-out",
-            "gone",
-        ):
-            self.heal(name)
+        elif kind != "rejoin":
+            coordinator.check_known(name)
+            self.transport.break_host(name, kind)
         else:
-            await coordinator.readmit(name)
-
-    async def kill(self, name: str) -> None:
-        """Kill the host's process at once. Raises `HostUnavailable` if there is none."""
-        host = self._running(name)
-        if self._ray is not None:
-            signal_process(self._ray, host.pid, number=signal.SIGKILL, node=host.node)
-        else:
-            self.backend.transport.heal(name)  # callers that wait for it must learn of its death
-            self.backend.transport.dead.add(name)
-            await self.backend.inner.end(name)
-        self.coordinator.has_process(name, 0)  # its pid may be reused
-
-    def freeze(self, name: str) -> None:
-        """Stop the host's process; a host in this process stops answering."""
-        if self._ray is None:
-            return self.backend.transport.break_host(name, "freeze")
-        host = self._running(name)
-        signal_process(self._ray, host.pid, number=signal.SIGSTOP, node=host.node)
-
-    def heal(self, name: str) -> None:
-        """End the host's faults, unless it is dead."""
-        if self._ray is not None:
-            host = self._running(name)
-            signal_process(self._ray, host.pid, number=signal.SIGCONT, node=host.node)
-        self.backend.transport.heal(name)
-
-    def _running(self, name: str) -> HostRecord:
-        host = self.coordinator.record_of(name)
-        if not host.pid:
-            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
-        return host
+            self.transport.heal(name)
+            if name in children.pids:
+                children.signal(name, signal.SIGCONT)
+            view = coordinator.router.swarm.get(name)
+            # A host that is only suspect is back with its next probe.
+            if view is None or view.condition in ("shut-out", "draining", "gone"):
+                coordinator.readmit(name)

@@ -1,25 +1,27 @@
-"""Clients of a swarm's gateway, blocking and for asyncio. They need httpx, but no torch.
+"""Clients of a swarm's gateways, blocking and for asyncio. They need httpx, but no torch.
 
 with SwarmClient("http://127.0.0.1:8000") as swarm:
-    print(swarm.classify("cat.jpg").images[0].top[0].label)
+    print(swarm.classify("cat.jpg").top[0].label)
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
+import math
+import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.schemas import (
-    IMAGE_FIELD,
     Classification,
     ErrorAnswer,
     Health,
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 
 TIMEOUT = 60.0
 """Default seconds that a gateway may stay silent; longer than the longest deadline."""
+PATIENCE = 10.0
+"""Default seconds for which a request is repeated that was refused for the moment."""
 _UNAVAILABLE = 503
+_FOR_THE_MOMENT = (429, _UNAVAILABLE)
 _A = TypeVar("_A", bound=BaseModel)
 
 
@@ -65,52 +70,50 @@ class ClassifyOptions(TypedDict, total=False):
     """Milliseconds until the answer must be sent."""
     min_blocks: int | None
     """Fewest blocks of an answer; with fewer the request fails."""
-    order: str | ExecutionOrder | Sequence[int] | None
-    """Steps to run: blocks in this order, or as text or `layershuffle.ExecutionOrder` also in
-    rounds ("3+7,5"), again ("3,7,3") and on older states."""
-    top_k: int | None
+    top: int | None
     """Classes in the answer, at most."""
 
 
 class SwarmClient:
-    """A gateway at `url`; every method raises `SwarmError`. Close it, or use it in a `with`.
+    """The gateways at `urls`, of which the first that answers is asked; every method raises
+    `SwarmError`. Close it, or use it in a `with`.
 
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
-    trusts). `timeout` in seconds. `transport`: an httpx transport. Raises `UsageError` for an
-    invalid address, for a key that does not fit into a header, and for an authority that cannot be
-    read or has no effect.
+    trusts). `timeout` in seconds. `patience`: seconds for which a request is repeated that all
+    refuse for the moment, as often as their Retry-After says; 0 for one try at each. `transport`:
+    an httpx transport. Raises `UsageError` for an invalid address, for a key that does not fit into
+    a header, and for an authority that cannot be read or has no effect.
     """
 
     def __init__(
         self,
-        url: str,
-        *,
+        *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
         timeout: float = TIMEOUT,
+        patience: float = PATIENCE,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = _settings(url, api_key=api_key, authority=authority, timeout=timeout)
-        self._http = httpx.Client(transport=transport, **settings)
+        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        self._gateways = [httpx.Client(transport=transport, **options) for options in settings]
+        self._patience, self._first = patience, 0
 
-    def classify(
-        self, images: ImageLike | Sequence[ImageLike], **options: Unpack[ClassifyOptions]
-    ) -> Classification:
-        """The classes of one or several images: paths, bytes of image files, or Pillow images."""
-        request = _classify_request(self._http, images, options=options)
-        return self._send(request, Classification)
+    def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
+        """The classes of an image: a path, the bytes of an image file, or a Pillow image."""
+        return self._ask(Classification, **_classify_request(image, options))
 
     def swarm(self) -> SwarmAnswer:
         """The current state of the swarm."""
-        return self._send(self._http.build_request("GET", "/v1/swarm"), SwarmAnswer)
+        return self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
 
     def health(self) -> Health:
         """Whether requests can be answered; an unhealthy swarm raises no error."""
-        return self._send(self._http.build_request("GET", "/healthz"), Health)
+        return self._ask(Health, method="GET", url="/healthz")
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        for gateway in self._gateways:
+            gateway.close()
 
     def __enter__(self) -> Self:
         return self
@@ -118,9 +121,18 @@ class SwarmClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, request: httpx.Request, kind: type[_A]) -> _A:
-        with _swarm_errors(self._http.base_url):
-            return _read(self._http.send(request), kind)
+    def _ask(self, kind: type[_A], **request: Any) -> _A:
+        turns = _Turns(len(self._gateways), self._first, patience=self._patience)
+        while True:
+            gateway = self._gateways[turns.gateway]
+            try:
+                with _swarm_errors(gateway.base_url):
+                    answer = _read(gateway.request(**request), kind)
+            except SwarmError as error:
+                time.sleep(turns.after(error))
+            else:
+                self._first = turns.gateway
+                return answer
 
 
 class AsyncSwarmClient:
@@ -128,34 +140,35 @@ class AsyncSwarmClient:
 
     def __init__(
         self,
-        url: str,
-        *,
+        *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
         timeout: float = TIMEOUT,
+        patience: float = PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = _settings(url, api_key=api_key, authority=authority, timeout=timeout)
-        self._http = httpx.AsyncClient(transport=transport, **settings)
+        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        self._gateways = [httpx.AsyncClient(transport=transport, **options) for options in settings]
+        self._patience, self._first = patience, 0
 
     async def classify(
-        self, images: ImageLike | Sequence[ImageLike], **options: Unpack[ClassifyOptions]
+        self, image: ImageLike, **options: Unpack[ClassifyOptions]
     ) -> Classification:
         """See `SwarmClient.classify`."""
-        request = _classify_request(self._http, images, options=options)
-        return await self._send(request, Classification)
+        return await self._ask(Classification, **_classify_request(image, options))
 
     async def swarm(self) -> SwarmAnswer:
         """See `SwarmClient.swarm`."""
-        return await self._send(self._http.build_request("GET", "/v1/swarm"), SwarmAnswer)
+        return await self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
 
     async def health(self) -> Health:
         """See `SwarmClient.health`."""
-        return await self._send(self._http.build_request("GET", "/healthz"), Health)
+        return await self._ask(Health, method="GET", url="/healthz")
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for gateway in self._gateways:
+            await gateway.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -163,70 +176,102 @@ class AsyncSwarmClient:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _send(self, request: httpx.Request, kind: type[_A]) -> _A:
-        with _swarm_errors(self._http.base_url):
-            return _read(await self._http.send(request), kind)
+    async def _ask(self, kind: type[_A], **request: Any) -> _A:
+        turns = _Turns(len(self._gateways), self._first, patience=self._patience)
+        while True:
+            gateway = self._gateways[turns.gateway]
+            try:
+                with _swarm_errors(gateway.base_url):
+                    answer = _read(await gateway.request(**request), kind)
+            except SwarmError as error:
+                await asyncio.sleep(turns.after(error))
+            else:
+                self._first = turns.gateway
+                return answer
+
+
+class _Turns:
+    """Which gateway is asked next, and after what pause, until an answer comes.
+
+    `gateway`: the number of the next. A gateway that does not answer, or refuses for the moment, is
+    followed by the next at once; when all have been asked, the pause is what one of them asks for.
+    """
+
+    def __init__(self, gateways: int, first: int, *, patience: float) -> None:
+        self._gateways, self.gateway = gateways, first
+        self._until, self._tries = time.monotonic() + patience, 0
+        self._wait = math.inf
+
+    def after(self, error: SwarmError) -> float:
+        """Seconds to wait before the next try. Raises `error` if there is none."""
+        if error.status is not None and error.status not in _FOR_THE_MOMENT:
+            raise error
+        self._tries += 1
+        self.gateway = (self.gateway + 1) % self._gateways
+        self._wait = min(self._wait, math.inf if error.retry_after is None else error.retry_after)
+        if self._tries % self._gateways:
+            return 0.0
+        # Drawn, so that clients which were refused together do not come back together.
+        wait, self._wait = self._wait * random.Random().uniform(1, 1.5), math.inf
+        if time.monotonic() + wait > self._until:
+            raise error
+        return wait
 
 
 def _settings(
-    url: str, *, api_key: str | None, authority: str | Path | None, timeout: float
-) -> dict[str, Any]:
-    """The arguments of both clients' httpx client."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname
-    # Raised for an invalid IPv6 address, as one without its closing bracket.
-    except ValueError:
-        host = None
-    if not host or parts.scheme not in ("http", "https"):
-        raise UsageError(
-            f"{url!r} is not the address of a gateway",
-            hint="write for example http://127.0.0.1:8000",
-        )
+    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None, timeout: float
+) -> list[dict[str, Any]]:
+    """The arguments of both clients' httpx clients, one for each address."""
+    if not urls:
+        raise UsageError("There is no gateway to ask", hint="name its address")
     # A header cannot contain anything else.
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise UsageError(
             "An API key may contain only ASCII letters, digits and signs",
             hint="copy a line of the file that the server got as --keys",
         )
-    settings: dict[str, Any] = {
-        "base_url": url,
-        "headers": {} if api_key is None else {"X-API-Key": api_key},
-        "timeout": timeout,
-        "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
-    }
-    if authority is not None:
-        if parts.scheme != "https":
+    verify = True if authority is None else client_context(Path(authority).expanduser())
+    settings = []
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname
+        # Raised for an invalid IPv6 address, as one without its closing bracket.
+        except ValueError:
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
+            raise UsageError(
+                f"{url!r} is not the address of a gateway",
+                hint="write for example http://127.0.0.1:8000",
+            )
+        if authority is not None and parts.scheme != "https":
             raise UsageError(
                 f"An authority has no effect on {url}, which is not encrypted",
                 hint="write https://..., or leave the authority out",
             )
-        settings["verify"] = client_context(Path(authority).expanduser())
+        settings.append(
+            {
+                "base_url": url,
+                "headers": {} if api_key is None else {"X-API-Key": api_key},
+                "timeout": timeout,
+                "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
+                "verify": verify,
+            }
+        )
     return settings
 
 
-def _classify_request(
-    http: httpx.Client | httpx.AsyncClient,
-    images: ImageLike | Sequence[ImageLike],
-    *,
-    options: ClassifyOptions,
-) -> httpx.Request:
-    """The request with images and options as a form. Raises `UsageError` for invalid images."""
-    several = images if isinstance(images, list | tuple) else [images]
-    if not several:
-        raise UsageError("There is no image to classify", hint="give one or several")
+def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, Any]:
+    """The request with the image as its body. Raises `UsageError` for an invalid image."""
     # Missing options are not sent, so the defaults of the gateway's version hold.
     fields = {name: value for name, value in options.items() if value is not None}
-    order = fields.get("order")
-    if order is not None and not isinstance(order, str | ExecutionOrder):
-        fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
-    # A part is a file only if it has a file name; the gateway ignores the name.
-    return http.build_request(
-        "POST",
-        "/v1/classify",
-        files=[(IMAGE_FIELD, (IMAGE_FIELD, _content(image))) for image in several],
-        data={name: str(value) for name, value in fields.items()},
-    )
+    return {
+        "method": "POST",
+        "url": "/v1/classify",
+        "params": fields,
+        "content": _content(image),
+        "headers": {"Content-Type": "application/octet-stream"},
+    }
 
 
 def _content(image: Any) -> bytes:

@@ -1,107 +1,82 @@
-"""The coordinator starts block hosts on machines, watches them, and updates the router.
+"""The coordinator: which member holds which blocks, and when the router may send it visits.
 
-It is a thin layer around `placement.reconcile`. A `placement.HostBackend` runs the processes: Ray
-(`ray_hosts.RayHosts`), or objects in this process. Use it from the router's event loop only.
+It gives blocks to the hosts that dial in (`assignment`), tests every block that a host has loaded
+(`health`), and tells the router of those that passed. Use it from the router's event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import signal
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
+from functools import partial
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.health import HealthMonitor, references
-from layershuffle.swarm.placement import (
-    Drop,
-    HostAction,
-    HostBackend,
-    HostRecord,
-    Node,
-    Reload,
-    Start,
-    ended,
-    reconcile,
-)
-from layershuffle.swarm.plan import SwarmPlan
+from layershuffle.swarm.assignment import COPIES, Holder, assign
+from layershuffle.swarm.children import Children
+from layershuffle.swarm.health import HealthMonitor, Reference
+from layershuffle.swarm.members import Member, Members
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.state import HostView
 
-if TYPE_CHECKING:
-    from layershuffle.swarm.bundle import Bundle
-
-_Result = TypeVar("_Result")
+_LOOK = 0.1  # seconds between looks at who is there
+_GRACE = 0.3  # seconds in which a host may come back before others take its blocks
+_AGAIN = 0.2  # seconds after which a block that failed its test is tested again
+_MOST_GONE = 64  # hosts that have left and are still listed
 _MILLI = 1000.0
-_POLL = 0.02  # seconds between looks at whether a draining host is empty
 _log = logging.getLogger(__name__)
 _STATUS = "layershuffle swarm status shows the hosts"
 
 
 class Coordinator:
-    """Starts the hosts of `plan` and keeps them running; `run` does the work until cancelled.
+    """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
 
-    `bundles` holds the plan's model and its donors, by their names in `plan`.
-    `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
-    `watching`: whether `run` is active.
-
-    A decision about a host is written to `hosts` at once and cancels earlier operations. Its
-    process follows later, one operation at a time for each host.
+    `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`, with the
+    reasons; `watching`: whether `run` is active.
     """
 
     def __init__(
         self,
-        plan: SwarmPlan,
+        model: ServedModel,
         *,
         router: Router,
-        backend: HostBackend,
-        bundles: Mapping[str, Bundle],
+        members: Members,
+        copies: int = COPIES,
     ) -> None:
-        self.plan, self.router, self.backend = plan, router, backend
+        self.model, self.router, self.members = model, router, members
+        self.children = Children((), (), limits=router.limits)
+        self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
-        self.base = bundles[plan.model]
-        self.hosts: dict[str, HostRecord] = {}
-        self.watching = False
-        self._donors = {
-            (name, block): self.base.checked_donor(bundles[model], block=block)
-            for name, host in plan.hosts.items()
-            for block, model in host.donors.items()
-        }
-        self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
-        self._starting: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
-        self._arrived: set[str] = set()  # hosts that have been up
-        # Weak, so that a lock lasts as long as a task holds it or waits for it. `Lock.locked` does
-        # not count waiting tasks, so deleting locks by hand could remove one under them.
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._unknown = ""  # why the machines are unknown
-        self._asking: asyncio.Future[Sequence[Node]] | None = None
-        for name, host in plan.hosts.items():
-            # Listed from the start, so users see which hosts are still missing.
-            absent = self._fresh(name, frozenset(host.blocks))
-            self._show(replace(absent, condition="gone", why="it has not come yet"))
-
-    @property
-    def traces(self) -> set[str]:
-        """Names of the hosts about which anything is stored; hosts that left are forgotten."""
-        return {*self.hosts, *self._starting, *self._locks, *self.health.traces}
+        self.away: dict[str, str] = {}
+        self._references = [
+            Reference(model.sample, partial(model.compute, block), file.digest)
+            for block, file in enumerate(model.weights)
+        ]
+        self._departed: dict[str, tuple[Holder, float]] = {}
+        self._planned: list[Holder] = []
+        self._changed = asyncio.Event()
+        self._tests = set[asyncio.Task[None]]()
+        members.watcher = self
 
     async def run(self) -> None:
-        """Watch machines and hosts, send canaries and start missing hosts, until cancelled.
-
-        Failures of hosts, of any kind, do not end it.
-        """
+        """Give blocks to hosts, and send canaries, until cancelled."""
         health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
-            # If the health check breaks, this watch ends too, and `service.keep_running` restarts
-            # both.
+            # If the health check breaks, so does this, and both are started again.
             while not health.done():
-                await self._look()
-                await asyncio.sleep(self.router.limits.watch_ms / _MILLI)
+                self._plan()
+                try:
+                    async with asyncio.timeout(_LOOK):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+                self._changed.clear()
             health.result()
         finally:
             self.watching = False
@@ -109,337 +84,197 @@ class Coordinator:
             await asyncio.gather(health, return_exceptions=True)
 
     async def ready(
-        self, *, within: float, say: Callable[[str], object] = _log.info
-    ) -> tuple[str, ...]:
-        """Wait until all hosts of the plan are up; returns those not up after `within` seconds.
+        self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
+    ) -> frozenset[int]:
+        """Wait for this number of hosts and for all blocks; returns the blocks that nobody holds.
 
-        It only waits, so `run` must run at the same time. `say` is called with a sentence for each
-        host that is up.
+        It only waits, so `run` must run at the same time. `say` gets a sentence for each host.
         """
-        clock, reported = self.router.clock, set[str]()
-        end, count = clock() + within, len(self.plan.hosts)
+        end, reported = self.router.clock() + within, set[str]()
         while True:
-            up = {name for name in self.plan.hosts if self.is_up(name)}
+            up = {name for name, member in self.members.items() if self.is_up(member)}
             for name in sorted(up - reported):
                 reported.add(name)
-                say(f"{name} is up ({len(reported)} of {count})")
-            if len(up) == count or clock() >= end:
-                return tuple(name for name in self.plan.hosts if name not in up)
-            await asyncio.sleep(_POLL)
+                say(f"{name} is up with {len(self.router.swarm[name].blocks)} blocks")
+            lacking = frozenset(
+                b for b in range(self.model.depth) if not self.router.swarm.usable(b)
+            )
+            if (len(up) >= hosts and not lacking) or self.router.clock() >= end:
+                return lacking
+            await asyncio.sleep(_LOOK / 5)
+
+    def is_up(self, member: Member) -> bool:
+        """Whether a host serves all blocks that it is to hold."""
+        view = self.router.swarm.get(member.name)
+        return bool(member.assigned) and view is not None and view.blocks == member.assigned
 
     async def close(self) -> None:
-        """End all hosts."""
+        """Stop testing, and end all connections."""
+        for task in self._tests:
+            task.cancel()
+        await asyncio.gather(*self._tests, return_exceptions=True)
         await self.health.close()
-        if self._asking is not None:
-            self._asking.cancel()
-        await asyncio.gather(*map(self._end, self.hosts), *self._ending)
+        await self.members.close()
 
-    def begin_anew(self, why: str) -> None:
-        """Restart all hosts, or find surviving ones, after the backend has lost its processes.
+    # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
 
-        Hosts that an operator stopped stay away.
-        """
-        if self._asking is not None:  # it asks a backend that has ended, and would wait forever
-            self._asking.cancel()
-        for name, host in [*self.hosts.items()]:
-            if host.phase != "held":
-                self._do(Drop(name, why))
+    def joined(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        before = self.router.swarm.get(member.name)
+        returned = self._departed.pop(member.name, None)
+        loading = frozenset[int]() if returned is None else returned[0].blocks
+        view = HostView(member.name, frozenset(), loading=loading)
+        if before is not None and before.condition == "shut-out":
+            # A new connection is no proof of honesty.
+            view = replace(view, condition="shut-out", why=before.why)
+        elif member.name in self.away:
+            view = replace(view, condition="draining", why=self.away[member.name])
+        self.router.swarm = self.router.swarm.with_host(view)
+        if before is not None:
+            _log.warning("Host %s is back", member.name)
+        if returned is not None:
+            # It comes back to what it had, and nobody else has taken that yet.
+            self.members.assign(member.name, returned[0].blocks)
+        self._changed.set()
+
+    def loaded(self, member: Member, block: int) -> None:
+        """See `members.MemberWatcher`."""
+        self.health.expect(member.name, {block: self._references[block]})
+        task = asyncio.create_task(self._admit(member, block))
+        self._tests.add(task)
+        task.add_done_callback(self._tests.discard)
+
+    def failed(self, member: Member, block: int, *, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
+
+    def leaving(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        self.router.update(member.name, state.draining)
+        self._changed.set()
+
+    def left(self, member: Member, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        name, now, limits = member.name, self.router.clock(), self.router.limits
+        _log.warning("Host %s has gone: %s", name, why)
+        self.health.drop(name)
+        self._departed[name] = self._device(member), now
+        until = now + limits.return_ms / _MILLI
+        self.router.update(name, lambda host: _gone(host, why, until=until))
+        gone = [n for n in self.router.swarm if n not in self.members and n not in self.away]
+        if len(gone) > _MOST_GONE:
+            longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
+            self.router.swarm = self.router.swarm.without(longest)
+        self._changed.set()
+
+    async def _admit(self, member: Member, block: int) -> None:
+        """Test a loaded block until it passes; then the router may use it."""
+        name, limit = member.name, self.router.limits.start_ms / _MILLI
+        while self.members.get(name) is member and block in member.assigned:
+            if not await self.health.check(name, blocks=[block], limit=limit):
+                break
+            if self.router.swarm[name].condition == "shut-out":
+                return
+            await asyncio.sleep(_AGAIN)
+        # It may have lost the block, or its connection, while it was tested.
+        if self.members.get(name) is member and block in member.assigned:
+            self.router.update(name, lambda host: _loaded(host, block))
+
+    # --- who holds what ---------------------------------------------------------------------------
+
+    def _device(self, member: Member) -> Holder:
+        hello = member.hello
+        return Holder(
+            member.name,
+            hello["memory"],
+            hello["speed"],
+            frozenset(hello["held"]),
+            member.assigned,
+            frozenset(member.ready),
+        )
+
+    def _plan(self) -> None:
+        """Give every host its blocks, if who is there has changed."""
+        now, swarm = self.router.clock(), self.router.swarm
+        present = {
+            name: self._device(member)
+            for name, member in self.members.items()
+            if swarm[name].condition in ("healthy", "suspect")
+        }
+        whole = all(swarm.usable(block) for block in range(self.model.depth))
+        self._departed = {
+            name: (device, since)
+            for name, (device, since) in self._departed.items()
+            # Requests wait for a block that nobody else holds.
+            if whole and now - since < _GRACE
+        }
+        devices = [*present.values(), *(device for device, _ in self._departed.values())]
+        if devices == self._planned:
+            return
+        self._planned = devices
+        for name, blocks in assign(devices, self.model.weights, copies=self.copies).items():
+            if name in present and blocks != present[name].blocks:
+                self._give(name, blocks)
+
+    def _give(self, name: str, blocks: frozenset[int]) -> None:
+        # First, so that no visit to a block that leaves is sent behind the assignment.
+        self.router.update(
+            name,
+            lambda host: replace(host, blocks=host.blocks & blocks, loading=blocks - host.blocks),
+        )
+        self.health.forget(name, self.members[name].assigned - blocks)
+        _log.info("Host %s is to hold blocks %s", name, sorted(blocks))
+        self.members.assign(name, blocks)
 
     # --- commands of operators --------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
         """Stop new visits to `name`; returns whether it has finished those in progress.
 
-        It waits at most as long as a request may take. A host that is not up (it is starting, or
-        dead) has nothing to finish: its process ends, and it stays away until `readmit`.
+        It waits at most as long as a request may take; others take over its blocks.
         """
-        self.record_of(name)
-        # Before any await, or the next check of the machines would start it again.
-        self.hold(name, "it is leaving")
-        view = self.router.swarm.get(name)
-        if view is None or view.condition == "gone":
-            self._gone(name, "it has left")
-            await self._end(name)
-            return True
+        self.check_known(name)
+        self.away[name] = "it is leaving"
         self.router.update(name, state.draining)
+        self._changed.set()
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
         while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_LOOK / 5)
         return view is None or not view.waiting
 
     async def leave(self, name: str) -> None:
-        """Drain `name`, then end its process; it stays away until `readmit`."""
+        """Drain `name`, and end its process if it is one of the gateway; it stays away until
+        `readmit`."""
         await self.drain(name)
-        host = self.hosts.get(name)
-        if host is not None and host.phase == "held":  # it was not readmitted meanwhile
-            self._gone(name, "it has left")
-            await self._end(name)
+        if name in self.children.names:
+            self.children.hold(name)
+            if name in self.children.pids:
+                self.children.signal(name, signal.SIGTERM)
 
-    async def readmit(self, name: str) -> None:
-        """End the process of `name` and start a new one, in the background.
+    def readmit(self, name: str) -> None:
+        """Bring back a host that was shut out, drained or ended."""
+        self.check_known(name)
+        self.away.pop(name, None)
+        if name in self.children.names:
+            self.children.release(name)
+        self.router.update(name, lambda host: replace(host, condition="gone", why="it is starting"))
+        # It gets its blocks and its tests anew, as any host that dials in.
+        self.members.cut(name)
 
-        This brings back hosts that were shut out, drained or dead.
-        """
-        host = self.record_of(name)
-        self._gone(name, "it is starting")
-        self._begin(Start(name, host.node, host.blocks), anew=True)
-
-    async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
-        """Replace `block` of the host `name` with that of `donor`; no request is lost.
-
-        Raises `UsageError` if the donor is not a sibling or the host does not hold the block,
-        `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
-        it out.
-        """
-        if block not in self.record_of(name).blocks:
-            raise UsageError(f"Host {name} does not hold block {block}", hint=_STATUS)
-        self.base.checked_donor(donor, block=block)
-        expected = await asyncio.to_thread(references, donor, [block])
-        host = self.record_of(name)
-        if host.phase == "starting":
-            raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
-        # No canary is sent to a block while either its old or its new weights may answer.
-        before = self.health.forget(name, [block])
-        self.foreign_blocks |= {(name, block)}  # either weights may answer until the load is over
-        try:
-            await self._call(name, self._loaded(name, donor, [block]))
-        except LayerShuffleError:
-            if self.hosts.get(name) is host:
-                # If the load succeeded nevertheless, the canary of the old weights will notice.
-                self.health.expect(name, before)
-            raise
-        if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
-            raise LayerShuffleError(f"Host {name} came or went while it loaded block {block}")
-        self._donors[name, block] = donor
-        self.health.expect(name, expected)
-        if why := await self.health.check(name, blocks=[block]):
-            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}", hint=_STATUS)
-        self._mark_foreign(name, [block])
-
-    # --- starting and ending hosts ----------------------------------------------------------------
-
-    async def _look(self) -> None:
-        """Check the machines once: decide on actions and begin them.
-
-        Nothing here waits for a host, so one slow host never delays the others.
-        """
-        try:
-            nodes = await self._machines()
-        except LayerShuffleError as error:
-            if error.cause != self._unknown:  # twice a second it would fill the log
-                _log.warning("The swarm's machines are unknown now: %s", error.cause)
-            self._unknown = error.cause
-            return
-        self._unknown = ""
-        now = self.router.clock()
-        for host in [*self.hosts.values()]:
-            # The router learns of a death first, from a visit that fails.
-            if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
-                _log.warning("Host %s has died", host.name)
-                self.hosts[host.name] = ended(host, now=now, limits=self.router.limits)
-        for action in reconcile(
-            self.plan, nodes, hosts=self.hosts, now=now, depth=self.router.depth
-        ):
-            _log.info("%s", action)
-            self._do(action)
-
-    async def _machines(self) -> Sequence[Node]:
-        """The available machines; there is at most one query at a time.
-
-        A query that hangs may occupy a thread, and a new one every half second would use up all
-        threads.
-        """
-        limit = self.router.limits.watch_ms
-        # Wait for the same query again: it may answer after the next check.
-        asking = self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
-        done, _ = await asyncio.wait({asking}, timeout=limit / _MILLI)
-        if not done:
-            raise LayerShuffleError(f"there was no answer within {limit:g} ms")
-        self._asking = None
-        if asking.cancelled():  # `begin_anew`
-            raise LayerShuffleError("the process that should have answered has ended")
-        return asking.result()
-
-    def _do(self, action: HostAction) -> None:
-        name = action.name
-        if isinstance(action, Start):
-            self._begin(action, anew=name in self.hosts)
-        elif isinstance(action, Reload):
-            self._begin(Start(name, self.hosts[name].node, action.blocks), anew=False)
-        else:
-            self._stop(name)
-            self._gone(name, action.why)
-            del self.hosts[name]
-            self.health.drop(name)
-            # Hosts of the plan stay listed as gone, but spares come and go for years.
-            if name not in self.plan.hosts:
-                self.router.swarm = self.router.swarm.without(name)
-                self._arrived.discard(name)
-            ending = asyncio.create_task(self._ended(name))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-
-    def _begin(self, start: Start, *, anew: bool) -> None:
-        """Start the host in the background; with `anew`, its present process ends first."""
-        before = self.hosts.get(start.name)
-        # Failures on one machine do not count on another.
-        tries = before.tries if before is not None and before.node == start.node else 0
-        self._stop(start.name)
-        self.hosts[start.name] = HostRecord(start.name, start.node, start.blocks, tries=tries)
-        self._starting[start.name] = asyncio.create_task(self._bring_up(start, anew=anew))
-        self._starting[start.name].add_done_callback(_log_failure)
-
-    async def _bring_up(self, start: Start, *, anew: bool) -> None:
-        """Start the process, load blocks and run canaries, before the router sends visits."""
-        name = start.name
-        async with self._lock_of(name):
-            if anew:
-                # A dead or stopped process may still occupy its name, and its blocks are unknown.
-                await self._end_process(name)
-            try:
-                why = await self._call(name, self._filled(start))
-            except LayerShuffleError as error:
-                why = error.cause
-            if why:
-                _log.warning("Host %s did not start: %s", name, why)
-                await self._end_process(name)
-                return self._failed(name, why)
-            now, before = self.router.clock(), self.router.swarm.get(name)
-            self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
-            self._show(self._fresh(name, start.blocks))
-            if name in self._arrived and before and before.condition == "gone":
-                # A warning like that of its death, because an info is not shown.
-                _log.warning("Host %s is up again", name)
-            self._arrived.add(name)
-            await self._trim(start)
-
-    def _failed(self, name: str, why: str) -> None:
-        now, limits = self.router.clock(), self.router.limits
-        self.hosts[name] = ended(self.hosts[name], now=now, limits=limits, why=why)
-        self._gone(name, why)
-
-    async def _filled(self, start: Start) -> str:
-        """Start the host's process and load its blocks; returns the fault of a canary, or ""."""
-        name = start.name
-        info = await self.backend.start(name, node=start.node)
-        self.has_process(name, info.pid)
-        sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
-        self.health.drop(name)
-        for bundle in {id(source): source for source in sources.values()}.values():
-            mine = sorted(block for block, source in sources.items() if source is bundle)
-            # In a thread, because it reads all weights for their digests.
-            expected = await asyncio.to_thread(references, bundle, mine)
-            # An adopted process still has its blocks; equal ones are not sent again.
-            missing = [block for block in mine if info.blocks.get(block) != expected[block].digest]
-            if missing:
-                await self._loaded(name, bundle, missing)
-            self.health.expect(name, expected)
-        self._mark_foreign(name, start.blocks)
-        # The first answers of a new process take longer, so they may take as long as a start.
-        return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
-
-    async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
-        """Load `blocks` of `bundle` into the host."""
-        tensors = [bundle.tensors[block] for block in blocks]
-        await self.backend.call(name, "load", bundle.program, blocks, *tensors)
-
-    def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
-        """Update `foreign_blocks` for these blocks of the host."""
-        places = {(name, block) for block in blocks}
-        self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
-
-    def _is_foreign(self, place: tuple[str, int]) -> bool:
-        block, donor = place[1], self._donors.get(place, self.base)
-        return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
-
-    async def _trim(self, start: Start) -> None:
-        """Unload surplus blocks of an adopted host."""
-        try:
-            info = await self._call(start.name, self.backend.call(start.name, "info"))
-            if surplus := sorted(set(info.blocks) - start.blocks):
-                await self._call(start.name, self.backend.call(start.name, "unload", surplus))
-        except LayerShuffleError as error:
-            _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
-
-    def _stop(self, name: str) -> None:
-        """Cancel a running start of the host."""
-        if task := self._starting.pop(name, None):
-            task.cancel()
-
-    async def _end(self, name: str) -> None:
-        self._stop(name)
-        await self._ended(name)
-
-    async def _ended(self, name: str) -> None:
-        """End the process after the current operation on the host."""
-        async with self._lock_of(name):
-            await self._end_process(name)
-
-    def _lock_of(self, name: str) -> asyncio.Lock:
-        return self._locks.setdefault(name, asyncio.Lock())
-
-    async def _end_process(self, name: str) -> None:
-        try:
-            await self._call(name, self.backend.end(name))
-            self.has_process(name, 0)
-        except LayerShuffleError as error:
-            _log.warning("The process of host %s may still run: %s", name, error.cause)
-
-    async def _call(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of `work` with that host, within `start_ms`. Raises `LayerShuffleError`."""
-        limit = self.router.limits.start_ms
-        try:
-            async with asyncio.timeout(limit / _MILLI):
-                try:
-                    return await work
-                except LayerShuffleError:
-                    raise
-                except Exception as error:  # unexpected; the watch must continue
-                    _log.exception("Work with host %s broke", name)
-                    cause = f"Host {name} failed ({type(error).__name__}: {error})"
-                    raise LayerShuffleError(cause) from error
-        except TimeoutError as error:
-            raise LayerShuffleError(
-                f"Host {name} did not answer within {limit:g} ms", hint=_STATUS
-            ) from error
-
-    def has_process(self, name: str, pid: int) -> None:
-        """Record the process id of `name`, if the host is still known; 0 for none."""
-        if name in self.hosts:
-            self.hosts[name] = replace(self.hosts[name], pid=pid)
-
-    def hold(self, name: str, why: str) -> None:
-        """Keep `name` from being started again until `readmit`."""
-        self._stop(name)
-        self.hosts[name] = replace(self.hosts[name], phase="held", why=why)
-
-    def _gone(self, name: str, why: str) -> None:
-        self.router.update(name, lambda host: replace(host, condition="gone", why=why))
-
-    def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
-        """The view of a host that has just started.
-
-        Only the count of served blocks is kept, because it represents the use of the battery.
-        """
-        planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
-        share = None if planned is None else planned.share
-        return HostView(name, blocks, share=share, served=0 if before is None else before.served)
-
-    def _show(self, view: HostView) -> None:
-        self.router.swarm = self.router.swarm.with_host(view)
-
-    def is_up(self, name: str) -> bool:
-        return name in self.hosts and self.hosts[name].phase == "up"
-
-    def record_of(self, name: str) -> HostRecord:
-        """The record of `name`. Raises `UsageError` for a host that the swarm does not have."""
-        if name not in self.hosts:
-            raise UsageError(
-                f"There is no host {name!r}", hint=f"hosts: {', '.join(self.hosts) or 'none'}"
-            )
-        return self.hosts[name]
+    def check_known(self, name: str) -> None:
+        """Raises `UsageError` for a host that the swarm does not have."""
+        if name not in self.router.swarm and name not in self.children.names:
+            names = ", ".join(self.router.swarm) or "none"
+            raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
 
 
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        _log.error("The start of a host failed unexpectedly", exc_info=error)
+def _loaded(host: HostView, block: int) -> HostView:
+    return replace(host, blocks=host.blocks | {block}, loading=host.loading - {block})
+
+
+def _gone(host: HostView, why: str, *, until: float) -> HostView:
+    if host.condition == "shut-out":
+        return replace(host, blocks=frozenset(), loading=frozenset(), retry_at=until)
+    blocks = host.blocks | host.loading
+    gone = replace(host, condition="gone", why=why, retry_at=until)
+    return replace(gone, blocks=blocks, loading=frozenset())

@@ -20,8 +20,7 @@ from layershuffle.stats import quantile
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.expectations import expected_at, expected_over
-from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.policy import FREE, Routing
+from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell
 from layershuffle.text import counted, table
 
@@ -166,54 +165,6 @@ def judged(replies: Sequence[Reply], calibration: Calibration) -> DrillJudgement
     return DrillJudgement(len(answers), 100 * right / len(answers), expected, low, high, *unknown)
 
 
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """Shares of the requests (percent) that are expected of a plan and its faults."""
-
-    degraded: float
-    failed: float
-
-
-def foreseen(
-    plan: SwarmPlan, faults: Sequence[Fault], *, requests: int, routing: Routing
-) -> Foreseen:
-    """The expected results of the requests, if faults and rejoins took effect at once.
-
-    A host is out from its fault to its rejoin. In free order a request is degraded while fewer
-    blocks can be reached than it wants, and fails when no block is left; a slow host counts as out,
-    because it is only used as a last resort. A pipeline fails as soon as a block is missing; slow
-    hosts still answer it.
-    """
-    depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
-    enough = min(depth, plan.most_blocks or depth)
-    degraded = failed = 0
-    out: set[str] = set()
-    pending = list(faults)
-    for number in range(requests):
-        while pending and pending[0].at <= number:
-            fault = pending.pop(0)
-            if fault.kind != "slow" or routing in FREE:
-                (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
-        reachable = _reachable(plan, out, routing)
-        if routing in FREE:
-            failed += not reachable
-            degraded += 0 < len(reachable) < enough
-        else:
-            failed += len(reachable) < depth
-    return Foreseen(100 * degraded / requests, 100 * failed / requests)
-
-
-def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
-    holders: dict[int, list[str]] = {}
-    for name in sorted(plan.hosts):
-        for block in plan.hosts[name].blocks:
-            holders.setdefault(block, []).append(name)
-    if routing == "sequential":
-        # As in `policy`: each stage of a pipeline has one host, the first by name.
-        holders = {block: names[:1] for block, names in holders.items()}
-    return {block for block, names in holders.items() if not out.issuperset(names)}
-
-
 def calibrated_data(calibration: Calibration | None, *, model: str) -> str:
     """The data spec of the calibration. Raises `UsageError` for `None`."""
     if calibration is None:
@@ -235,23 +186,19 @@ def why_not_judged(calibration: Calibration | None, *, data: str) -> str:
     return ""
 
 
-def drill_report(
-    drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
-) -> str:
-    """A report: results beside the expected ones, and the accuracy beside its interval.
+def drill_report(drill: Drill, *, judgement: DrillJudgement | str, routing: Routing) -> str:
+    """A report: how the requests ended, and the accuracy beside its interval.
 
     `judgement`: a text is the reason why the accuracy is not judged.
     """
-    rows = [
-        ("answered in full", drill.share("answered"), 100 - expected.degraded - expected.failed),
-        ("degraded", drill.share("degraded"), expected.degraded),
-        ("failed", drill.share("failed"), expected.failed),
-        ("late", drill.share("late"), 0.0),
+    names: dict[Ended, str] = {"answered": "answered in full"}
+    cells = [
+        (names.get(ended, ended), f"{drill.share(ended):.1f} %")
+        for ended in ("answered", "degraded", "failed", "late")
     ]
-    cells = [(name, f"{got:.1f} %", f"{want:.1f} %") for name, got, want in rows]
     lines = [
         f"{routing}, {counted(len(drill.replies), 'request')}",
-        table(("", "happened", "foreseen"), cells),
+        table(("", "requests"), cells),
     ]
     half, most = drill.quantile(0.5), drill.quantile(0.99)
     lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
@@ -290,7 +237,7 @@ def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, objec
 
 
 def drill_json(
-    drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
+    drill: Drill, *, judgement: DrillJudgement | str, routing: Routing
 ) -> dict[str, object]:
     """The content of `drill_report`, for `json.dumps`."""
     why = {"accuracy_why": judgement} if isinstance(judgement, str) else {}
@@ -298,6 +245,5 @@ def drill_json(
         "routing": routing,
         **ends_json(drill, None if isinstance(judgement, str) else judgement),
         **why,
-        "foreseen_percent": asdict(expected),
         "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
     }

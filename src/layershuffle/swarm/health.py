@@ -5,7 +5,8 @@ probe   a canary for a suspect host; if it passes in time, the host is healthy a
 audit   a share of the answered visits, and the first ones of every process, are computed again
         here, off the request's path (`audits` chooses them)
 
-The correct answer is computed by the block in this process, which sent the weights (`Reference`).
+The correct answer is computed by the block in this process, from the files that the hosts fetch
+(`Reference`).
 So a host that answers wrongly is shut out even if no other host holds its blocks. It stays out
 until `Coordinator.readmit` restarts it. Nothing that a host does or answers ends the watch. The
 decisions are pure functions; `HealthMonitor` carries them out.
@@ -16,17 +17,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.audits import AuditDraw
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.members import rounded
 from layershuffle.swarm.messages import (
     Outcome,
     State,
@@ -35,15 +37,9 @@ from layershuffle.swarm.messages import (
     VisitError,
     Wire,
     WorkExpired,
-    pack,
-    unpack,
 )
-from layershuffle.swarm.program import digest_of
-from layershuffle.swarm.router import TOO_LONG, Router, unpacked
+from layershuffle.swarm.router import TOO_LONG, Router, fault_of
 from layershuffle.swarm.state import HostView, Swarm
-
-if TYPE_CHECKING:
-    from layershuffle.swarm.bundle import Bundle
 
 _TICK = 0.05  # seconds between checks of which hosts are due
 _AUDITS = 8  # at a time; further visits are not audited meanwhile
@@ -65,19 +61,6 @@ class Reference:
     sample: State
     compute: Callable[[State], Coroutine[None, None, State]]
     digest: str
-
-
-def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
-    """The references for hosts with these blocks of `bundle`."""
-
-    async def compute(block: int, state: State) -> State:
-        # In a thread, because a block of a large model would delay the event loop.
-        return await asyncio.to_thread(bundle.compute, block, state)
-
-    return {
-        block: Reference(bundle.sample, partial(compute, block), digest_of(bundle.tensors[block]))
-        for block in blocks
-    }
 
 
 def question_like(sample: State, generator: np.random.Generator) -> State:
@@ -139,7 +122,7 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
     if not host.usable:
         return probe
     pace = swarm.pace(limits)
-    seconds, lag = state.expected(host, 1, pace=pace), state.lag_of(host, pace)
+    seconds, lag = state.expected(host, pace=pace), state.lag_of(host, pace)
     return max(probe, policy.hop_limit(seconds, lag=lag, left=np.inf, limits=limits))
 
 
@@ -172,7 +155,6 @@ class HealthMonitor:
         self.audited, self.disagreed = 0, 0
         self._chance = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
         self._expected: dict[str, dict[int, Reference]] = {}
-        self._since: dict[str, float] = {}
         self._draw = AuditDraw(self._chance)
         self._questions: dict[tuple[int, str], Question] = {}
         self._canaries: dict[str, tuple[float, int]] = {}
@@ -187,7 +169,6 @@ class HealthMonitor:
         """Names of the hosts about which anything is stored; dropped hosts are forgotten."""
         return {
             *self._expected,
-            *self._since,
             *self._canaries,
             *self._next,
             *self._draw.traces,
@@ -196,18 +177,17 @@ class HealthMonitor:
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
         """Check these blocks of `host` too, from now on."""
         self._expected[host] = {**self._expected.get(host, {}), **blocks}
-        self._since[host] = self.router.clock()
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
 
-    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Reference]:
-        """Stop checking `blocks` of `host`; returns their references."""
+    def forget(self, host: str, blocks: Iterable[int]) -> None:
+        """Stop checking `blocks` of `host`."""
         expected = self._expected.get(host, {})
-        return {block: expected.pop(block) for block in blocks if block in expected}
+        self._expected[host] = {b: r for b, r in expected.items() if b not in set(blocks)}
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it left or restarted."""
-        for record in (self._expected, self._since, self._canaries, self._next):
+        for record in (self._expected, self._canaries, self._next):
             record.pop(host, None)
         self._draw.drop(host)
 
@@ -293,7 +273,7 @@ class HealthMonitor:
         expected = await asyncio.shield(question.output)
         hop, answer = await self._ask(check, question.start)
         if self._expected.get(check.host, {}).get(check.block) is not reference:
-            return ""  # its weights were swapped meanwhile, so the answer proves nothing
+            return ""  # it got other weights meanwhile, so the answer proves nothing
         tolerance = self.router.limits.tolerance
         if answer is not None and not agrees(answer, expected, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
@@ -322,10 +302,10 @@ class HealthMonitor:
 
     async def _ask(self, check: Check, start: State) -> tuple[Visited, State | None]:
         """Make one visit outside of any request; also returns its answer if it can be compared."""
-        clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
-        hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
+        clock, visit = self.router.clock, Visit(check.host, check.block, check.limit)
+        hop, begun = Visited(check.host, check.block, "answered", 0.0), clock()
         # Always float32, because rounding by a narrower wire is not the fault of the host.
-        visiting = self.router.transport.visit(visit, pack(start, "fp32"))
+        visiting = self.router.transport.visit(visit, start)
         try:
             async with asyncio.timeout(check.limit):
                 answer = await visiting
@@ -342,13 +322,12 @@ class HealthMonitor:
         hop = replace(hop, ms=(clock() - begun) * _MILLI)
         if hop.outcome != "answered":
             return hop, None
-        after, fault = unpacked(answer, like=start, ms=hop.ms)
-        if fault:
+        if fault := fault_of(answer, before=start, ms=hop.ms):
             outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
             return replace(hop, outcome=outcome, why=fault), None
         return replace(
             hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
-        ), after
+        ), answer.state
 
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
         share = self.router.limits.audit_share
@@ -356,16 +335,12 @@ class HealthMonitor:
             return
         row = int(self._chance.integers(len(after)))  # one image stands for all of them
         before, after = before[row : row + 1], after[row : row + 1]
-        chosen = self._draw.chosen(
-            hop.host, len(hop.blocks), before=before, after=after, share=share
-        )
-        begun = self.router.clock() - hop.ms / _MILLI
-        swapped = begun < self._since.get(hop.host, np.inf)  # it may have run on other weights
-        if not chosen or swapped or len(self._audits) >= _AUDITS:
+        chosen = self._draw.chosen(hop.host, before=before, after=after, share=share)
+        if not chosen or len(self._audits) >= _AUDITS:
             return
-        blocks = self._references_of(hop)
-        if blocks is not None:
-            task = asyncio.ensure_future(self._audit(hop, blocks, before, after))
+        reference = self._reference_of(hop)
+        if reference is not None:
+            task = asyncio.ensure_future(self._audit(hop, reference, before, after))
             self._audits.add(task)
             task.add_done_callback(self._audited)
 
@@ -374,21 +349,18 @@ class HealthMonitor:
         if not task.cancelled() and (error := task.exception()):
             _log.error("An audit broke", exc_info=error)
 
-    async def _audit(
-        self, hop: Visited, blocks: Sequence[Reference], before: State, after: State
-    ) -> None:
+    async def _audit(self, hop: Visited, reference: Reference, before: State, after: State) -> None:
         """Compute the state after the hop again in this process, and compare."""
         wire = self.router.wire
         # The input of the hop's host, rounded by the wire.
-        received = expected = unpack(pack(before, wire))
-        for block in blocks:
-            expected = await block.compute(expected)
+        received = rounded(before, wire)
+        expected = await reference.compute(received)
         if wire != "fp32":
             expected = before + (expected - received)  # the router adds to its own state
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
         # If the process restarted or got other weights meanwhile, it did not give this answer.
-        same = self._references_of(hop) == blocks
+        same = self._reference_of(hop) is reference
         agreed = agrees(after, expected, tolerance=tolerance)
         self.disagreed += not agreed
         if not same:
@@ -396,15 +368,10 @@ class HealthMonitor:
         if agreed:
             self._draw.passed(hop.host)
         else:
-            numbers = ", ".join(map(str, hop.blocks))
-            self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))
+            self.router.report(_wrong(hop, f"it answered wrongly for block {hop.block}"))
 
-    def _references_of(self, hop: Visited) -> list[Reference] | None:
-        """The references for the hop's host; `None` while the weights of a block change."""
-        expected = self._expected.get(hop.host, {})
-        if not expected.keys() >= set(hop.blocks):
-            return None
-        return [expected[block] for block in hop.blocks]
+    def _reference_of(self, hop: Visited) -> Reference | None:
+        return self._expected.get(hop.host, {}).get(hop.block)
 
 
 def _wrong(hop: Visited, why: str) -> Visited:

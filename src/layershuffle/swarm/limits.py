@@ -37,15 +37,6 @@ class Limits(Settings):
     """... but not sooner than this ..."""
     hop_cap_ms: Milliseconds = 1000.0
     """... and not later than this."""
-    # Without this rule one host that is ten times slower sets the pace of every request (decision
-    # 010).
-    slow_factor: Factor = 5.0
-    """A host this many times slower per block than the swarm's median is used as a last resort."""
-    # The digits model computes 0.1 to 0.3 ms per block: five times that is still less than the cost
-    # of a hop, so with the factor alone such a host would needlessly be a last resort.
-    slow_margin_ms: Milliseconds = 5.0
-    """A host is not slow as long as it loses less than this per block against the median."""
-
     # A step costs the same in any swarm, and a few choices are nearly as good as all (`policy`).
     compared: Positive = 48
     """Holders that a request compares at a step; if there are more, this many are drawn."""
@@ -54,7 +45,7 @@ class Limits(Settings):
     # request.
     suspect_ms: Milliseconds = 50.0
     """A host that failed a visit gets none for this long; doubled at every further failure ..."""
-    suspect_max_ms: Milliseconds = 5000.0
+    suspect_max_ms: Milliseconds = 2000.0
     """... up to this."""
     # Most processes are back within a few seconds. A host that is dead for longer may never come
     # back, and every request would wait for it until its deadline.

@@ -95,7 +95,7 @@ def load_client(
             # Restarted for every try, because a refusal is not part of the swarm's answer time.
             begun = time.perf_counter()
             try:
-                answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)
+                answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top=1)
             except SwarmError as error:
                 ms = (time.perf_counter() - begun) * 1000
                 is_busy = error.status == _TOO_MANY
@@ -105,7 +105,7 @@ def load_client(
                     continue
                 return Reply("failed", False, 0, ms)
             ms = (time.perf_counter() - begun) * 1000
-            right = answer.images[0].top[0].index == labelled.label
+            right = answer.top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"
             ended = "late" if ms > deadline_ms else ended
             blocks = len(set(answer.blocks))
@@ -126,6 +126,6 @@ def client_inside(service: Service) -> AsyncSwarmClient:
         service.remote_model,
         calibration=service.calibration,
         limits=GatewayLimits(rate=_PLENTY, burst=_PLENTY),
-        model=service.plan.model,
+        model=service.settings.model,
     )
-    return AsyncSwarmClient("http://127.0.0.1", transport=httpx.ASGITransport(app))
+    return AsyncSwarmClient("http://127.0.0.1", patience=0, transport=httpx.ASGITransport(app))

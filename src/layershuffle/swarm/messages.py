@@ -1,122 +1,39 @@
 """The messages between router, transports and hosts: states, visits, answers and failures.
 
-A state is sent as float32, as float16, or as int8 with a scale per token: that of one image in a
+A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
 ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.errors import LayerShuffleError
 
 State = NDArray[np.float32]
 Wire = Literal["fp32", "fp16", "int8"]
-_LEVELS = 127
 Outcome = Literal["answered", "late", "lost", "unavailable", "wrong", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Packet:
-    """A state `[images, tokens, width]`: `values` in the wire's type, `scales` for int8 only."""
-
-    wire: Wire
-    values: NDArray[Any]
-    scales: NDArray[np.float32] | None = None
-
-    @property
-    def images(self) -> int:
-        """Number of images in the state."""
-        return len(self.values)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire, without the envelope."""
-        return int(self.values.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
-
-
-def pack(state: State, wire: Wire) -> Packet:
-    """Encode `state`, float32 `[images, tokens, width]`. Raises `UsageError` for other types.
-
-    fp32 is exact; fp16 rounds to 11 bits; int8 rounds each token to 1/127 of its largest value.
-    """
-    if state.dtype != np.float32:
-        raise UsageError(f"A state travels from float32, not {state.dtype}")
-    if wire == "fp32":
-        return Packet(wire, np.ascontiguousarray(state))
-    if wire == "fp16":
-        # Values beyond the range of fp16 would become infinite, and an honest host would look
-        # wrong.
-        limits = np.finfo(np.float16)
-        small = np.clip(state, limits.min, limits.max)
-        # Non-finite values are kept, because the router must see them.
-        return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
-    # A scale per token, so a token with large values does not coarsen the others.
-    largest = np.abs(state).max(axis=-1, keepdims=True)
-    # A token of zeros would divide by zero.
-    scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
-    broken = ~np.isfinite(scales)
-    scales[broken] = np.nan  # so that its whole token is not finite
-    levels = state / scales
-    # In place, because states are large.
-    np.rint(levels, out=levels)
-    # int8 has no NaN, so only the scale shows that the token is broken.
-    if broken.any():
-        np.nan_to_num(levels, copy=False)
-    return Packet(wire, levels.astype(np.int8), scales)
-
-
-def unpack(packet: Packet) -> State:
-    """The values of a packet, float32 `[images, tokens, width]`."""
-    if packet.scales is None:
-        return packet.values.astype(np.float32, copy=False)
-    return packet.values.astype(np.float32) * packet.scales
-
-
-def pack_answer(after: State, received: Packet) -> Packet:
-    """The answer to a visit with the packet `received`, whose blocks returned `after`.
-
-    On a narrow wire it holds only the residual of the blocks, which is smaller than the state and
-    has smaller rounding errors. The router adds it to its own copy of the state, which was never
-    rounded.
-    """
-    return pack(after if received.wire == "fp32" else after - unpack(received), received.wire)
-
-
-def unpack_answer(packet: Packet, *, before: State) -> State:
-    """The state after a visit with the state `before`, from the packet of its answer.
-
-    Raises `ValueError` for an answer of another shape.
-    """
-    values = unpack(packet)
-    # Numpy would broadcast some other shapes and add them anyway.
-    if values.shape != before.shape:
-        raise ValueError(f"it has the shape {values.shape}, not {before.shape}")
-    return values if packet.wire == "fp32" else before + values
-
-
-@dataclass(frozen=True, slots=True)
 class Visit:
-    """One call to one host: run `blocks`, in this order; cancelled after `limit` seconds.
+    """One call to one host: run `block`; the request waits for it `limit` seconds.
 
     `budget` (default: `limit`): remaining seconds of the whole request. The host gets this number,
     because a visit that was late and repeated elsewhere may still answer first. `fair`: the limit
-    was long enough for lateness to count against the host. `expected`: expected seconds. `waited`:
-    the request waits for it until its limit; else its answer counts only if it arrives before the
-    request ends.
+    was long enough for lateness to count against the host. `expected`: expected seconds.
     """
 
     host: str
-    blocks: tuple[int, ...]
+    block: int
     limit: float
     budget: float | None = field(default=None, compare=False)
     fair: bool = field(default=True, compare=False)
     expected: float = field(default=0.0, compare=False)
-    waited: bool = True
 
     @property
     def budget_ms(self) -> float:
@@ -126,14 +43,13 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A host's answer to a visit (`pack_answer`), and where the time went (ms).
+    """The state after a visit, float32 `[images, tokens, width]`, and where the time went (ms).
 
-    `compute_ms` is the whole time of the batches that the visit was part of, `queue_ms` the rest of
-    its time at the host. `batch` is the number of images per batch, including those of other
-    visits: a mean over the blocks such that `compute_ms / batch` is the time of one image.
+    `compute_ms`: of the batch that the visit was part of; `queue_ms`: the rest of its time at the
+    host; `batch`: images of that batch, those of other visits included.
     """
 
-    packet: Packet
+    state: State
     compute_ms: float
     queue_ms: float
     batch: float = 1.0
@@ -171,16 +87,22 @@ class HostFailed(VisitError):
     outcome: Outcome = "failed"
 
 
+class WrongAnswer(VisitError):
+    """The host answered what no honest host answers."""
+
+    outcome: Outcome = "wrong"
+
+
 @dataclass(frozen=True, slots=True)
 class Visited:
     """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".
 
     `images`: images of the request; `batch`: as in `Answer`; `lag_ms`: time beyond the expected
-    one, `None` for canaries.
+    one, `None` for canaries; `begun_ms`: its begin, since that of its walk.
     """
 
     host: str
-    blocks: tuple[int, ...]
+    block: int
     outcome: Outcome
     ms: float
     compute_ms: float = 0.0
@@ -189,6 +111,7 @@ class Visited:
     images: int = 1
     batch: float = 1.0
     lag_ms: float | None = None
+    begun_ms: float = 0.0
 
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]
@@ -233,10 +156,21 @@ class Route:
 
 
 class Transport(Protocol):
-    """Carries visits to hosts. One contract suite runs over every engine (tests/swarm)."""
+    """Carries visits to hosts."""
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
-        """The host's answer. Raises `VisitError`; cancellation drops the visit.
+    async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
+        """The host's answer to `state`, float32 `[images, tokens, width]`, which travels as `form`.
 
-        The host gets `visit.budget_ms`, never a time of day, because clocks differ.
+        On a narrow wire the answer is what the block added, which is smaller and has smaller
+        rounding errors; it is added to `state`, which was never rounded. The host gets
+        `visit.budget_ms`, never a time of day, because clocks differ. Raises `VisitError`;
+        cancellation drops the visit.
         """
+
+
+class NotAnswered(LayerShuffleError):
+    """The swarm could not answer a request; `route` is its route so far, if it began."""
+
+    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
+        super().__init__(cause, hint=hint)
+        self.route = route

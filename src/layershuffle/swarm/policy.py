@@ -1,49 +1,42 @@
-"""The routing policy: the rules that all decisions about the next action of a request share.
+"""Decides what a request does next: pure functions of its progress, the swarm and the time.
 
-There are four routings, so that they can be compared under the same failures:
+Two routings, so that they can be compared under the same failures:
 
-    order-free             the next host is the one that is expected to answer first, among the
-                           usable hosts with a block that has not run; several visits at once and
-                           second passes as far as the calibration allows
-    order-free-serial      the same, one visit after the other, no block twice
-    sequential             a classical pipeline: block i after block i - 1, each on a single host
-    replicated-sequential  the same, on whichever usable replica has the least work
+    order-free   any block that has not run may be next, on the host that is expected to answer
+                 first; several visits at once and second passes as far as the calibration allows
+    sequential   a classical pipeline: block i after block i - 1, on any of its holders, and no
+                 answer without a block
 
-`free` decides for requests in free order, `ordered` for pipelines and for requests that name their
-steps.
+A visit runs one block. Several of them, each with the newest state, are in flight as far as
+`rounds` allows, and what a block adds is included when it arrives: no visit waits for another one.
+A late visit continues, and so does the request: another holder is asked for its block, and the
+first answer counts. A request has at most its equal share of the usable hosts in flight, and sends
+further visits only to idle hosts, because side by side is faster only while hosts would be idle.
+
+A slow host is asked like any other: quick hosts go first, because they answer first, and its blocks
+follow as long as they fit the deadline.
 
 If the missing blocks have more than `Limits.compared` holders, some holders of every block are
 drawn at every step, from the request's own seed, and only these are compared: a few choices are
 nearly as good as all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"),
 and a step costs the same in any swarm.
-
-All decisions are pure functions. The real router and the simulation run the same code.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
-from layershuffle.swarm.state import (
-    HostView,
-    Swarm,
-    expected,
-    is_slow,
-    lag_of,
-    may_return,
-    slow_above,
-)
+from layershuffle.swarm.rounds import Rounds
+from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
 
-Routing = Literal["order-free", "order-free-serial", "sequential", "replicated-sequential"]
+Routing = Literal["order-free", "sequential"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-FREE: tuple[Routing, ...] = ("order-free", "order-free-serial")
-"""Routings that answer even if blocks are missing."""
 
 _FEWEST = 2
 """Least number of holders of every block that are compared."""
@@ -55,14 +48,13 @@ _FAIR = 2.0
 class UnderWay:
     """A visit in flight, and the version of the state that it carries.
 
-    `waited`: the request waits for it; else it is late, or with a slow host, and its answer counts
-    only if it arrives before the end. `late`: its limit has passed.
+    `late`: its limit has passed, so the request does not wait for it; its answer still counts if it
+    arrives before the end.
     """
 
     host: str
-    blocks: tuple[int, ...]
+    block: int
     version: int
-    waited: bool = True
     late: bool = False
 
 
@@ -71,18 +63,17 @@ class RequestProgress:
     """The progress of a request.
 
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
-    read. `deadline`: when the answer must be ready, in seconds of the router's clock. `order`: the
-    blocks to run, in this order, if the client named one. `min_blocks`: with fewer blocks the
-    request waits, as long as it has time, for hosts that may come back. `seed`: for draws among
-    many holders; it has no effect on `Limits.compared` holders or fewer. `images`: the number of
-    images in its state. `most`: the number of blocks that is enough in free order, if not all are
-    needed. `under_way`: all visits in flight.
+    read. `deadline`: when the answer must be ready, in seconds of the router's clock. `min_blocks`:
+    with fewer blocks the request waits, as long as it has time, for hosts that may come back.
+    `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
+    `images`: the number of images in its state. `most`: the number of blocks that is enough in free
+    order, if not all are needed. `under_way`: all visits in flight.
     """
 
     depth: int
     deadline: float
     min_blocks: int = 1
-    order: tuple[int, ...] | None = None
+    routing: Routing = "order-free"
     done: tuple[int, ...] = ()
     seed: int = 0
     images: int = 1
@@ -90,11 +81,10 @@ class RequestProgress:
     versions: tuple[int, ...] = ()
     under_way: tuple[UnderWay, ...] = ()
 
-    def after(self, blocks: Sequence[int], *, version: int | None = None) -> RequestProgress:
-        """This request after `blocks` ran one after the other, from `version` (default: newest)."""
-        first = len(self.done) if version is None else version
-        versions = (*self.versions, *range(first, first + len(blocks)))
-        return replace(self, done=(*self.done, *blocks), versions=versions)
+    def after(self, block: int, *, version: int | None = None) -> RequestProgress:
+        """This request after `block` ran on the state `version` (default: the newest)."""
+        read = len(self.done) if version is None else version
+        return replace(self, done=(*self.done, block), versions=(*self.versions, read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,63 +106,140 @@ class Wait:
 
 
 Action = Visit | Finish | Wait
-Offer = tuple[HostView, tuple[int, ...]]
-"""A host, and the blocks that it could run in one visit."""
 
 
-class Moment:
-    """A request at the time `now`.
+def decide(
+    progress: RequestProgress,
+    swarm: Swarm,
+    *,
+    now: float,
+    limits: Limits,
+    rounds: Rounds,
+    walks: int = 1,
+) -> Action:
+    """The next action of a request, one of `walks` running requests.
 
-    `ends`: the time at which its last visit must end; `left`: the seconds until then.
+    No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
+    version, and none more often than `rounds` allows. Places that share weights are not in flight
+    together, unless a visit to one of them is late.
     """
+    free = progress.routing == "order-free"
+    # Head and answer must still fit in after the last visit.
+    ends = progress.deadline - limits.reserve_ms / 1000
+    left, depth, ran = ends - now, progress.depth, set(progress.done)
+    most = min(depth, max(progress.most or depth, progress.min_blocks))
+    # A pipeline gives no partial answers (decision 010).
+    over = Finish("deadline" if free else "lost")
+    if len(ran) >= most or left <= 0:
+        whole = Finish("complete" if len(ran) == depth else "enough")
+        return whole if len(ran) >= most else over
+    busy = {visit.block for visit in progress.under_way if not visit.late}
+    reached = [block for block in range(depth) if block in ran | busy or swarm.usable(block)]
+    if len(busy) >= side_by_side(reached, swarm, rounds=rounds, enough=most, walks=walks):
+        return Wait(ends, for_hosts=False)
+    missing = [block for block in range(depth) if block not in ran | busy]
+    if not free:
+        missing = missing[:1]
+    occupied = rounds.with_twins(busy)
+    first = [block for block in missing if swarm.usable(block)]
+    ready = [block for block in first if block not in occupied]
+    visit = None
+    if len(ran | busy) < most:
+        visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
+    if visit is None and not busy:
+        # Its first probe decides whether a host that was late is slow or gone.
+        holders = {name for block in missing for name in swarm.held(block)}
+        hope = max((hoped_until(swarm[name], limits) for name in holders), default=0.0)
+        if hope > now:
+            return Wait(min(ends, hope))
+    # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
+    if free and visit is None and busy <= ran and len(ready) == len(first):
+        passes = rounds.way(len(ran), enough=most).passes
+        again = _again(progress, swarm, busy=busy, passes=passes)
+        again = [block for block in again if block not in occupied]
+        visit = _first_answer(progress, swarm, again, left=left, limits=limits)
+    if visit is not None and visit.expected <= left:
+        return visit
+    # A visit that would be too late does not end the request while others may be in time.
+    if busy:
+        return Wait(ends)
+    return over if visit is not None else _nowhere(progress, swarm, missing, ends=ends, now=now)
 
-    def __init__(
-        self, progress: RequestProgress, swarm: Swarm, *, now: float, limits: Limits
-    ) -> None:
-        self.progress, self.swarm, self.limits, self.now = progress, swarm, limits, now
-        # Head and answer must still fit in after the last visit.
-        self.ends = progress.deadline - limits.reserve_ms / 1000
-        self.left = self.ends - now
-        self.pace = swarm.pace(limits)
-        self._bound = slow_above(self.pace, limits)
 
-    def compared(self, blocks: Sequence[int]) -> list[HostView]:
-        """Usable hosts to choose from, by name (`compared`)."""
-        return compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
+def _nowhere(
+    progress: RequestProgress, swarm: Swarm, missing: Sequence[int], *, ends: float, now: float
+) -> Finish | Wait:
+    """The action of a request that waits for no visit, if no usable host holds a missing block.
 
-    def is_slow(self, host: HostView) -> bool:
-        """Whether `host` is a last resort (`state.is_slow`)."""
-        return is_slow(host, bound=self._bound)
+    With too few blocks it waits for the visits that it gave up, and for holders that may come back.
+    """
+    free = progress.routing == "order-free"
+    if free and len(set(progress.done)) >= progress.min_blocks:
+        return Finish("unreachable")
+    holders = (swarm[name] for block in missing for name in swarm.held(block))
+    if progress.under_way or any(
+        # A pipeline fails with a process and does not wait for the next one.
+        may_return(host, now=now, left=ends - now) and (free or host.condition == "suspect")
+        for host in holders
+    ):
+        return Wait(ends)
+    return Finish("unreachable" if free else "lost")
 
-    def expected(self, host: HostView, count: int) -> float:
-        """Seconds until `host` would answer a visit of `count` blocks."""
-        return expected(host, count, pace=self.pace, images=self.progress.images)
 
-    def first(self, offers: Iterable[Offer]) -> Offer | None:
-        """The next offer: by rank (`_turn`), then by the expected time of its answer."""
-        return min(offers, key=self._rank, default=None)
+def side_by_side(
+    reached: Sequence[int], swarm: Swarm, *, rounds: Rounds, enough: int, walks: int
+) -> int:
+    """The most visits in flight of one of `walks` requests that can reach the blocks `reached`."""
+    way = rounds.way(len(reached), enough=enough)
+    # More visits would only queue at busy hosts, and each has another state.
+    return max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
 
-    def _rank(self, offer: Offer) -> tuple[float, float, str]:
-        host, count = offer[0], len(offer[1])
+
+def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
+    """Whether an answer to `visit` could still be added to the state.
+
+    It cannot if its block has run since it began, or if its state is more than `max_age` versions
+    old.
+    """
+    since = progress.done[visit.version :]
+    return len(since) <= max_age and visit.block not in since
+
+
+def _again(progress: RequestProgress, swarm: Swarm, *, busy: set[int], passes: int) -> list[int]:
+    """The blocks to run in the current pass, after the first, once the pass before is complete."""
+    # A block that no host can run is left out of this pass, or the pass would never end.
+    runs = Counter(block for block in progress.done if block in busy or swarm.usable(block))
+    passed = min(runs.values(), default=passes)
+    if passed >= passes:
+        return []
+    return [block for block, times in runs.items() if times == passed and block not in busy]
+
+
+def _first_answer(
+    progress: RequestProgress, swarm: Swarm, blocks: Sequence[int], *, left: float, limits: Limits
+) -> Visit | None:
+    """The visit for one of `blocks` that is expected to answer first, if any host may be asked."""
+    if not blocks:
+        return None
+    pace, alone = swarm.pace(limits), all(visit.late for visit in progress.under_way)
+    # The rarest block goes first, so that many hosts remain useful until the end.
+    rarest = sorted(blocks, key=lambda block: (len(swarm.usable(block)), block))
+    offers = [
         # The name breaks ties, so the result is the same in every run.
-        turn = _turn(host, count * self.progress.images)
-        return turn, self.expected(host, count), host.name
-
-    def cut_to_fit(self, host: HostView, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """The first of `blocks` that `host` can run in the time left, and at least one."""
-        # One block stays; the caller ends the request if even that takes too long.
-        while len(blocks) > 1 and self.expected(host, len(blocks)) > self.left:
-            blocks = blocks[:-1]
-        return blocks
-
-    def visit(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
-        """The visit to `host` with as many of `blocks` as fit, and its limit."""
-        blocks, left = self.cut_to_fit(host, blocks), self.left
-        seconds = self.expected(host, len(blocks))
-        limit = hop_limit(seconds, lag=lag_of(host, self.pace), left=left, limits=self.limits)
-        # If the deadline cut the limit short, lateness is not the host's fault (decision 010).
-        fair = limit < left or limit >= _FAIR * seconds
-        return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=seconds)
+        (expected(host, pace=pace, images=progress.images), host.name)
+        for host in compared(progress, swarm, blocks=blocks, limits=limits)
+        # Queueing behind others would gain nothing and delay another request.
+        if alone or not host.waiting
+    ]
+    if not offers:
+        return None
+    seconds, name = min(offers)
+    host = swarm[name]
+    block = next(block for block in rarest if block in host.blocks)
+    limit = hop_limit(seconds, lag=lag_of(host, pace), left=left, limits=limits)
+    # If the deadline cut the limit short, lateness is not the host's fault (decision 010).
+    fair = limit < left or limit >= _FAIR * seconds
+    return Visit(name, block, limit, budget=left, fair=fair, expected=seconds)
 
 
 def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> float:
@@ -209,37 +276,6 @@ def compared(
     return [swarm[name] for name in sorted(set().union(*holders))]
 
 
-def _turn(host: HostView, work: int) -> float:
-    """The work of a host relative to its share, with `work` included: a rank for scheduling.
-
-    The host with the lowest rank is next (weighted fair queueing); hosts without a share rank 0.
-    """
-    if host.share is None:
-        return 0.0
-    # Work in flight counts too, or all requests of one moment would choose the same host.
-    done = host.served + host.waiting + work
-    return done / host.share if host.share > 0 else math.inf
-
-
-def nowhere(moment: Moment, blocks: Iterable[int], *, free: bool) -> Finish | Wait:
-    """The action of a request if no usable host holds one of the missing `blocks`.
-
-    A request with too few blocks waits if a holder may come back or a late visit may still be
-    answered; otherwise it ends. `free`: it may be answered without some of its blocks.
-    """
-    progress, swarm = moment.progress, moment.swarm
-    if free and len(set(progress.done)) >= progress.min_blocks:
-        return Finish("unreachable")
-    holders = (swarm[name] for block in blocks for name in swarm.held(block))
-    if progress.under_way or any(
-        # A pipeline fails with a process and does not wait for the next one.
-        may_return(host, now=moment.now, left=moment.left) and (free or host.condition == "suspect")
-        for host in holders
-    ):
-        return Wait(moment.ends)
-    return Finish("unreachable" if free else "lost")
-
-
 def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
     """Whether a failed visit counts against its host.
 
@@ -252,32 +288,21 @@ def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
     return not again and not excused
 
 
-def skipped(
-    progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
-) -> dict[int, str]:
+def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[int, str]:
     """Every block that did not run, with a reason for the user."""
     missing = [block for block in range(progress.depth) if block not in progress.done]
-    return {
-        block: _reason(block, progress, swarm, ending=ending, limits=limits) for block in missing
-    }
+    return {block: _reason(block, progress, swarm, ending=ending) for block in missing}
 
 
-def _reason(
-    block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
-) -> str:
-    if progress.order is not None and block not in progress.order:
-        return "the requested order leaves it out"
+def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
     if ending == "enough":
         return f"the plan needs only {len(progress.done)} blocks per request"
     holders = [swarm[name] for name in swarm.held(block)]
-    bound = slow_above(swarm.pace(limits), limits)
-    usable = [host for host in holders if host.usable]
     if not holders:
         return "no host holds it"
-    if not usable:
+    if any(block in host.loading for host in holders):
+        return "its host is loading it"
+    if not any(host.usable for host in holders):
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
-    if ending == "unreachable" and all(is_slow(host, bound=bound) for host in usable):
-        return "; ".join(f"host {host.name} is slow" for host in usable)
-    free = progress.order is None
-    passed = "its host did not answer in time" if free else "its turn had passed"
-    return "the deadline was near" if ending in ("deadline", "lost") else passed
+    late = ending in ("deadline", "lost")
+    return "the deadline was near" if late else "its host did not answer in time"

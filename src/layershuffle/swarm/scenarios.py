@@ -20,8 +20,7 @@ from layershuffle.swarm.drill import Drill, DrillJudgement, Reply, ends_json, ju
 from layershuffle.text import counted, table
 
 Scenario = Literal[
-    "gcs", "raylet", "dashboard-agent", "environment-agent", "gateway", "all-hosts", "all-but-one",
-    "liar", "rare-liar", "canary-liar", "unread",
+    "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar", "unread",
 ]  # fmt: skip
 SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 LIES: dict[Scenario, FaultKind] = {
@@ -30,16 +29,7 @@ LIES: dict[Scenario, FaultKind] = {
     "canary-liar": "wrong-but-canaries",
 }
 """Scenarios in which one host lies, with the kind of fault."""
-PROCESSES: dict[Scenario, str] = {
-    "gcs": "gcs_server",
-    "raylet": "raylet",
-    "dashboard-agent": "ray::DashboardA",
-    "environment-agent": "ray::RuntimeEnv",
-    "gateway": "",
-}
-"""Scenarios in which a process dies that is no host, with its name (the kernel keeps 15 letters),
-"" for the gateway. These are all processes that Ray starts on one machine."""
-MAY_FAIL: tuple[Scenario, ...] = (*PROCESSES, "all-hosts")
+MAY_FAIL: tuple[Scenario, ...] = ("all-hosts",)
 """Scenarios after which no request can be answered for a while."""
 _POLL = 0.1  # seconds
 
@@ -49,9 +39,6 @@ class Breakable(Protocol):
 
     async def fault(self, host: str, kind: FaultKind) -> None:
         """Inject a fault into one host. Raises `LayerShuffleError` if that fails."""
-
-    async def kill(self, process: str) -> None:
-        """Kill a process that is no host, as named in `PROCESSES`."""
 
     async def pipeline(self) -> Callable[[], bool]:
         """Open connections that send requests and never read. Returns a function that tells whether
@@ -133,11 +120,8 @@ async def strike(
     if scenario in LIES:
         await swarm.fault(liar, LIES[scenario])
         return liar_is_out
-    if scenario in PROCESSES:
-        await swarm.kill(PROCESSES[scenario])
-    else:
-        victims = hosts if scenario == "all-hosts" else hosts[1:]
-        await asyncio.gather(*(swarm.fault(host, "kill") for host in victims))
+    victims = hosts if scenario == "all-hosts" else hosts[1:]
+    await asyncio.gather(*(swarm.fault(host, "kill") for host in victims))
     # A killed host may still count as healthy for a moment.
     await _until(some_away, time.perf_counter(), within=1.0)
     return all_healthy

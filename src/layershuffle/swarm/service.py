@@ -1,259 +1,79 @@
-"""A whole swarm: model, bundles, router, coordinator, and the remote model that serves requests.
-
-It is the same for every engine: a `placement.HostBackend` runs the hosts and carries the visits.
-"""
+"""A whole swarm: an exported model, its hosts, the router, and the model that answers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-
-from layershuffle.core.stack import blocks_of, depth_of
-from layershuffle.models import load
-from layershuffle.models.files import weights_digest
-from layershuffle.models.output import own_directory
-from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
-from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
+from layershuffle.swarm.calibration import Calibration, calibration_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
-from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
-from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.placement import HostBackend
-from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.program import pack_tensors, read_program
-from layershuffle.swarm.remote_model import RemoteModel, served_host
+from layershuffle.swarm.members import Members
+from layershuffle.swarm.plan import SwarmSettings
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.speed import stored_ms
+from layershuffle.swarm.served import ServedModel
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from layershuffle.swarm.planning.hosts import ModelFacts
-    from layershuffle.swarm.ray_session import RaySession
-
-_TIMED = 30
-_MILLI = 1000.0
+_PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
-START_SECONDS = 120.0
-"""Seconds that a swarm waits for all of its hosts before it starts with those that are up."""
-
-
-@dataclass(frozen=True)
-class Cargo:
-    """The data for a plan at the head: the model, all blocks in packed form, the calibration.
-
-    `bundles` is keyed by model, by the names that the plan uses. `calibration` is `None` for a
-    model that was never calibrated.
-    """
-
-    model: nn.Module
-    bundles: Mapping[str, Bundle]
-    calibration: Calibration | None
-
-
-def load_cargo(plan: SwarmPlan) -> Cargo:
-    """Load and check the models of a plan.
-
-    Raises the errors of `load`, `UsageError` for donors that are no siblings and for plans that do
-    not fit the model, `StackError` for models that hosts cannot run.
-    """
-    model = load(plan.model)
-    host = served_host(model)
-    plan.check(depth_of(host))
-    bundles = {plan.model: make_bundle(host)}
-    donated: dict[str, set[int]] = {}
-    for place in plan.hosts.values():
-        for block, donor in place.donors.items():
-            donated.setdefault(donor, set()).add(block)
-    # A plan may name its own model as a donor, which is loaded already.
-    donated.pop(plan.model, None)
-    for donor, blocks in sorted(donated.items()):
-        bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
-    return Cargo(model, bundles, calibration_of(plan.model, host))
-
-
-def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
-    """These blocks of the model `donor`, to stand in for those of `base`.
-
-    If the donor is a saved model whose record names its base, only these blocks are read. Siblings
-    compute the same steps, so the program is that of `base`. Raises the errors of `load`,
-    `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
-    do not fit the program.
-    """
-    directory = own_directory(donor)
-    if directory is not None and read_lineage(directory).base is not None:
-        check_sibling(base, directory)
-        tensors = {block: read_block(directory, block) for block in blocks}
-    else:  # its base is a fingerprint of all of its blocks, so all must be loaded
-        model = served_host(load(donor))
-        check_sibling(base, replace(base, lineage=lineage_of(model)))
-        check_blocks(blocks, depth=base.depth, place=donor)
-        modules = blocks_of(model)
-        tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
-    program = read_program(base.program)
-    for content in tensors.values():
-        program.bind(content)  # it refuses weights that do not fit, before a host gets them
-    return replace(base, tensors=tensors)
-
-
-def calibration_of(model: str, host: nn.Module) -> Calibration | None:
-    """The calibration of the model with this spec, loaded as `host`; `None` if it has none.
-
-    Raises `ModelFileError` if it is damaged, or was measured on other weights.
-    """
-    if own_directory(model) is None:
-        return None
-    return read_calibration(calibration_path(model), weights=weights_digest(host))
-
-
-def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> ModelFacts:
-    """The facts of a model for planning and simulation; a block is timed on this machine, once.
-
-    `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of `load`.
-    """
-    # It imports scipy's solvers, which takes half a second and which no gateway needs.
-    from layershuffle.swarm.planning.hosts import facts_of
-
-    host = served_host(load(model))
-    bundle, calibration = make_bundle(host), calibration_of(model, host)
-    rows = calibration.queue if calibration is not None else ()
-    accuracy = {row.kept: row.top1 for row in rows}
-    block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
-    facts = facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
-    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
-    return replace(facts, cells=cells, rounds=rounds_of(calibration, parallel=parallel))
-
-
-def _block_ms(bundle: Bundle) -> float:
-    """Milliseconds of block 0 on one image, in this process.
-
-    The least of several times, because other work of the machine only adds to them.
-    """
-    block = read_program(bundle.program).bind(bundle.tensors[0])
-    start, times = torch.from_numpy(bundle.sample.copy()), []
-    for _ in range(_TIMED):
-        begun = time.perf_counter()
-        block(start)
-        times.append((time.perf_counter() - begun) * 1000)
-    return min(times)
 
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `missing`: hosts of the plan that did not start in time.
+    """A running swarm. `coordinator.watching`: whether its hosts are watched."""
 
-    `coordinator.watching`: whether its hosts are watched; `session`: the connection to Ray, if its
-    hosts run there.
-    """
-
-    plan: SwarmPlan
+    settings: SwarmSettings
     router: Router
+    members: Members
     coordinator: Coordinator
     remote_model: RemoteModel
     calibration: Calibration | None
-    missing: tuple[str, ...]
-    session: RaySession | None
 
     @cached_property
     def faults(self) -> FaultInjector:
-        """Injects faults into the hosts, for drills. It wraps their backend at its first use."""
-        ray = None if self.session is None else self.session.ray
-        return FaultInjector(self.coordinator, ray=ray)
-
-    @property
-    def trouble(self) -> str:
-        """The fault of the system that runs the hosts, "" if there is none."""
-        return "" if self.session is None else self.session.trouble
+        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
+        return FaultInjector(self.coordinator)
 
 
 @asynccontextmanager
 async def running_service(
-    plan: SwarmPlan,
-    cargo: Cargo,
-    *,
-    backend: HostBackend,
-    session: RaySession | None = None,
-    within: float = START_SECONDS,
-    say: Callable[[str], object] = _log.info,
+    settings: SwarmSettings, model: ServedModel, *, token: str
 ) -> AsyncIterator[Service]:
-    """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
-
-    `session`: the connection to Ray if `backend` is a `RayHosts` on it, which is watched and
-    renewed within. `say` is called with a sentence for every host that is up. The hosts end with
-    the context. `cargo.model` loses its blocks' weights. Raises `UsageError` for a plan that does
-    not fit the model.
-    """
-    base = cargo.bundles[plan.model]
-    # A host stores the weights of tied places once, so further places cost it nothing.
-    plan = plan.with_tied_places(base.digests)
+    """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
+    members, calibration = Members(model, token=token), calibration_of(model)
     router = Router(
-        backend.transport,
-        depth=base.depth,
-        limits=plan.limits,
-        routing=plan.routing,
-        wire=plan.wire,
-        most_blocks=plan.most_blocks,
-        rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
+        members,
+        depth=model.depth,
+        limits=settings.limits,
+        routing=settings.routing,
+        wire=settings.wire,
+        most_blocks=settings.most_blocks,
+        rounds=rounds_of(calibration, parallel=settings.parallel),
     )
-    coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
-    # Before anything runs, because the model may be refused.
-    remote_model = RemoteModel(cargo.model, router)
-    # Before `ready`, which only waits for the hosts that the watch starts.
-    watches: dict[str, Callable[[], Awaitable[None]]] = {"The host monitor": coordinator.run}
-    if session is not None:
-        forget, begin_anew = backend.forget, coordinator.begin_anew
-        watches["The watch over Ray"] = partial(session.keep, forget=forget, begin_anew=begin_anew)
-    pause = plan.limits.watch_ms / _MILLI
-    runs = (keep_running(what, watch, pause=pause) for what, watch in watches.items())
-    tasks = [asyncio.create_task(run) for run in runs]
+    coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
+    remote_model = RemoteModel(model, router)
+    watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
     try:
-        missing = await coordinator.ready(within=within, say=say)
-        yield Service(plan, router, coordinator, remote_model, cargo.calibration, missing, session)
+        yield Service(settings, router, members, coordinator, remote_model, calibration)
     finally:
-        # First, because the watch would restart the hosts that `close` ends.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
 
 
-async def keep_running(what: str, watch: Callable[[], Awaitable[None]], *, pause: float) -> None:
-    """Run `watch` until cancelled, and restart it `pause` seconds after an error."""
+async def keep_running(what: str, watch: Callable[[], Awaitable[None]]) -> None:
+    """Run `watch` until cancelled, and restart it after an error."""
     while True:
         try:
             await watch()
         except Exception as error:  # noqa: BLE001 -- logged with its traceback
             _log.error("%s failed and is started again", what, exc_info=error)
         # With a pause, because an error that repeats at once would fill the log.
-        await asyncio.sleep(pause)
-
-
-@asynccontextmanager
-async def swarm_on(session: RaySession | None, plan: SwarmPlan) -> AsyncIterator[Service]:
-    """The swarm of `plan` on the members of a Ray cluster, or in this process without a session.
-
-    For demonstrations and measurements: hosts that the plan does not name take no part. Raises the
-    errors of `load_cargo`.
-    """
-    if session is None:
-        from layershuffle.swarm.local import LocalHosts
-
-        backend: HostBackend = LocalHosts(list(plan.hosts), limits=plan.limits)
-    else:
-        from layershuffle.swarm.ray_hosts import RayHosts
-
-        backend = RayHosts(session.ray, limits=plan.limits, only=plan.hosts)
-    cargo = load_cargo(plan)
-    async with running_service(plan, cargo, backend=backend, session=session) as service:
-        yield service
+        await asyncio.sleep(_PAUSE)

@@ -37,11 +37,10 @@ class HostView:
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
     beyond compute and queue; they are `None` until measured. `lag`: the longest recent time, in
     seconds, that a visit took beyond the expected one; it decays from visit to visit. `batch`: the
-    average number of images that it computes together. `waiting` counts blocks x images sent and
-    not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time from
-    which a suspect may be probed, or until which requests wait for a host whose process died. `why`
-    explains every condition but "healthy". `share` is the number of blocks that it should run per
-    request, if the plan gives one, and `served` counts the blocks that it ran.
+    average number of images that it computes together. `waiting` counts the images of visits
+    sent and not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time
+    from which a suspect may be probed, or until which requests wait for a host whose process died.
+    `why` explains every condition but "healthy". `loading`: blocks that it will serve soon.
     """
 
     name: str
@@ -55,8 +54,7 @@ class HostView:
     lag: float | None = None
     batch: float = 1.0
     waiting: int = 0
-    share: float | None = None
-    served: int = 0
+    loading: frozenset[int] = frozenset()
 
     @property
     def usable(self) -> bool:
@@ -86,7 +84,7 @@ class Swarm(Mapping[str, HostView]):
         # Places change only when a host joins or leaves, so other changes copy one row.
         self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
-        self._held = _by_block((view.name, view.blocks) for view in views)
+        self._held = _by_block((view.name, view.blocks | view.loading) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
         self._usable_hosts = sum(view.usable for view in views)
@@ -124,7 +122,7 @@ class Swarm(Mapping[str, HostView]):
         return Swarm(host for host in self.values() if host.name != name)
 
     def held(self, block: int) -> tuple[str, ...]:
-        """Names of all hosts that hold `block`, sorted."""
+        """Names of all hosts that hold or load `block`, sorted."""
         return self._held.get(block, ())
 
     def usable(self, block: int) -> tuple[str, ...]:
@@ -154,7 +152,8 @@ class Swarm(Mapping[str, HostView]):
         if _indexed(before) == _indexed(after):
             return
         name, out = after.name, frozenset[int]()
-        self._held = _moved(self._held, name, was=before.blocks, now=after.blocks)
+        was, now = (view.blocks | view.loading for view in (before, after))
+        self._held = _moved(self._held, name, was=was, now=now)
         was, now = (view.blocks if view.usable else out for view in (before, after))
         self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
@@ -168,7 +167,7 @@ class Swarm(Mapping[str, HostView]):
 
 def _indexed(host: HostView) -> tuple[object, ...]:
     """The fields that the indexes depend on; visits sent and settled change none of them."""
-    return host.condition, host.compute, host.link, host.lag, host.blocks
+    return host.condition, host.compute, host.link, host.lag, host.blocks, host.loading
 
 
 def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
@@ -225,17 +224,17 @@ def _middle(times: array[float], *, otherwise: float) -> float:
     return times[half] if len(times) % 2 else (times[half - 1] + times[half]) / 2
 
 
-def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:
-    """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute.
+def expected(host: HostView, *, pace: Pace, images: int = 1) -> float:
+    """Seconds until `host` would answer a visit: link, queue and compute.
 
-    Each of its blocks is assumed to run in a batch of the host's usual size, or with its own images
-    if they are more. Waiting work takes its share of such batches.
+    Its block is assumed to run in a batch of the host's usual size, or with its own images if they
+    are more. Waiting work takes its share of such batches.
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
     # `waiting` is this router's own count: asking the host would cost a visit, and the answer would
     # be outdated.
-    return link * images + compute * (host.waiting + blocks * max(images, host.batch))
+    return link * images + compute * (host.waiting + max(images, host.batch))
 
 
 def lag_of(host: HostView, pace: Pace) -> float:
@@ -247,40 +246,24 @@ def lag_of(host: HostView, pace: Pace) -> float:
     return max(host.lag or 0.0, pace.lag)
 
 
-def slow_above(pace: Pace, limits: Limits) -> float:
-    """Seconds per block above which a host is so slow that it becomes a last resort."""
-    # With the factor alone, ordinary hosts would be excluded if all blocks are fast.
-    return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
-
-
-def is_slow(host: HostView, *, bound: float) -> bool:
-    """Whether `host` takes longer for a block than `bound` seconds (`slow_above`).
-
-    A host without a measurement counts as fast, or it would never be measured.
-    """
-    return host.compute is not None and host.compute > bound
-
-
 def sent(host: HostView, work: int) -> HostView:
-    """A visit of `work` blocks x images was sent."""
+    """A visit of `work` images was sent."""
     return replace(host, waiting=host.waiting + work)
 
 
 def settled(host: HostView, work: int) -> HostView:
-    """A visit of `work` blocks x images is over, however it ended."""
+    """A visit of `work` images is over, however it ended."""
     # A restarted host begins with 0, while visits to its old process are still ending.
     return replace(host, waiting=max(0, host.waiting - work))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A request's visit was answered: it counts as served, and its times update the averages."""
-    timed = _timed(host, hop, limits=limits)
+    """A request's visit was answered: its times update the averages."""
     return replace(
-        timed,
-        # A suspect's late answer clears no strikes: only a probe brings it back.
-        strikes=0 if host.usable else host.strikes,
+        _timed(host, hop, limits=limits),
+        # A suspect's too: it is late, not gone. But only a probe brings it back.
+        strikes=0,
         lag=_lag_after(host, hop, fade=limits.lag_fade),
-        served=timed.served + len(hop.blocks) * hop.images,
     )
 
 
@@ -296,7 +279,7 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
     Only visits of one image measure the link; canaries are such visits.
     """
-    compute = hop.compute_ms / 1000 / len(hop.blocks) / hop.batch
+    compute = hop.compute_ms / 1000 / hop.batch
     link = host.link
     if hop.images == 1:
         beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
@@ -315,8 +298,10 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
     for longer after every failure since its last success.
     """
-    # A host that lied stays out, because it may well answer a probe correctly.
-    if host.condition in ("gone", "shut-out"):
+    # A host that lied stays out, because it may well answer a probe correctly. What was sent to a
+    # suspect before it became one says nothing new; only its probes do.
+    stale = host.condition == "suspect" and hop.lag_ms is not None
+    if host.condition in ("gone", "shut-out") or (stale and hop.outcome not in ("lost", "wrong")):
         return host
     if hop.outcome == "lost":
         until = now + limits.return_ms / 1000
@@ -343,10 +328,23 @@ def probe_due(host: HostView, *, now: float) -> bool:
 
 
 def may_return(host: HostView, *, now: float, left: float) -> bool:
-    """Whether a suspect is probed within `left` seconds, or the process died only recently."""
+    """Whether a suspect is probed within `left` seconds, the process died only recently, or the
+    host is loading a block."""
+    if host.usable:
+        return bool(host.loading)
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at
+
+
+def hoped_until(host: HostView, limits: Limits) -> float:
+    """The time until which requests wait for a host although they have enough blocks.
+
+    A host that failed once since its last answer may be slow or gone: its next probe shows which.
+    0 for all others.
+    """
+    once = host.condition == "suspect" and host.strikes <= 1
+    return host.retry_at + limits.probe_ms / 1000 if once else 0.0
 
 
 def retry_after(swarm: Swarm, *, now: float) -> int:

@@ -18,21 +18,14 @@ let picture;
 let order = "";
 let running = null;
 
-function form(fields) {
-  const body = new FormData();
-  for (const [name, value] of Object.entries(fields)) body.append(name, value);
-  return body;
-}
-
-async function post(path, fields, signal) {
-  return (await ask(path, { method: "POST", body: form(fields), signal })).json();
+async function post(path, body, signal) {
+  return (await ask(`${path}?order=${encodeURIComponent(order)}`, { method: "POST", body, signal })).json();
 }
 
 // What the swarm answers, in the words of the in-process models.
 async function throughSwarm(image, signal) {
-  const answer = await post("v1/classify", { image, order, top_k: "5" }, signal);
-  return { top: answer.images[0].top, ms: answer.ms.total, blocks: answer.blocks.length,
-    expected: answer.expected, why: answer.expected_why };
+  const answer = await (await import("./swarm.js")).classify(image, { signal });
+  return { top: answer.top, ms: answer.ms.total, expected: answer.expected, why: answer.expected_why };
 }
 
 function footer(answer) {
@@ -54,12 +47,9 @@ async function update() {
   const { signal } = running;
   for (const card of Object.values(cards)) card.wait();
   try {
-    const image = new File([await picture.file()], "picture.png");
-    const [inside, swarm] = await Promise.all([
-      facts.inside.length ? post("page/answer", { image, order }, signal) : { answers: {} },
-      facts.inside.includes("ours") ? undefined : throughSwarm(image, signal),
-    ]);
-    const answers = { ...inside.answers, ...(swarm && { ours: swarm }) };
+    const image = await picture.file();
+    const answers = facts.models.ours ? (await post("page/answer", image, signal)).answers
+      : { ours: await throughSwarm(image, signal) };
     const words = Object.entries(answers).map(([name, answer]) => {
       const right = cards[name].show(answer, picture.label);
       cards[name].showExpected(answer.expected);
@@ -76,10 +66,10 @@ async function update() {
 
 // How often the models are right in this order, once the visitor pauses.
 async function score(signal, words) {
-  if (!facts.pairs || !facts.inside.length) return;
+  if (!facts.pairs) return;
   await new Promise((done) => { setTimeout(done, SETTLED); });
   if (signal.aborted) return;
-  const { right, of } = await post("page/score", { order }, signal);
+  const { right, of } = await post("page/score", "", signal);
   for (const [name, count] of Object.entries(right)) {
     cards[name].showScore(count, of);
     words.push(`${count} of ${of} test pairs.`);
@@ -89,20 +79,25 @@ async function score(signal, words) {
 
 async function start() {
   facts = await (await ask("page/facts")).json();
-  at("links").replaceChildren(...facts.links.map(([text, href]) => make("a", { href }, text)));
+  if (facts.swarm) at("links").replaceChildren(make("a", { href: "openapi.json" }, "API"));
   for (const [role, card] of Object.entries(cards)) {
-    if (facts.models[role]) card.showModel(facts.models[role]);
+    const name = facts.models[role] ?? (role === "ours" && facts.swarm);
+    if (name) card.showModel(name);
     else {
       at(role).hidden = true;
       delete cards[role];
     }
   }
   picture = new Picture(facts, update);
-  const strip = new Strip(facts.depth, (text) => {
-    order = text;
-    update();
-  });
-  strip.set(facts.depth === FIRST.length ? FIRST.map((block) => [block]) : orders.shuffle(orders.sequential(facts.depth)));
+  // A model that is on the hosts alone runs in the order in which they answer.
+  at("blocks").hidden = !facts.models.ours;
+  if (facts.models.ours) {
+    const strip = new Strip(facts.depth, (text) => {
+      order = text;
+      update();
+    });
+    strip.set(facts.depth === FIRST.length ? FIRST.map((block) => [block]) : orders.shuffle(orders.sequential(facts.depth)));
+  }
   if (facts.pairs) {
     await picture.loadPairs();
     picture.showPair(0);

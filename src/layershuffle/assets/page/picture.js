@@ -56,7 +56,7 @@ export class Picture {
     const [left, top] = [(place % ACROSS) * width, Math.floor(place / ACROSS) * height];
     small.getContext("2d").drawImage(this.sheet, left, top, width, height, 0, 0, width, height);
     const file = await small.convertToBlob({ type: "image/png" });
-    return { file: new File([file], "pair.png"), label: this.labels[place] };
+    return { file, label: this.labels[place] };
   }
 
   // A blank sheet. Nothing is asked before there is ink.

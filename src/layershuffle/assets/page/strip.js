@@ -24,7 +24,9 @@ export class Strip {
       try {
         this.set(orders.parse(at("order").value, depth));
       } catch (error) {
-        say(at("status"), error.message);
+        // Where it was typed, not in the line below the page's fold.
+        say(at("order-error"), error.message);
+        at("order").setAttribute("aria-invalid", "true");
       }
     });
   }
@@ -90,6 +92,8 @@ export class Strip {
       ...out.map((block) => this.spare(block)),
     );
     at("order").value = orders.format(rounds);
+    at("order").removeAttribute("aria-invalid");
+    say(at("order-error"), "");
     this.mark();
     if (focused) this.tile()?.focus();
     this.changed(orders.format(rounds));

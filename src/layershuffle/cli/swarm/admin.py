@@ -1,4 +1,4 @@
-"""`layershuffle swarm drain`, `readmit` and `swap`: change a running swarm from its own machine."""
+"""`layershuffle swarm drain` and `readmit`: change a running swarm from its own machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _NamedHostCommand(Command):
-    """A change to one host, through the operator's socket."""
+    """A change to one host, by the operator's key."""
 
     host: str
     """Name of the host in the plan."""
     _: KW_ONLY
     state: str | None = None
-    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
     def operator(self) -> AbstractContextManager[Operator]:
         """A connection to the swarm. Raises `UsageError` if none runs on this machine."""
@@ -61,25 +61,4 @@ class ReadmitCommand(_NamedHostCommand):
         with self.operator() as operator:
             operator.command("readmit", host=self.host)
         print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
-        return 0
-
-
-@dataclass(frozen=True)
-class SwapCommand(_NamedHostCommand):
-    """Replace a block of a host by the same block of a sibling model, while the swarm serves.
-
-    Run this on the machine of the server. No request is lost.
-    """
-
-    block: int
-    """Id of a block that the host holds."""
-    _: KW_ONLY
-    donor: str
-    """Model that the block comes from: a sibling, refined from the same base."""
-
-    def run(self) -> int:
-        """Swap the block."""
-        with self.operator() as operator:
-            operator.command("swap", host=self.host, block=self.block, donor=self.donor)
-        print(f"Block {self.block} of host {self.host} comes from {self.donor} now.")
         return 0

@@ -29,8 +29,8 @@ KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
 class ServerOptions(Command):
     """Flags about the server that receives the requests."""
 
-    address: str = "http://127.0.0.1:8000"
-    """Address of the server, http:// or https://."""
+    address: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Address of the server, http:// or https://; where one does not answer, the next is asked."""
     api_key_file: Path | None = None
     """File with the API key, if the server requires one; only its owner may read it (mode 0600).
     Default: the environment variable LAYERSHUFFLE_API_KEY."""
@@ -66,7 +66,8 @@ def server_flags(server: ServerOptions) -> str:
     """These flags, with a space before each, for a printed command; the key itself never."""
     files = {"--authority": server.authority, "--api-key-file": server.api_key_file}
     named = "".join(f" {flag} {quote(str(file))}" for flag, file in files.items() if file)
-    return f" --address {quote(server.address)}{named}"
+    addresses = "".join(f" --address {quote(address)}" for address in server.address)
+    return f"{addresses}{named}"
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,6 @@ class ClassifyCommand(ServerOptions):
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
     """Fewest blocks of an answer; with fewer the request fails."""
-    order: str | None = None
-    """Run exactly these steps: "3,0,2" one block after the other, "3+7,5" with blocks side by side,
-    "3,7,3,7" again; blocks that no host holds are left out."""
     top: int = 5
     """Classes to show per image."""
     json: bool = False
@@ -99,16 +97,14 @@ class ClassifyCommand(ServerOptions):
         from layershuffle.swarm.client import SwarmClient, SwarmError
 
         code = 0
-        with SwarmClient(self.address, **client_options(self)) as client:
-            # A request each: images of one request share their route, and with it their fate.
+        with SwarmClient(*self.address, **client_options(self)) as client:
             for image in self.images:
                 try:
                     answer = client.classify(
                         image_file(image),
                         deadline_ms=self.deadline_ms,
                         min_blocks=self.min_blocks,
-                        order=self.order,
-                        top_k=self.top,
+                        top=self.top,
                     )
                 except (SwarmError, UsageError) as error:
                     # Without a gateway or its key no image can be classified.
@@ -127,10 +123,9 @@ class ClassifyCommand(ServerOptions):
 
 def describe_answer(answer: Classification, image: Path) -> str:
     """The classes, the route, the skipped blocks, and the accuracy to expect."""
-    (classes,) = answer.images
-    lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in classes.top)}"]
+    lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in answer.top)}"]
     hops = " -> ".join(
-        f"{hop.host} ({', '.join(map(str, hop.blocks))}: "
+        f"{hop.host} ({hop.block}: "
         f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"
         for hop in answer.route
     )
@@ -183,22 +178,19 @@ class StatusCommand(ServerOptions):
 
         from layershuffle.swarm.client import SwarmClient
 
-        with SwarmClient(self.address, **client_options(self)) as client:
+        with SwarmClient(*self.address, **client_options(self)) as client:
             swarm = client.swarm()
         print(json.dumps(swarm.model_dump(), indent=2) if self.json else status_table(swarm))
         return 0
 
 
 def status_table(swarm: SwarmAnswer) -> str:
-    """One line per host, and one more for each host that is reached over Ray."""
+    """One line per host."""
     rows = []
     for host in swarm.hosts:
         # A host without an answer has no times yet, and 0 would look fast.
         times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
-        over = host.carrier or "-"
-        rows.append((host.name, host.condition, str(host.waiting), *times, over, blocks))
-    columns = ("host", "condition", "waiting", "block ms", "link ms", "over", "blocks")
-    slow = [f"{host.name} over Ray: {host.carrier_why}" for host in swarm.hosts if host.carrier_why]
-    hosts = "\n".join([table(columns, rows), *slow])
-    return f"{hosts}\n\n{_describe_expected(swarm.expected, swarm.expected_why)}"
+        rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
+    columns = ("host", "condition", "waiting", "block ms", "link ms", "blocks")
+    return f"{table(columns, rows)}\n\n{_describe_expected(swarm.expected, swarm.expected_why)}"

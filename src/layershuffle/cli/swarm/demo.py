@@ -48,21 +48,30 @@ class DemoCommand(Command):
         return 0
 
     async def _start(self) -> None:
-        from layershuffle.core.stack import depth_of
+        import math
+        import tempfile
+        from pathlib import Path
+
         from layershuffle.models import load
         from layershuffle.swarm.load_client import labelled_images
-        from layershuffle.swarm.plan import even_plan
-        from layershuffle.swarm.ray_session import local_ray
-        from layershuffle.swarm.service import swarm_on
+        from layershuffle.swarm.plan import SwarmSettings
+        from layershuffle.swarm.served import ServedModel, served_directory
+        from layershuffle.swarm.server.start import local_hosts, token_in
+        from layershuffle.swarm.service import running_service
 
-        model = load(DEFAULT_MODEL)
-        plan = even_plan(depth_of(model), self.hosts)
-        images = labelled_images(model, _DATA, count=self.requests)
-        print(
-            f"Starting {self.hosts} block hosts, each a process with its own blocks ...", flush=True
-        )
-        with local_ray(list(plan.hosts)) as session:
-            async with swarm_on(session, plan) as service:
+        model = ServedModel(served_directory(DEFAULT_MODEL))
+        images = labelled_images(load(DEFAULT_MODEL), _DATA, count=self.requests)
+        # Room for each block once, so that a dead host's blocks are lost.
+        memory = math.ceil(model.depth / self.hosts) * model.weights[0].size
+        print(f"Starting {self.hosts} hosts, each a process with its own blocks ...", flush=True)
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / "token"
+            token = token_in(file)
+            async with (
+                running_service(SwarmSettings(copies=1), model, token=token) as service,
+                local_hosts(service, self.hosts, token_file=file, memory=memory),
+            ):
+                await service.coordinator.ready(self.hosts, within=60, say=lambda _: None)
                 await self._show(service, images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
@@ -72,9 +81,8 @@ class DemoCommand(Command):
         from layershuffle.swarm.load_client import client_inside, load_client
 
         # Drawn from the seed before any request, so that a demo can be repeated.
-        faults = crashes(
-            list(service.plan.hosts), share=1 / 3, requests=self.requests, seed=self.seed
-        )
+        names = service.coordinator.children.names
+        faults = crashes(names, share=1 / 3, requests=self.requests, seed=self.seed)
         rows = []
         async with client_inside(service) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
@@ -95,10 +103,8 @@ class DemoCommand(Command):
             # Asked while hosts are dead, so that the answer shows which blocks were skipped.
             answer = await client.classify(images[0].image)
         print(f"\n{table(_HEADER, rows)}")
-        guess = answer.images[0].top[0]
-        route = " -> ".join(
-            f"{hop.host} ({', '.join(map(str, hop.blocks))})" for hop in answer.route
-        )
+        guess = answer.top[0]
+        route = " -> ".join(f"{hop.host} ({hop.block})" for hop in answer.route)
         print(
             f"\nOne answer: {guess.label} ({100 * guess.probability:.0f} %; it is "
             f"{images[0].label:02d}), "

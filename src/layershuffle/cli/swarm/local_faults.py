@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import select
-import signal
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -27,26 +23,16 @@ _QUESTION = b"GET /v1/swarm HTTP/1.1\r\nHost: drill\r\n\r\n" * 100
 
 
 class RunningSwarm:
-    """The swarm of `operator`, on this machine (`scenarios.Breakable`).
+    """The swarm of `operator`, on this machine (`scenarios.Breakable`)."""
 
-    `socket_path`: of the operator; it says which process the gateway is.
-    """
-
-    def __init__(
-        self, operator: Operator, client: AsyncSwarmClient, *, socket_path: Path, address: str
-    ) -> None:
+    def __init__(self, operator: Operator, client: AsyncSwarmClient, *, address: str) -> None:
         self._operator, self._client, self._address = operator, client, address
-        self.gateway = listener_of(socket_path)
         self._unread: list[socket.socket] = []
 
     async def fault(self, host: str, kind: FaultKind) -> None:
         """Let one host fail."""
-        # The operator's socket blocks, and the requests must go on meanwhile.
+        # The operator's client blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.command, "fault", host=host, kind=kind)
-
-    async def kill(self, process: str) -> None:
-        """SIGKILL to the gateway, or to the process of this name that it started."""
-        os.kill(child_of(self.gateway, process) if process else self.gateway, signal.SIGKILL)
 
     async def pipeline(self) -> Callable[[], bool]:
         """Ask from four addresses on 32 connections each, and read none of the answers."""
@@ -92,35 +78,3 @@ class RunningSwarm:
         except LayerShuffleError:
             return frozenset()
         return frozenset(host.name for host in swarm.hosts if host.condition == "healthy")
-
-
-def listener_of(path: Path) -> int:
-    """The process that listens at a Unix socket."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(path))
-        size = struct.calcsize("3i")
-        # Linux keeps who it was that called listen(): process, user, group.
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        process: int = struct.unpack("3i", credentials)[0]
-        return process
-
-
-def child_of(parent: int, name: str) -> int:
-    """The process called `name` below `parent`. Raises `LayerShuffleError` if there is none."""
-    processes: dict[int, tuple[str, int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            # It may end while it is looked at.
-            with suppress(OSError):
-                text, _, rest = (entry / "stat").read_text().rpartition(")")
-                processes[int(entry.name)] = (text.partition("(")[2], int(rest.split()[1]))
-    for number in sorted(processes):
-        ancestor = number
-        while ancestor in processes and ancestor != parent:
-            ancestor = processes[ancestor][1]
-        if ancestor == parent and processes[number][0] == name:
-            return number
-    raise LayerShuffleError(
-        f"The gateway (process {parent}) has started no process {name}",
-        hint="scenarios of Ray's processes are for `layershuffle swarm up`",
-    )

@@ -12,8 +12,6 @@ from layershuffle.errors import UsageError
 if TYPE_CHECKING:
     import ssl
 
-    from layershuffle.swarm.ray_config import Tls
-
 
 @dataclass(frozen=True, kw_only=True)
 class HttpsOptions(Command):
@@ -23,21 +21,6 @@ class HttpsOptions(Command):
     """Serve https: the server's certificate (PEM), with the names by which clients call it."""
     https_key: Path | None = None
     """Key of that certificate; only its owner may read it (mode 0600)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsOptions(Command):
-    """Flags about the machines that may take part in a swarm."""
-
-    token: Path | None = None
-    """The swarm's token (default: ~/.config/layershuffle/swarm-token)."""
-    tls_certificate: Path | None = None
-    """Encrypt the traffic between the machines: this machine's certificate, with its addresses in
-    it; needs --tls-key and --tls-authority too."""
-    tls_key: Path | None = None
-    """Key of the certificate."""
-    tls_authority: Path | None = None
-    """Certificate of the authority that signed the certificates of all machines."""
 
 
 def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
@@ -56,30 +39,12 @@ def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
     return server_context(certificate, key)
 
 
-def tls_of(options: TlsOptions) -> Tls | None:
-    """The TLS files of the flags, or `None`. Raises `UsageError` if only some of them are given."""
-    from layershuffle.swarm.ray_config import Tls, check_tls
-
-    files = (options.tls_certificate, options.tls_key, options.tls_authority)
-    if not any(files):
-        return None
-    certificate, key, authority = files
-    if certificate is None or key is None or authority is None:
-        raise UsageError(
-            "TLS needs a certificate, its key and the authority",
-            hint="give --tls-certificate, --tls-key and --tls-authority, or none",
-        )
-    tls = Tls(certificate, key, authority)
-    check_tls(tls)
-    return tls
-
-
 def read_keys(path: Path | None) -> tuple[str, ...]:
     """The lines of a file of API keys; empty without a file.
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
-    from layershuffle.swarm.ray_config import check_secret
+    from layershuffle.swarm.server.tls import check_secret
 
     if path is None:
         return ()
@@ -91,19 +56,3 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
         raise UsageError(
             f"The API keys cannot be read ({error})", place=path, hint="one key per line, in ASCII"
         ) from error
-
-
-def check_reports(directory: Path | None, *, keyed: bool) -> None:
-    """Raises `UsageError` if `directory` is not a directory, and for reports behind API keys."""
-    if directory is None:
-        return
-    if not directory.is_dir():
-        raise UsageError(
-            "The directory of studies does not exist", place=directory, hint="create it"
-        )
-    # Links are followed without a key, so the reports would be open to everyone.
-    if keyed:
-        raise UsageError(
-            "Reports are opened through links, which send no API key",
-            hint="leave --reports out, or --keys",
-        )

@@ -7,10 +7,10 @@ import math
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command, ComputingCommand
-from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, RoutingFlag, WireFlag
+from layershuffle.cli.swarm import CALIBRATED_MODEL, DEFAULT_MODEL, ROUTINGS, RoutingFlag
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import counted, counted_as, table
@@ -24,76 +24,50 @@ _SAME_TIME = 1.1
 
 @dataclass(frozen=True)
 class PlanCommand(Command):
-    """Find which host should hold which blocks of a model, and what to expect of that plan.
+    """Find which device should hold which blocks of a model, and what to expect of that plan.
 
-    The figures come from a simulation of the plan, and are shown beside those of a fixed order.
+    The figures come from a simulation of the plan, in free order and in sequence.
     """
 
     hosts: Path
-    """YAML file with the hosts and their memory, speed, distance and reliability: an entry for each
-    host under hosts, such as pi-1: {memory_mb: 500, speed: 0.2, availability: 0.95}."""
+    """YAML file with the devices: an entry for each under hosts, such as
+    pi: {count: 4, memory_mb: 500, speed: 0.2, link_ms: 6}."""
     _: KW_ONLY
     model: str = DEFAULT_MODEL
     """Model to serve."""
-    # Spelled out: the planner's own type comes with scipy, which would add 0.4 s to --help.
-    objective: Literal["throughput", "latency", "lifetime"] = "latency"
-    """What to optimise: throughput, latency, or lifetime (of the host that runs out first)."""
-    replicas: int = 1
-    """Hosts that hold each block."""
-    reach: float | None = None
-    """Required probability that each block is reachable."""
-    floor: float | None = None
-    """lifetime: requests may leave out blocks as long as this accuracy (percent) is reached."""
-    wire: WireFlag = "fp32"
-    """Number format of states on the wire."""
-    time_limit: float = 20.0
-    """Seconds for the exact solver."""
+    copies: int = 2
+    """Hosts that hold each block, where memory allows."""
     out: Path | None = None
-    """Write the plan to this file, for `swarm deploy`."""
+    """Write the plan to this file, for `swarm simulate`."""
     overwrite: bool = False
     """Replace an older file at --out."""
 
     def run(self) -> int:
         """Plan, print, and write."""
+        require("swarm")
+
         from layershuffle.files import write_text
         from layershuffle.models.output import check_output
         from layershuffle.swarm.plan import plan_text
-        from layershuffle.swarm.planning.hosts import read_hosts
-        from layershuffle.swarm.planning.planner import plan
-        from layershuffle.swarm.planning.report import plan_report
-        from layershuffle.swarm.service import model_facts
-        from layershuffle.swarm.speed import store_path
+        from layershuffle.swarm.planning import model_facts, plan_for, plan_report, read_hosts
 
         hosts = read_hosts(self.hosts)
         if self.out is not None:
             # Before the model is loaded and timed.
             check_output(self.out, reads=(), overwrite=self.overwrite)
-        facts = model_facts(self.model, wire=self.wire)
-        best, prediction = plan(
-            hosts,
-            facts,
-            objective=self.objective,
-            replicas=self.replicas,
-            reach=self.reach,
-            floor=self.floor,
-            time_limit=self.time_limit,
-            model=self.model,
-            wire=self.wire,
-        )
+        facts = model_facts(self.model)
+        planned = plan_for(hosts, facts, model=self.model, copies=self.copies)
         print(
             # Printed, because speeds in the file are relative to this machine.
-            f"A block of one image takes {facts.block_ms:.3g} ms here: that is `speed: 1` "
-            "(block_ms or blocks_per_s in the file override it). It was measured once and is kept "
-            f"in {store_path()}; delete that file to measure again.\n"
+            f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that "
+            "is `speed: 1` (block_ms in the file overrides it).\n"
         )
-        print(plan_report(best, prediction))
+        print(plan_report(planned, facts))
         if self.out is not None:
-            write_text(self.out, plan_text(best))
-            out = quote(str(self.out))
+            write_text(self.out, plan_text(planned.plan))
             print(
-                f"In {self.out}. Next: layershuffle swarm simulate {out} --profile "
-                f"{quote(str(self.hosts))}\nThen, on a head: layershuffle swarm deploy {out} "
-                "--address ADDRESS"
+                f"In {self.out}. Next: layershuffle swarm simulate {quote(str(self.out))} "
+                f"--profile {quote(str(self.hosts))}"
             )
         return 0
 
@@ -107,7 +81,7 @@ class SimulateCommand(Command):
     """
 
     plan: Path
-    """The plan, as for `swarm deploy`."""
+    """The plan, of `swarm plan --out`."""
     _: KW_ONLY
     profile: Path | None = None
     """HOSTS.yaml from which the plan was made, with the speeds of its hosts. Default: 5 ms per
@@ -140,23 +114,22 @@ class SimulateCommand(Command):
 
         from layershuffle.swarm.chaos import crashes, crashes_text
         from layershuffle.swarm.plan import read_swarm_plan
-        from layershuffle.swarm.planning.hosts import hosts_of, read_hosts
-        from layershuffle.swarm.service import model_facts
+        from layershuffle.swarm.planning import model_facts, profile_of, read_hosts
         from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
         from layershuffle.swarm.simulation.run import simulate
         from layershuffle.swarm.simulation.scenario import (
             Arrivals,
             Churn,
             Profile,
-            profile_of,
             scaled,
         )
 
         plan = read_swarm_plan(self.plan)
-        facts = model_facts(plan.model, wire=plan.wire, parallel=plan.parallel)
+        facts = model_facts(plan.model, parallel=plan.parallel)
         profile = Profile()
         if self.profile is not None:
-            profile = profile_of(hosts_of(read_hosts(self.profile), facts))
+            file = read_hosts(self.profile)
+            profile = profile_of(file.named(), file.block_ms or facts.block_ms)
         if self.hosts is not None:
             plan = scaled(plan, self.hosts)
         churn = None
@@ -223,7 +196,7 @@ class CalibrateCommand(ComputingCommand):
     decide how many blocks run side by side and whether they run twice.
     """
 
-    model: str = DEFAULT_MODEL
+    model: str = CALIBRATED_MODEL
     """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
     _: KW_ONLY
     data: str = "digit-pairs"

@@ -1,13 +1,12 @@
 """The swarm's HTTP server: it answers requests with classes and the route. Import the modules.
 
-`run` accepts connections, `app` holds the routes and the API keys, `scheduler` carries a request
-out, `requests` reads its form and decodes its images, and `schemas` is the JSON of the answer.
-`limits` bounds what is accepted, `errors` has the refusals, `metrics` counts, `tls` encrypts, and
-`admin` is the operator's own socket.
+`run` accepts connections, `app` holds the routes and the API keys, `admission` bounds what clients
+take, `scheduler` carries a classification out, `requests` reads its options and its body, `images`
+decodes, and `schemas` is the JSON of the answer. `limits` has the bounds, `errors` the refusals,
+`metrics` counts, `tls` encrypts, and `admin` takes the operator's commands.
 
-`page` holds the files and routes of the page, which `gateway_page` serves for a swarm and `demo`
-for the models of `workbench` in this process. `live` sends the state of the swarm and the visits of
-one request to the page.
+`page` holds the files and routes of the page, for a swarm and for the models of `workbench` in this
+process.
 
 Clients read answers with `schemas`, which imports no web framework.
 """

@@ -1,27 +1,26 @@
-"""The operator's endpoint: commands that only the owner of a running swarm may give.
+"""The operator's commands, on the port of the API, for who has the operator's key.
 
-It is a Unix socket in a directory that no other user may enter (`state_directory`), so it needs no
-key that could be guessed or lost. `operator_app` is the server, `Operator` the client of the
-command line.
+A key and not a socket of its own: the page needs it to break hosts, also behind a proxy, and a
+second server in the process would need a second set of limits. The key is made anew at every start
+and lies, with the address, in a directory that no other user may enter (`state_directory`), where
+the command line finds both.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
-import socket
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+import secrets
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
@@ -29,160 +28,155 @@ from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
-    # It imports torch, which takes seconds, and commands look for a swarm that runs before that.
+    from fastapi import FastAPI
+    from starlette.requests import Request
+
     from layershuffle.swarm.service import Service
 
-CommandName = Literal["drain", "readmit", "swap", "routing", "fault", "plan"]
-SOCKET = "operator.sock"
-# Seconds; a swap may have to load a whole model before it answers.
+CommandName = Literal["drain", "readmit", "routing", "fault", "facts"]
+KEY_HEADER = "X-Operator-Key"
+_FILE = "operator.json"
+_KEY_BYTES = 24
+# Seconds; a host that is readmitted may have to start a process before the gateway answers.
 _TIMEOUT = 120.0
-_SOCKET_PATH_BYTES = 100  # Linux allows 107, less what Python adds
 
 
-class HostBody(BaseModel):
-    """The body of a command to one host. Unknown keys are refused, here and below."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    host: str
-
-
-class SwapBody(HostBody):
-    """Replace a block with that of another model."""
-
-    block: int
-    donor: str
-
-
-class FaultBody(HostBody):
-    """Inject a fault into the host."""
-
-    kind: FaultKind
-
-
-class RoutingBody(BaseModel):
-    """Set the routing of new requests."""
+class Fields(BaseModel):
+    """The fields of a command. Unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    routing: Routing
+    host: str = ""
+    kind: FaultKind | None = None
+    routing: Routing | None = None
 
 
-def operator_app(service: Service) -> FastAPI:
-    """The app behind the operator's socket; its errors are JSON with cause and hint."""
-    app = FastAPI(title="LayerShuffle swarm: operator", openapi_url=None)
-    coordinator, router = service.coordinator, service.router
+def add_operator(
+    app: FastAPI, admit: Callable[[Request], Awaitable[None]], *, service: Service, key: str
+) -> None:
+    """Add POST /operator/NAME to the gateway's app, for requests with `key`.
 
-    @app.post("/drain")
-    async def drain(command: HostBody) -> dict[str, Any]:
-        """Let the host finish its visits and take no more; `empty`: it has finished."""
-        return {"empty": await coordinator.drain(command.host)}
+    `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
+    start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
+    fail, by `kind`; `routing`: set that of new requests (`before`: the earlier one); `facts`: the
+    model, the gateway's own hosts, and the routing.
+    """
+    from starlette.requests import Request
 
-    @app.post("/readmit")
-    async def readmit(command: HostBody) -> dict[str, Any]:
-        """Restart a host that was shut out, was drained, or died."""
-        # The router knows a spare only once it is up.
-        if command.host in router.swarm and router.swarm[command.host].usable:
-            raise UsageError(
-                f"Host {command.host} is healthy, so it was not restarted",
-                hint=f"layershuffle swarm drain {command.host} takes it out of service",
+    from layershuffle.swarm.server.app import Keys
+    from layershuffle.swarm.server.errors import HTTPError
+
+    keys = Keys([key])
+
+    async def command(name: CommandName, fields: Fields, request: Request) -> dict[str, Any]:
+        await admit(request)  # before the key, so that guessing is slow
+        if not keys.accept(request.headers.get(KEY_HEADER, "").encode("latin-1", "replace")):
+            raise HTTPError(
+                HTTPStatus.UNAUTHORIZED,
+                "The operator's key is missing or wrong",
+                hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
-        await coordinator.readmit(command.host)
-        return {}
-
-    @app.post("/swap")
-    async def swap(command: SwapBody) -> dict[str, Any]:
-        """Replace a block of the host with the same block of the model `donor`."""
-        block, base = command.block, coordinator.base
-        # In a thread: reading files or loading a model would block requests.
-        from layershuffle.swarm.service import donor_bundle
-
-        bundle = await asyncio.to_thread(donor_bundle, command.donor, base, blocks=[block])
-        await coordinator.swap(command.host, block, donor=bundle)
-        return {}
-
-    @app.post("/routing")
-    async def routing(command: RoutingBody) -> dict[str, Any]:
-        """Set the routing of new requests; `before`: the earlier one."""
-        before, router.routing = router.routing, command.routing
-        return {"before": before}
-
-    @app.post("/fault")
-    async def fault(command: FaultBody) -> dict[str, Any]:
-        """Inject a fault into a host, for a drill."""
-        await service.faults.inject(Fault(0, command.host, command.kind))
-        return {}
-
-    @app.post("/plan")
-    async def plan() -> dict[str, Any]:
-        """The running plan."""
-        return service.plan.model_dump(mode="json")
-
-    @app.exception_handler(LayerShuffleError)
-    async def answer_error(request: Request, error: LayerShuffleError) -> JSONResponse:
-        del request
-        # `Operator` maps the status back to the class of the error.
-        status = 400 if isinstance(error, UsageError) else 409
-        return JSONResponse({"cause": error.cause, "hint": error.hint}, status)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        del request
-        # Every location begins with "body", which tells the operator nothing.
-        problems = [(".".join(map(str, e["loc"][1:])), e["msg"]) for e in error.errors()]
-        cause = "; ".join(f"{key}: {text}" if key else text for key, text in problems)
-        hint = "run the same version of layershuffle as the swarm does"
-        return JSONResponse({"cause": cause, "hint": hint}, 400)
-
-    return app
-
-
-@asynccontextmanager
-async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None]:
-    """Serve the operator's socket in `state` within. Raises `UsageError` if a swarm is using it."""
-    import uvicorn  # commands of the operator need no server
-
-    class Quiet(uvicorn.Server):
-        def capture_signals(self) -> Any:  # the clients' server handles signals
-            return nullcontext()
-
-    path = free_socket(state)
-    listener = socket.socket(socket.AF_UNIX)
-    with listener:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        # Before listening: no other user can connect in between.
-        path.chmod(0o600)
-        listener.listen()
-        app = operator_app(service)
-        server = Quiet(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # first: Ctrl-C cancels the wait below
-            server.should_exit = True
-            await asyncio.wait({task})  # a cancelled `wait` does not cancel the task
+            return await carry_out(service, name, fields=fields)
+        except UsageError:
+            raise
+        except LayerShuffleError as error:
+            raise HTTPError(HTTPStatus.CONFLICT, error.cause, hint=error.hint or "") from error
+
+    command.__annotations__["request"] = Request
+    app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 
 
-class Operator:
-    """The client of the operator's socket. Every command may raise `LayerShuffleError`.
+async def carry_out(service: Service, name: CommandName, *, fields: Fields) -> dict[str, Any]:
+    """Carry out a command, and return its answer."""
+    coordinator, router, host = service.coordinator, service.router, fields.host
+    if name == "drain":
+        return {"empty": await coordinator.drain(host)}
+    if name == "readmit":
+        # The router knows a spare only once it is up.
+        if host in router.swarm and router.swarm[host].usable:
+            raise UsageError(
+                f"Host {host} is healthy, so it was not restarted",
+                hint=f"layershuffle swarm drain {host} takes it out of service",
+            )
+        coordinator.readmit(host)
+    elif name == "fault" and fields.kind is not None:
+        # Hosts that joined from elsewhere may be processes of others.
+        if host not in coordinator.children.names:
+            raise UsageError(f"This swarm did not start a host {host!r}")
+        await service.faults.inject(Fault(0, host, fields.kind))
+    elif name == "routing" and fields.routing is not None:
+        before, router.routing = router.routing, fields.routing
+        return {"before": before}
+    elif name == "facts":
+        return {
+            "model": service.settings.model,
+            "hosts": list(coordinator.children.names),
+            "routing": router.routing,
+        }
+    else:
+        raise UsageError(f"The command {name} lacks a field")
+    return {}
 
-    Raises `UsageError` if no swarm listens in the directory `state`.
+
+class Operated:
+    """The operator's file of one gateway, in the directory `state`; it is locked until `close`.
+
+    Raises `UsageError` if a swarm is using the directory.
     """
 
     def __init__(self, state: Path) -> None:
-        self._socket = state / SOCKET
-        if not listens(self._socket):
+        self.key = secrets.token_urlsafe(_KEY_BYTES)
+        self._path, self._lock = state / _FILE, FileLock(state / "lock", mode=0o600)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            raise UsageError(
+                "A swarm of this user runs already",
+                place=state,
+                hint="end it, or name another --state",
+            ) from error
+
+    def publish(self, url: str, *, certificate: Path | None) -> None:
+        """Write where the gateway is, with the key and, for https, its certificate."""
+        facts = {"url": url, "key": self.key, "process": os.getpid()}
+        if certificate is not None:
+            facts["certificate"] = str(certificate.absolute())
+        # The directory is closed to others, and a reader must never see half of it.
+        fresh = self._path.with_suffix(".new")
+        fresh.touch(mode=0o600)
+        fresh.write_text(json.dumps(facts), encoding="utf-8")
+        fresh.replace(self._path)
+
+    def close(self) -> None:
+        """Remove the file and let another swarm use the directory."""
+        self._path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+class Operator:
+    """Gives commands to the swarm of the directory `state`. Each may raise `LayerShuffleError`.
+
+    `process`: that of the gateway. Raises `UsageError` if no swarm uses the directory.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._place = state / _FILE
+        try:
+            facts = json.loads(self._place.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
             raise UsageError(
                 "No swarm of this user runs on this machine",
-                place=self._socket,
+                place=self._place,
                 hint="start one with `layershuffle swarm up`, or name its --state directory",
-            )
+            ) from error
+        self.process: int = facts["process"]
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self._socket)),
-            base_url="http://operator",
+            base_url=facts["url"],
+            headers={KEY_HEADER: facts["key"]},
             timeout=_TIMEOUT,
+            trust_env=False,  # a proxy cannot reach this machine's loopback
+            verify=_pinned(facts["certificate"]) if "certificate" in facts else True,
         )
 
     def close(self) -> None:
@@ -190,23 +184,29 @@ class Operator:
         self._http.close()
 
     def command(self, name: CommandName, **fields: Any) -> dict[str, Any]:
-        """Give the swarm a command and return its answer; `operator_app` has the fields of each."""
+        """Give the swarm a command and return its answer; `add_operator` has the fields of each."""
         try:
-            response = self._http.post(name, json=fields)
+            response = self._http.post(f"/operator/{name}", json=fields)
         except httpx.HTTPError as error:
             raise LayerShuffleError(
                 f"The swarm does not answer its operator ({type(error).__name__})",
-                place=self._socket,
-                hint="see what swarm up or swarm deploy printed, or start it again",
+                place=self._place,
+                hint="it may have been killed; start it again",
             ) from error
-        # An unexpected failure of the swarm is plain text.
-        is_json = response.headers.get("content-type") == "application/json"
-        answer: dict[str, Any] = response.json() if is_json else {}
+        answer: dict[str, Any] = response.json()
         if response.is_success:
             return answer
-        kind = UsageError if response.status_code == 400 else LayerShuffleError
-        cause = answer.get("cause") or f"The swarm answered {response.status_code}"
-        raise kind(str(cause), hint=answer.get("hint"))
+        kind = UsageError if response.status_code == 422 else LayerShuffleError
+        raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
+
+
+def _pinned(certificate: str) -> ssl.SSLContext:
+    """Trusts this certificate alone, whatever name the gateway is called by on its own machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(certificate)
+    return context
 
 
 @contextmanager
@@ -220,10 +220,11 @@ def operator_of(state: str | None) -> Iterator[Operator]:
 
 
 def state_directory(path: str | None = None) -> Path:
-    """The directory where a swarm of this user keeps its socket and token; it is created if needed.
+    """The directory where a swarm of this user keeps its address, key and token; it is created if
+    needed.
 
     Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
-    other users may enter it, or its path is too long for a socket.
+    other users may enter it.
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
@@ -237,43 +238,4 @@ def state_directory(path: str | None = None) -> Path:
             place=directory,
             hint=f"chmod 700 {directory}, or remove it if it is not yours",
         )
-    if len(os.fsencode(directory / SOCKET)) > _SOCKET_PATH_BYTES:
-        raise UsageError(
-            "The path is too long for a socket", place=directory, hint="name a shorter --state"
-        )
     return directory
-
-
-def free_socket(state: Path) -> Path:
-    """The path for the operator's socket of a new swarm, in the directory `state`.
-
-    Raises `UsageError` if a swarm is using it.
-    """
-    path = state / SOCKET
-    if listens(path):
-        raise UsageError(
-            "A swarm of this user runs already",
-            place=path,
-            hint="end it, or name another --state",
-        )
-    return path
-
-
-def scratch_directory(name: str) -> Path:
-    """A short path for the logs and sockets of Ray, below a directory checked like the state's.
-
-    Ray creates it at its first start.
-    """
-    # A subdirectory, because Ray opens its own directory to every user, and `state_directory`
-    # would refuse that at the next start.
-    return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}") / "ray"
-
-
-def listens(path: Path) -> bool:
-    """Whether a process answers at the Unix socket `path`."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False  # no socket, or one left by a swarm that was killed
-    return True

@@ -1,11 +1,15 @@
 """The HTTP routes of a swarm, its API keys, and the one handler that turns errors into answers.
 
-POST /v1/classify   images in, classes and the route out
+POST /v1/classify   an image in, its classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
-GET  /healthz       200 while any block can be run
+GET  /livez         200 while the gateway answers at all
+GET  /readyz        200 while answers are accurate enough
+GET  /healthz       200 while any block can be run, and what is wrong
 GET  /metrics       for Prometheus
 GET  /              the page, unless it is switched off
+POST /operator/...  commands of the operator (`admin`)
 GET  /openapi.json  the description of this API
+/v1/host, /v1/files/...  hosts dial in (`members`)
 """
 
 from __future__ import annotations
@@ -13,49 +17,47 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Query
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layershuffle._version import __version__
-from layershuffle.data.class_names import numbered
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.errors import (
-    HTTPError,
-    answer_to,
-    status_of,
-    unprocessable,
-)
-from layershuffle.swarm.server.gateway_page import GatewayPage, PageOptions
+from layershuffle.swarm.server.errors import HTTPError, answer_to, status_of
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
-from layershuffle.swarm.server.requests import BODY_SCHEMA
-from layershuffle.swarm.server.scheduler import ForeignBlocks, RequestScheduler
+from layershuffle.swarm.server.page import PageFacts, facts_of, page_routes, takes_pairs
+from layershuffle.swarm.server.requests import BODY_SCHEMA, Options, wrong_options
+from layershuffle.swarm.server.scheduler import RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
 from layershuffle.swarm.state import retry_after
 
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.workbench import Workbench
+
+_Admit = Callable[[Request], Awaitable[None]]
 _CLASSIFY = "/v1/classify"
 _SHORTEST_KEY = 16
 _REFUSALS = {
-    400: "The form is broken, or has too many images.",
     401: "The API key is missing or wrong.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
-    415: "The body is not a form.",
-    422: "A field or an image is wrong, or the address has parameters.",
+    415: "The body is a form, or compressed.",
+    422: "An option or the image is wrong.",
     429: "Too many requests; see Retry-After.",
     503: "The deadline passed before there was an answer, too few blocks could be run, or the "
     "pipeline broke; see Retry-After.",
@@ -63,47 +65,52 @@ _REFUSALS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSALS.items()
 }
-_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 422, 429)}
+_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 429)}
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "No; `why` has the reasons."}
+}
 
 
 def create_app(
     remote_model: RemoteModel,
     *,
     limits: GatewayLimits | None = None,
-    labels: Sequence[str] | None = None,
     calibration: Calibration | None = None,
     keys: Sequence[str] = (),
     model: str = "",
-    foreign_blocks: Callable[[], ForeignBlocks] = frozenset,
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
-    carriers: Callable[[], Mapping[str, Carrier]] = dict,
-    trouble: Callable[[], str] = str,
-    page: PageOptions | None = None,
+    page: bool = False,
+    min_accuracy: float | None = None,
+    operate: Callable[[FastAPI, _Admit], None] | None = None,
+    hosts: Sequence[BaseRoute] = (),
     decoder_threads: Executor | None = None,
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
-    `labels`: the names of the classes (default: those of the model, else those of `calibration`);
     `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
-    `foreign_blocks`: (host, block) of blocks from a model other than the calibrated one;
     `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
-    disagreed; `carriers`: how visits reach each host; `trouble`: the fault of the system that runs
-    the hosts; `page`: options of the page at /, `None` for no page; `decoder_threads`: the executor
-    that decodes images (default: its own threads). Raises `UsageError` for short keys, and for
-    labels or a calibration of another model.
+    disagreed; `page`: whether there is a page at /; `min_accuracy`: top-1 in percent that must be
+    expected for /readyz; `operate` adds the operator's routes, given the check of the rates;
+    `hosts`: the routes of hosts that dial in; `decoder_threads`: the executor that decodes images
+    (default: its own threads). Raises `UsageError` for short keys, and for a calibration of another
+    model.
     """
-    names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
         remote_model,
         limits=limits or GatewayLimits(),
-        labels=names,
+        labels=_labels(remote_model, calibration),
         calibration=calibration,
-        foreign_blocks=foreign_blocks,
         decoder_threads=decoder_threads,
     )
-    metrics = Metrics(remote_model.router, watching=watching, audits=audits, trouble=trouble)
-    gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics, carriers=carriers)
+    metrics = Metrics(remote_model.router, watching=watching, audits=audits)
+    gateway = _Gateway(
+        scheduler,
+        keys=Keys(keys),
+        model=model,
+        metrics=metrics,
+        min_accuracy=min_accuracy,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -125,12 +132,16 @@ def create_app(
     )
     app.state.keyed = bool(gateway.keys)
     _add_routes(app, gateway)
-    if page is not None:
-        GatewayPage(
-            page, scheduler=scheduler, metrics=metrics, model=model, admit=gateway.admit
-        ).add_to(app)
+    if page:
+        app.router.routes += _page_of(gateway)
+    app.router.routes += hosts
+    if operate is not None:
+        operate(app, gateway.check_rate)
+    app.add_middleware(HeadAsGet)
     # Starlette calls the handler of the most specific class, so all of these need ours.
-    for kind in (LayerShuffleError, HTTPException, ClientDisconnect, Exception):
+    for kind in (
+        LayerShuffleError, RequestValidationError, HTTPException, ClientDisconnect, Exception,
+    ):  # fmt: skip
         app.add_exception_handler(kind, gateway.answer_error)
     return app
 
@@ -151,10 +162,10 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         dependencies=guarded,
         responses=errors,
         openapi_extra={"requestBody": BODY_SCHEMA},
-        summary="Classify one image or several",
+        summary="Classify an image",
     )
-    async def classify(request: Request) -> Classification:
-        answer = await gateway.scheduler.classify(request)
+    async def classify(request: Request, options: Annotated[Options, Query()]) -> Classification:
+        answer = await gateway.scheduler.classify(request, options)
         gateway.metrics.count_answer(answer)
         return answer
 
@@ -164,17 +175,18 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     async def swarm() -> SwarmAnswer:
         return gateway.swarm()
 
-    @app.get(
-        # Without a key: load balancers and service managers have none.
-        "/healthz",
-        responses={503: {"model": Health, "description": "No block can be run."}},
-        summary="Whether requests can be answered",
-    )
+    # Without a key: load balancers and service managers have none.
+    @app.get("/livez", summary="Whether the gateway runs")
+    async def livez() -> dict[str, bool]:
+        return {"ok": True}
+
+    @app.get("/readyz", responses=_UNHEALTHY, summary="Whether answers are accurate enough")
+    async def readyz(response: Response) -> Health:
+        return _with_status(gateway.readiness(), response)
+
+    @app.get("/healthz", responses=_UNHEALTHY, summary="Whether requests can be answered")
     async def healthz(response: Response) -> Health:
-        health = gateway.metrics.health()
-        if not health.ok:
-            response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-        return health
+        return _with_status(gateway.metrics.health(), response)
 
     @app.get(
         "/metrics",
@@ -187,6 +199,43 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
 
 
+def _with_status(health: Health, response: Response) -> Health:
+    if not health.ok:
+        response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    return health
+
+
+def _page_of(gateway: _Gateway) -> Sequence[BaseRoute]:
+    """The routes of the page, whose models are loaded for the first visitor."""
+    scheduler, loaded = gateway.scheduler, list[asyncio.Future[Any]]()
+    manifest = scheduler.remote_model.model.manifest
+    view = manifest.file_view
+
+    async def workbench() -> Workbench:
+        if not loaded:
+            # It imports torch, which the gateway itself does without.
+            from layershuffle.swarm.server.workbench import workbench_of
+
+            loading = asyncio.to_thread(
+                workbench_of, gateway.model, calibration=scheduler.calibration
+            )
+            loaded.append(asyncio.ensure_future(loading))
+        bench: Workbench = await asyncio.shield(loaded[0])
+        return bench
+
+    async def facts() -> PageFacts:
+        # A model of other images answers through its hosts alone: it may be large.
+        if takes_pairs(view, manifest.class_names or ()):
+            return facts_of(await workbench(), swarm=gateway.model)
+        depth = scheduler.remote_model.depth
+        size = {"width": view.width, "height": view.height}
+        return PageFacts(depth=depth, pairs=False, models={}, swarm=gateway.model, **size)
+
+    return page_routes(
+        facts=facts, workbench=workbench, admission=scheduler.admission, admit=gateway.admit
+    )
+
+
 class _Gateway:
     """State that the routes share."""
 
@@ -197,16 +246,20 @@ class _Gateway:
         keys: Keys,
         model: str,
         metrics: Metrics,
-        carriers: Callable[[], Mapping[str, Carrier]],
+        min_accuracy: float | None,
     ) -> None:
+        self.min_accuracy = min_accuracy
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
-        self.router, self.carriers = scheduler.remote_model.router, carriers
+        self.router = scheduler.remote_model.router
+
+    async def check_rate(self, request: Request) -> None:
+        """Count a request against the rate of its client. Raises `HTTPError` (429)."""
+        self.scheduler.admission.admit(request)
 
     async def admit(self, request: Request) -> None:
-        """Check a request. Raises `HTTPError`: 429 (checked first), 401, or 422."""
-        address = request.client.host if request.client else ""
+        """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
         # Rates are checked before keys, so that guessing keys is slow too.
-        self.scheduler.clients.admit(address, now=self.router.clock())
+        await self.check_rate(request)
         headers = request.headers
         if not self.keys.accept(key_in(headers.get("authorization"), headers.get("x-api-key"))):
             raise HTTPError(
@@ -214,12 +267,19 @@ class _Gateway:
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
             )
-        if request.query_params:
-            names = ", ".join(key[:40] for key in request.query_params)
-            raise unprocessable(
-                f"The address has parameters: {names}",
-                hint="send options as fields of the form; other paths have none",
-            )
+
+    def readiness(self) -> Health:
+        """The health; it is not ok if the accuracy to expect now is below `min_accuracy`."""
+        health = self.metrics.health()
+        if self.min_accuracy is None or not health.ok:
+            return health
+        expected, why = self.scheduler.expected_now()
+        if expected is not None and expected.top1 >= self.min_accuracy:
+            return health
+        low = f"{expected.top1:.1f} % are expected" if expected else f"unknown ({why})"
+        reason = f"the accuracy of answers is below {self.min_accuracy:g} %: {low}"
+        whys = [health.why, reason] if health.why else [reason]
+        return health.model_copy(update={"ok": False, "why": "; ".join(whys)})
 
     def swarm(self) -> SwarmAnswer:
         """The answer of /v1/swarm."""
@@ -232,7 +292,7 @@ class _Gateway:
             routing=router.routing,
             wire=router.wire,
             unreachable_blocks=schemas.unreachable(router.swarm, depth=router.depth),
-            hosts=schemas.hosts_of(router.swarm, self.carriers(), now=router.clock()),
+            hosts=schemas.hosts_of(router.swarm, visits=self.metrics.visits(), now=router.clock()),
             counters=dict(self.metrics.requests),
             audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,
@@ -245,6 +305,8 @@ class _Gateway:
         """Count the refusal, and return `errors.answer_to(error)`."""
         if isinstance(error, HTTPException | ClientDisconnect):
             return answer_to(error)
+        if isinstance(error, RequestValidationError):
+            error = wrong_options(error)
         status, wait = status_of(error), None
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
@@ -252,6 +314,19 @@ class _Gateway:
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             wait = retry_after(self.router.swarm, now=self.router.clock())
         return answer_to(error, wait=wait)
+
+
+class HeadAsGet:
+    """Answers HEAD as GET; the server drops the body of the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server keeps its own
+        await self._app(scope, receive, send)
 
 
 class Keys:
@@ -297,19 +372,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _labels(
-    remote_model: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
-) -> tuple[str, ...]:
-    classes = num_classes_of(remote_model.model)
+def _labels(remote_model: RemoteModel, calibration: Calibration | None) -> tuple[str, ...]:
+    """The names of the classes: those of the model, else those of the calibration, else numbers."""
     if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
             f"The calibration has {len(calibration.queue)} blocks, but the model has "
             f"{remote_model.depth}",
             hint="layershuffle swarm calibrate MODEL --data SPEC",
         )
-    if labels is None:
-        of_calibration = None if calibration is None else calibration.classes
-        labels = class_names_of(remote_model.model) or of_calibration or numbered(classes)
-    if len(labels) != classes:
-        raise UsageError(f"{len(labels)} labels do not name {classes} classes")
-    return tuple(labels)
+    of_calibration = None if calibration is None else calibration.classes
+    manifest = remote_model.model.manifest
+    return tuple(manifest.class_names or of_calibration or map(str, range(manifest.classes)))

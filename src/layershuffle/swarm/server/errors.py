@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
-from layershuffle.swarm.remote_model import NotAnswered
+from layershuffle.swarm.messages import NotAnswered
 from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
 LOG = logging.getLogger("layershuffle")

@@ -22,16 +22,11 @@ class GatewayLimits(Settings):
     """Longest time that a body may take to arrive."""
     held_bytes: Positive = 256 << 20
     """Most bytes of bodies in memory at one time, over all requests."""
-    max_images: Positive = 16
-    """Most images in a request."""
     max_pixels: Positive = 25_000_000
     """Most pixels of an image, checked before it is decoded, and again for what it is resized to.
     25 million are 75 MB once decoded."""
-    max_request_pixels: Positive = 50_000_000
-    """Most pixels of all images of a request together, each as it is or resized, whichever is more;
-    checked before any is decoded. A decoder takes 10 to 20 ms per million."""
     decoders: Positive = 2
-    """Most requests whose images are decoded at one time; at most half of them of one client."""
+    """Most images that are decoded at one time; at most half of them of one client."""
 
     min_deadline_ms: Milliseconds = 50.0
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
@@ -43,7 +38,6 @@ class GatewayLimits(Settings):
     others are told to try later."""
     connections: Positive = 512
     """Most open connections; further ones are closed at once."""
-    # uvicorn sets no timer before the first request, so `run` checks this (decision 015).
     head_ms: Milliseconds = 10_000.0
     """Longest time from the opening of a connection, and from every answer, to the next request's
     complete head; also the longest time of a TLS handshake."""

@@ -29,8 +29,7 @@ class Metrics(Collector):
     """The counters of one gateway, in a Prometheus registry of their own.
 
     `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
-    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed;
-    `trouble`: the fault of the system that runs the hosts, "" if there is none.
+    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed.
     """
 
     def __init__(
@@ -39,14 +38,11 @@ class Metrics(Collector):
         *,
         watching: Callable[[], bool] | None = None,
         audits: Callable[[], tuple[int, int]] | None = None,
-        trouble: Callable[[], str] = str,
     ) -> None:
         self._router, self._watching, self._audits = router, watching, audits
-        self._trouble = trouble
         # Not by prometheus_client, which never forgets a label: hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
-        self.blocks_used = 0
         self._seconds = prometheus.Histogram(
             "layershuffle_request_seconds",
             "Time of answered requests.",
@@ -106,8 +102,11 @@ class Metrics(Collector):
             self._router.swarm,
             depth=self._router.depth,
             watching=watching,
-            trouble=self._trouble(),
         )
+
+    def visits(self) -> dict[str, int]:
+        """The number of visits to each host that was visited."""
+        return {host: outcomes.total() for host, outcomes in self.hops.items()}
 
     def audits(self) -> Audits | None:
         """How many visits were audited; `None` if they are not counted."""
@@ -120,9 +119,7 @@ class Metrics(Collector):
         """Count an answer."""
         self.requests["degraded" if answer.degraded else "answered"] += 1
         self._seconds.observe(answer.ms.total / 1000)
-        kept = len(set(answer.blocks))  # some may have run again
-        self._blocks.observe(kept)
-        self.blocks_used += kept
+        self._blocks.observe(len(set(answer.blocks)))  # some may have run again
 
     def count_refusal(self, status: HTTPStatus) -> None:
         """Count a classification that ended with `status`."""

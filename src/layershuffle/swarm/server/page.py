@@ -1,20 +1,34 @@
-"""The page of a model: its files, its facts, and its routes.
+"""The page of a model: its files, its facts and its answers, for a swarm and for `demo`.
 
 The files are package data, a few dozen kilobytes in total, and are served unchanged. This module
-imports no torch, so the page is served before the models are loaded.
+imports no torch, so the page of `layershuffle demo` is served before its models are loaded;
+requests that need them wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from layershuffle.bundled import asset
+from layershuffle.errors import LayerShuffleError
+from layershuffle.image_view import ImageView
+from layershuffle.swarm.server.admission import Admission
+from layershuffle.swarm.server.errors import answer_to
+from layershuffle.swarm.server.limits import GatewayLimits
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.workbench import Workbench
 
 _KINDS = {
     ".css": "text/css; charset=utf-8",
@@ -24,6 +38,7 @@ _KINDS = {
     ".png": "image/png",
     ".svg": "image/svg+xml",
 }
+PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
 HEADERS = {
     # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -35,43 +50,40 @@ HEADERS = {
     # Revalidated every time: another version of this package may answer at the same address.
     "Cache-Control": "no-cache",
 }
-FOREIGN = "Another site's page sent this request"
 
 
 class PageFacts(BaseModel):
     """The facts that the page loads first.
 
     `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
-    package are images of it; `inside`: the models that answer in this process, by role; `models`:
-    the name of each role's model; `swarm`: whether hosts answer at /v1/classify; `token`: permits
-    requests that break hosts, "" where they are not allowed; `links`: text and address.
+    package are images of it; `models`: the names of the models that answer in this process, by
+    role; `swarm`: the name of the model whose hosts answer at /v1/classify, "" without a swarm.
     """
 
     depth: int
     width: int
     height: int
     pairs: bool
-    inside: Sequence[str]
-    models: dict[str, str]
-    swarm: bool = False
-    token: str = ""
-    links: Sequence[tuple[str, str]] = ()
+    models: Mapping[str, str]
+    swarm: str = ""
 
 
-class Answering(Protocol):
-    """The methods of `workbench.Workbench` that the page uses."""
+def takes_pairs(view: ImageView, names: Sequence[str]) -> bool:
+    """Whether the packaged test pairs fit the image size and the class names of a model."""
+    return (view.channels, view.height, view.width) == PAIR and set(pair_names()) <= set(names)
 
-    async def answer(self, request: Request) -> dict[str, object]:
-        """Every model's answer to the image and the order in the form of the request."""
 
-    async def score(self, request: Request) -> dict[str, object]:
-        """How many test pairs every model classifies correctly in the order of the form."""
+@cache
+def pair_names() -> tuple[str, ...]:
+    """The class names of the packaged test pairs."""
+    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))
 
 
 def page_routes(
     *,
-    facts: Callable[[Request], Awaitable[PageFacts]],
-    answering: Callable[[], Awaitable[Answering]],
+    facts: Callable[[], Awaitable[PageFacts]],
+    workbench: Callable[[], Awaitable[Workbench]],
+    admission: Admission,
     admit: Callable[[Request], Awaitable[None]],
 ) -> Sequence[Route]:
     """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
@@ -89,32 +101,64 @@ def page_routes(
 
     async def send_facts(request: Request) -> Response:
         await admit(request)
-        return JSONResponse((await facts(request)).model_dump(), headers=HEADERS)
+        return JSONResponse((await facts()).model_dump(), headers=HEADERS)
 
-    async def answer(request: Request) -> Response:
-        if is_foreign(request):
-            return Response(FOREIGN, 403, HEADERS, "text/plain")
+    async def ask(request: Request) -> Response:
+        # Any site can send a request here, which would keep the models busy.
+        if request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site"):
+            return Response("Another site's page sent this request", 403, HEADERS, "text/plain")
         await admit(request)
-        return JSONResponse(await (await answering()).answer(request), headers=HEADERS)
-
-    async def score(request: Request) -> Response:
-        if is_foreign(request):
-            return Response(FOREIGN, 403, HEADERS, "text/plain")
-        await admit(request)
-        return JSONResponse(await (await answering()).score(request), headers=HEADERS)
+        bench, order = await workbench(), request.query_params.get("order", "")
+        question = bench.answer if request.url.path.endswith("answer") else bench.score
+        return JSONResponse(
+            await question(request, order=order, admission=admission), headers=HEADERS
+        )
 
     return [
         Route("/", file),
         Route("/page/facts", send_facts),
-        Route("/page/answer", answer, methods=["POST"]),
-        Route("/page/score", score, methods=["POST"]),
+        Route("/page/answer", ask, methods=["POST"]),
+        Route("/page/score", ask, methods=["POST"]),
         Route("/page/{name}", file),
     ]
 
 
-def is_foreign(request: Request) -> bool:
-    """Whether a page of another site makes this request, according to the browser.
+def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = None) -> Starlette:
+    """The app of the page for models in this process; they may not be loaded yet."""
+    admission = Admission(limits or GatewayLimits(), clock=time.monotonic)
 
-    Any site can send a form here, which would keep the models busy.
-    """
-    return request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site")
+    async def workbench() -> Workbench:
+        # Shielded, because a visitor who leaves must not end the loading for all others.
+        return await asyncio.shield(loading)
+
+    async def facts() -> PageFacts:
+        return facts_of(await workbench())
+
+    async def admit(request: Request) -> None:
+        admission.admit(request)
+
+    app = Starlette(
+        routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
+        exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
+    )
+    app.state.keyed = False
+    return app
+
+
+def facts_of(bench: Workbench, *, swarm: str = "") -> PageFacts:
+    """The page's facts on the models of a workbench."""
+    return PageFacts(
+        depth=bench.depth,
+        width=bench.view.width,
+        height=bench.view.height,
+        pairs=bench.has_pairs,
+        models=bench.names,
+        swarm=swarm,
+    )
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    del request
+    answer = answer_to(error)
+    answer.headers.update(HEADERS)
+    return answer

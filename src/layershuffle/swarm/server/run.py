@@ -1,8 +1,9 @@
 """Run the gateway, in the process of router and coordinator and on their event loop.
 
-uvicorn implements HTTP. This module adds three limits that it lacks against hostile clients: on the
-connections of one address, on the time until a request's head is complete, and on the time until an
-answer is read. research/decisions says why no other server is used.
+uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
+below it, at the socket, and above it, as an app around the app: bounds on the connections of one
+address, on the time until a request is there, and on the time until an answer is read. Decision 040
+says what other servers hold, and docs/proxy.md what none does.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.tls import check_address
+from layershuffle_host.wire import MAX_TEXT_BYTES, PING_SECONDS, PONG_SECONDS
 
 PORT = 8000
+_KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
 _GRACE = 5  # seconds that requests under way get when the server is told to end
 _HEADER_BYTES = 1 << 14
 _BACKLOG = 128
-_PROGRESS = 1 << 14  # bytes of an answer
+_LOOK = 0.25  # seconds between two looks at the connections
 
 
 async def serve(
@@ -38,132 +42,92 @@ async def serve(
     port: int = PORT,
     public: bool = False,
     tls: ssl.SSLContext | None = None,
+    trusted_proxies: Sequence[str] = (),
+    ws_bytes: int = MAX_TEXT_BYTES,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
 
     `port` 0 takes a free one. With `tls` (`tls.server_context`) the gateway accepts only https.
-    Raises `UsageError` for an address that other machines reach if the app takes no API key, unless
-    it is to be `public`; `LayerShuffleError` for a port in use.
+    `trusted_proxies`: addresses or networks whose X-Forwarded-For is believed. Raises `UsageError`
+    for an address that other machines reach if the app takes no API key, unless it is to be
+    `public`; `LayerShuffleError` for a port in use.
     """
     check_address(host, keyed=app.state.keyed, public=public)
-    # These log every broken form and head: a client could fill the disk.
-    for name in ("python_multipart", "uvicorn.error"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs every broken head: a client could fill the disk.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = GatewayLimits()
-    with ListeningSocket(host, port=port, limits=limits) as listener:
+    with GatewaySocket(host, port=port, limits=limits, trusted=trusted_proxies) as listener:
         name, number = listener.getsockname()[:2]
         if ready is not None:
             scheme = "http" if tls is None else "https"
             ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{number}")
-        await Server(app, limits=limits, tls=tls).serve(sockets=[listener])
+        async with listener.watched():
+            server = server_of(app, listener, tls=tls, trusted=trusted_proxies, ws_bytes=ws_bytes)
+            await server.serve([listener])
 
 
-# It relies on uvicorn's internals, so pyproject.toml allows no untested minor version.
-class Server(uvicorn.Server):
-    """A uvicorn server that closes TLS handshakes and connections without progress.
+def server_of(
+    app: Any,
+    listener: GatewaySocket,
+    *,
+    tls: ssl.SSLContext | None = None,
+    trusted: Sequence[str] = (),
+    ws_bytes: int = MAX_TEXT_BYTES,
+) -> uvicorn.Server:
+    """The server of `app` at `listener`, whose connections it reports there.
 
-    uvicorn sets no timer before the first request, stops the timer after an answer at the next
-    byte, and waits forever for a client that does not read its answers.
+    `ws_bytes`: of the largest message of a host, which anybody may fill before saying hello.
     """
+    # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
+    inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
 
-    def __init__(
-        self, app: Any, *, limits: GatewayLimits, tls: ssl.SSLContext | None = None
-    ) -> None:
-        config = uvicorn.Config(
-            app,
+    return uvicorn.Server(
+        uvicorn.Config(
+            listener.around(inner),
             http="h11",
-            ws="none",
+            ws="websockets-sansio",
+            ws_max_size=ws_bytes,
+            ws_per_message_deflate=False,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PONG_SECONDS,
             log_config=None,
             access_log=False,
             server_header=False,
-            # The limits per client use the address of the connection, behind a proxy the proxy's:
-            # anybody may write X-Forwarded-For.
             proxy_headers=False,
             h11_max_incomplete_event_size=_HEADER_BYTES,
+            timeout_keep_alive=_KEEP,
             timeout_graceful_shutdown=_GRACE,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
-        super().__init__(config)
-        self._patience, self._tls = limits.head_ms / 1000, tls
-        self._waiting: dict[H11Protocol, tuple[tuple[Any, int, bool], float]] = {}
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the app, then accept connections: uvicorn has no option for TLS time-outs."""
-        await super().startup(sockets=[])
-        handshake = None if self._tls is None else self._patience
-        for listener in sockets or []:
-            server = await asyncio.get_running_loop().create_server(
-                partial(
-                    H11Protocol,
-                    config=self.config,
-                    server_state=self.server_state,
-                    app_state=self.lifespan.state,
-                ),
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=handshake,
-                ssl_shutdown_timeout=handshake,
-            )
-            self.servers.append(server)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams to clients, which never end by themselves; then shut down as uvicorn."""
-        # Any ASGI app may be served; only those with a page have streams.
-        ending = getattr(getattr(self.config.app, "state", None), "ending", None)
-        if ending is not None:
-            ending.set()
-        await super().shutdown(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls this ten times a second."""
-        self.cut_waiting(asyncio.get_running_loop().time())
-        return await super().on_tick(counter)
-
-    def cut_waiting(self, now: float) -> None:
-        """Close the connections that have waited too long for their client.
-
-        The server waits for the client until the head of a request is complete, and while an answer
-        is not read, even if further requests have arrived behind it. Single bytes of a head do not
-        count as progress, and of an answer only steps of `_PROGRESS` bytes do.
-        """
-        before, self._waiting = self._waiting, {}
-        for connection in cast("set[H11Protocol]", self.server_state.connections):
-            cycle, transport = connection.cycle, connection.transport
-            closing = transport.is_closing()
-            # A TLS transport that was closed twice has no buffer and raises when asked for its
-            # size, which would end the server.
-            has_buffer = self._tls is None or not closing
-            unsent = transport.get_write_buffer_size() if has_buffer else 0
-            running = cycle is not None and not cycle.response_complete
-            if running and unsent == 0 and not closing:
-                continue  # the client waits for the server
-            state = (cycle, unsent // _PROGRESS, closing)
-            past_state, since = before.get(connection, (None, now))
-            since = since if past_state == state else now
-            self._waiting[connection] = state, since
-            if now - since >= self._patience:
-                # A closing connection waits for its client too: for the end of TLS, or until it has
-                # read the data left below TLS.
-                transport.abort() if unsent or closing else transport.close()
+    )
 
 
-class ListeningSocket(socket.socket):
-    """A listening socket that accepts as many connections as allowed, per client and in total.
+class GatewaySocket(socket.socket):
+    """A listening socket that bounds its connections: their number, in total and for each client,
+    and the time that they take for nothing.
 
-    Connections count from their acceptance, so TLS handshakes count as well. Further ones are
-    closed at once. Raises `LayerShuffleError` if it cannot listen on the address.
+    A connection waits for its client until a whole request is there, and while an answer is not
+    read. Connections count from their acceptance, so TLS handshakes do as well. Those of `trusted`
+    proxies count in the total alone. Raises `LayerShuffleError` if it cannot listen on the address.
     """
 
-    def __init__(self, host: str, *, port: int, limits: GatewayLimits) -> None:
+    def __init__(
+        self, host: str, *, port: int, limits: GatewayLimits, trusted: Sequence[str] = ()
+    ) -> None:
         # Without the protocol asyncio leaves Nagle's algorithm on, and every answer, which is sent
         # as head and body, waits 40 ms for the client's delayed acknowledgement.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._limits = limits
-        self._connections: Counter[str] = Counter()
+        self._limits, self._trusted = limits, frozenset(map(client_of, trusted))
+        self._patience = limits.head_ms / 1000
+        self._counts: Counter[str] = Counter()
+        self.open: dict[tuple[str, int], Accepted] = {}
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
+            # of what is to be sent for so long.
+            self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.head_ms))
             self.bind((host.strip("[]"), port))
             self.listen(_BACKLOG)
         except OSError as error:
@@ -178,29 +142,95 @@ class ListeningSocket(socket.socket):
         beyond the limits, after which asyncio calls again."""
         connection, address = super().accept()
         client = client_of(address[0])
-        full = self._connections.total() >= self._limits.connections
-        if full or self._connections[client] >= self._limits.client_connections:
+        full = self._counts.total() >= self._limits.connections
+        many = self._counts[client] >= self._limits.client_connections
+        if full or (many and client not in self._trusted):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
-        self._connections[client] += 1
-        return _AcceptedConnection(connection, closed=partial(self._leave, client)), address
+        self._counts[client] += 1
+        self.open[address[:2]] = accepted = Accepted(connection, self._leave, address[:2])
+        return accepted, address
 
-    def _leave(self, client: str) -> None:
-        self._connections[client] -= 1
-        if not self._connections[client]:
-            del self._connections[client]  # a Counter keeps zeros, one per address ever seen
+    def around(self, app: Any) -> Any:
+        """`app`, with its requests noted at their connections."""
+
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            connection = self.open.get(tuple(scope.get("client") or ()))
+            if connection is None:  # the lifespan of the app
+                await app(scope, receive, send)
+                return
+
+            async def sent(message: Message) -> None:
+                connection.sending_since = asyncio.get_running_loop().time()
+                await send(message)
+                connection.sending_since = None
+
+            connection.waiting_since = None
+            try:
+                await app(scope, receive, sent)
+            finally:
+                connection.sending_since = None
+                connection.waiting_since = asyncio.get_running_loop().time()
+
+        return noted
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Cut the connections that have waited too long for their client, within."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(_LOOK)
+                self.cut(asyncio.get_running_loop().time())
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def cut(self, now: float) -> None:
+        """Cut the connections that have waited too long for their client at `now`."""
+        for connection in list(self.open.values()):
+            if now - connection.idle_since(now) >= self._patience:
+                # Below the server, which sees its client leave. An answer that is not read is lost.
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, address: tuple[str, int]) -> None:
+        del self.open[address]
+        client = client_of(address[0])
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]  # a Counter keeps zeros, one per address ever seen
 
 
-class _AcceptedConnection(socket.socket):
-    """An accepted connection that calls `closed` when it is closed."""
+class Accepted(socket.socket):
+    """An accepted connection. Times in seconds of the event loop, `None` while it does not wait.
 
-    def __init__(self, plain: socket.socket, *, closed: Callable[[], None]) -> None:
+    `waiting_since`: for the next request; `sending_since`: for its client to take an answer.
+    """
+
+    def __init__(
+        self,
+        plain: socket.socket,
+        left: Callable[[tuple[str, int]], None],
+        address: tuple[str, int],
+    ) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self._closed_callback: Callable[[], None] | None = closed
+        self._left: Callable[[tuple[str, int]], None] | None = left
+        self._address = address
+        self.waiting_since: float | None = asyncio.get_running_loop().time()
+        self.sending_since: float | None = None
+
+    def idle_since(self, now: float) -> float:
+        """Since when this connection waits for its client; `now` if it does not."""
+        times = [t for t in (self.waiting_since, self.sending_since) if t is not None]
+        return min(times, default=now)
 
     def close(self) -> None:
-        """Close the connection, and call `closed` the first time."""
+        """Close the connection, and tell the listener the first time."""
         super().close()
-        callback, self._closed_callback = self._closed_callback, None
-        if callback is not None:
-            callback()
+        left, self._left = self._left, None
+        if left is not None:
+            left(self._address)

@@ -5,27 +5,24 @@ It imports no torch and no web framework, because clients read answers with the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.swarm.calibration import CalibrationFacts
 from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
-from layershuffle.swarm.placement import Carrier
+from layershuffle.swarm.messages import Ending, Outcome, Wire
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.state import Condition, Swarm
 
 if TYPE_CHECKING:
-    # It imports torch, which clients may not have.
+    # It imports the runtime, which clients may not have.
     from layershuffle.swarm.remote_model import Classified
 
-IMAGE_FIELD = "image"
-"""The field of a request's form that holds the image files; every other field is an option."""
 _MILLI = 1000.0
 
 Reason = Annotated[str, AfterValidator(lambda text: text.encode("utf-8", "replace").decode())]
@@ -40,20 +37,16 @@ class Guess(BaseModel):
     probability: float
 
 
-class ImageAnswer(BaseModel):
-    """The most probable classes of one image, best first."""
-
-    top: list[Guess]
-
-
 class Hop(BaseModel):
-    """One visit to one host: milliseconds in total, of compute, and of waiting at the host."""
+    """One visit to one host. Milliseconds: from the begin of the walk to that of the visit, of the
+    visit in total, of compute, and of waiting at the host."""
 
     model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
 
     host: str
-    blocks: list[int]
+    block: int
     outcome: Outcome
+    begun_ms: float
     ms: float
     compute_ms: float
     queue_ms: float
@@ -79,7 +72,7 @@ class Times(BaseModel):
 class Classification(BaseModel):
     """The answer to a classification, with the route it took."""
 
-    images: list[ImageAnswer]
+    top: list[Guess] = Field(description="The most probable classes, best first.")
     depth: int = Field(description="Number of blocks of the model.")
     blocks: list[int] = Field(description="Blocks that ran, in execution order.")
     versions: list[int] = Field(
@@ -110,12 +103,8 @@ class HostAnswer(BaseModel):
     blocks: list[int]
     compute_ms: float | None = Field(description="Average per block.")
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
-    carrier: Literal["channel", "ray", "process"] | None = Field(
-        description="How visits get there: data channel, Ray, or within the gateway; `null` while "
-        "it has no process."
-    )
-    carrier_why: Reason = Field(description="Why visits use Ray and not the data channel.")
     waiting: int = Field(description="Blocks sent to it and not answered yet.")
+    visits: int = Field(description="Visits to it since the gateway started.")
     strikes: int = Field(description="Failures since the last success.")
     retry_ms: float | None = Field(description="Time until a suspect host is tried again.")
 
@@ -180,32 +169,27 @@ def classification(
     classified: Classified,
     *,
     labels: Sequence[str],
-    top_k: int,
-    order: Iterable[int] | None,
+    top: int,
     expected: tuple[Expected | None, str],
     total_ms: float,
 ) -> Classification:
-    """The answer for the logits `[images, classes]` and the route of `classified`."""
-    route, logits = classified.route, classified.logits
+    """The answer for the logits `[1, classes]` and the route of `classified`."""
+    route, logits = classified.route, classified.logits[0]
     # In float32 the probabilities of many classes would not add up to 1.
-    best = logits.double().softmax(dim=-1).topk(min(top_k, logits.shape[-1]))
-    images = [
-        ImageAnswer(
-            top=[
-                Guess(label=labels[index], index=index, probability=probability)
-                for index, probability in zip(indices, probabilities, strict=True)
-            ]
-        )
-        for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities = powers / powers.sum()
+    # Of equal ones the first, as torch takes.
+    best = np.argsort(-probabilities, kind="stable")[:top].tolist()
+    guesses = [(index, float(probabilities[index])) for index in best]
     return Classification(
-        images=images,
+        top=[Guess(label=labels[index], index=index, probability=p) for index, p in guesses],
         depth=route.depth,
         blocks=list(route.order),
         versions=[version for _, version in route.steps],
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
-        degraded=is_degraded(route, order=order),
+        # As sets, because any order of the blocks is a complete answer, and some may run twice.
+        degraded=set(route.order) != set(range(route.depth)),
         ending=route.ending,
         route=[Hop.model_validate(hop) for hop in route.hops],
         expected=expected[0],
@@ -219,20 +203,9 @@ def classification(
     )
 
 
-def is_degraded(route: Route, *, order: Iterable[int] | None) -> bool:
-    """Whether blocks that were to run are missing: of all blocks, or of the requested `order`, each
-    as often as it occurs there.
-
-    A route may end as complete although a block in the middle of the order had no host.
-    """
-    if order is not None:
-        return Counter(route.order) != Counter(order)
-    # As sets, because any order of the blocks is a complete answer, and some may have run twice.
-    return set(route.order) != set(range(route.depth))
-
-
-def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[HostAnswer]:
-    """All hosts, by name; `now` in seconds of the router's clock."""
+def hosts_of(swarm: Swarm, *, visits: Mapping[str, int], now: float) -> list[HostAnswer]:
+    """All hosts, by name, with the number of their `visits`; `now` in seconds of the router's
+    clock."""
     return [
         HostAnswer(
             name=host.name,
@@ -241,33 +214,28 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
             blocks=sorted(host.blocks),
             compute_ms=None if host.compute is None else host.compute * _MILLI,
             link_ms=None if host.link is None else host.link * _MILLI,
-            carrier=carrier.kind if carrier else None,
-            carrier_why=carrier.why if carrier else "",
             waiting=host.waiting,
+            visits=visits.get(host.name, 0),
             strikes=host.strikes,
             retry_ms=(
                 max(0.0, host.retry_at - now) * _MILLI if host.condition == "suspect" else None
             ),
         )
         for host in swarm.values()
-        # Of a dead process the engine still has a handle, but no visit goes there.
-        for carrier in [None if host.condition == "gone" else carriers.get(host.name)]
     ]
 
 
-def health(swarm: Swarm, *, depth: int, watching: bool | None = None, trouble: str = "") -> Health:
-    """Whether any block can be run at all, and whether the hosts are watched.
-
-    `trouble`: the fault of the system that runs the hosts.
-    """
-    reachable = depth - len(unreachable(swarm, depth=depth))
+def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
+    """Whether any block can be run at all, and whether the hosts are watched."""
+    missing = unreachable(swarm, depth=depth)
+    reachable = depth - len(missing)
     reasons = []
     if reachable == 0:
         reasons.append("no usable host holds a block")
+    elif missing:
+        reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
     if watching is False:
         reasons.append("the hosts are not watched now: those that fail do not come back")
-    if trouble:
-        reasons.append(trouble)
     return Health(
         # One block is enough for an answer, though a poor one, and answers need no watch.
         ok=reachable > 0,

@@ -1,147 +1,174 @@
-"""Serve a plan: start its hosts, the gateway and the operator's socket, and run until the end.
-
-The gateway answers clients, the operator's socket only the owner of this process. Nothing here
-imports torch before the hosts are started, whose processes import it at the same time.
-"""
+"""Serve a swarm: the gateway, and hosts of this machine, until the end. Nothing imports torch."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+import gc
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from layershuffle.machine import collector_paused
+from starlette.applications import Starlette
 
-if TYPE_CHECKING:
-    import ssl
+from layershuffle.files import write_bytes
+from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.plan import SwarmSettings
+from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.admin import Operated, add_operator
+from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
+from layershuffle.swarm.server.tls import check_secret
+from layershuffle.swarm.service import Service, running_service
+from layershuffle_host.wire import HEADER, MAX_TEXT_BYTES
 
-    from layershuffle.swarm.chaos import FaultKind
-    from layershuffle.swarm.plan import SwarmPlan
-    from layershuffle.swarm.ray_session import RaySession
-    from layershuffle.swarm.server.gateway_page import PageOptions
-    from layershuffle.swarm.service import Cargo, Service
+_MEMORY = 200_000_000
+"""Bytes of weights that a host of this machine takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a plan is served. `state`: directory of the operator's socket.
+    """How a swarm is served. `operated`: the operator's file.
 
-    `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys.
-    `threads`: torch threads of each host (default: chosen on its machine); `wait`: seconds after
-    which the server starts without the hosts that are not up. `page`: whether to serve the page; it
-    links the reports in the directory `reports`, and visitors may break hosts if `may_break`.
+    `hosts`: hosts of this machine, with `memory` bytes of weights each; `token_file`: what all
+    hosts have to know. `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the
+    clients' API keys. `wait`: seconds after which the start is told without the hosts that are not
+    up. `page`: whether to serve the page. `certificate`: the file of that of `tls`;
+    `trusted_proxies`: addresses of reverse proxies, whose word on the client is taken;
+    `min_accuracy`: top-1 in percent that /readyz asks for.
     """
 
-    state: Path
+    operated: Operated
+    token_file: Path
+    hosts: int = 0
+    memory: int = _MEMORY
     host: str = "127.0.0.1"
     port: int = 8000
     public: bool = False
     tls: ssl.SSLContext | None = None
     keys: tuple[str, ...] = ()
-    threads: int | None = None
-    wait: float = 120.0
+    wait: float = 60.0
     page: bool = True
-    reports: Path | None = None
-    may_break: bool = False
+    certificate: Path | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    min_accuracy: float | None = None
 
 
-async def serve_plan(
-    plan: SwarmPlan,
-    session: AbstractContextManager[RaySession],
+async def serve_swarm(
+    settings: SwarmSettings,
+    model: ServedModel,
     *,
     serving: Serving,
     say: Callable[[str], None],
-    ready: Callable[[Service, str], None],
+    ready: Callable[[Service, str, str], None],
 ) -> None:
-    """Serve the plan with hosts of a Ray session, until SIGINT or SIGTERM.
+    """Serve clients, hosts and the operator, until SIGINT or SIGTERM.
 
-    `say` gets the steps of the start, `ready` the service and its address once it is open. Raises
-    `LayerShuffleError` for an address that cannot be listened on, before anything is started.
+    `say` gets the steps of the start; `ready` the service, its address and the operator's key, once
+    it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot be
+    listened on.
     """
-    from layershuffle.swarm.placement import started_early
-    from layershuffle.swarm.ray_hosts import RayHosts
-    from layershuffle.swarm.server.limits import GatewayLimits
-    from layershuffle.swarm.server.run import ListeningSocket
-
-    # A port that is in use is found before the hosts are started, which takes seconds.
-    ListeningSocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
-    say(f"Loading {plan.model}, and connecting to Ray ...")
-    # In parallel: Ray mostly waits for its processes, and those of the hosts import torch while
-    # this one does. So nothing above may import torch.
-    with ThreadPoolExecutor(1) as loader:
-        loading = loader.submit(_loaded, plan)
-        with session as ray_session:
-            backend = RayHosts(ray_session.ray, limits=plan.limits, threads=serving.threads)
-            say(f"Starting {len(plan.hosts)} block hosts ...")
-            async with started_early(backend, plan):
-                cargo = await asyncio.wrap_future(loading)
-                # It imports torch, which is loaded by now, so the event loop is not blocked.
-                from layershuffle.swarm.service import running_service
-
-                async with running_service(
-                    plan, cargo, backend=backend, session=ray_session, within=serving.wait, say=say
-                ) as service:
-                    # With port 0 the address is known once the server listens.
-                    await serve_service(service, serving, ready=lambda url: ready(service, url))
+    # A port that is in use is found before hosts are started.
+    GatewaySocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
+    token = token_in(serving.token_file)
+    async with (
+        running_service(settings, model, token=token) as service,
+        local_hosts(service, serving.hosts, token_file=serving.token_file, memory=serving.memory),
+    ):
+        if serving.hosts:
+            await service.coordinator.ready(serving.hosts, within=serving.wait, say=say)
+        # What is loaded stays, so the collector need not look at it.
+        gc.collect()
+        gc.freeze()
+        await serve_service(service, serving, ready=partial(ready, service))
 
 
 async def serve_service(
-    service: Service, serving: Serving, *, ready: Callable[[str], None]
+    service: Service, serving: Serving, *, ready: Callable[[str, str], None]
 ) -> None:
-    """Serve clients and the operator, until SIGINT or SIGTERM."""
-    from layershuffle.swarm.server.admin import operator_endpoint
-    from layershuffle.swarm.server.app import create_app
-    from layershuffle.swarm.server.run import serve
-
+    """Serve clients and the operator, until SIGINT or SIGTERM; `ready` is called with the address
+    and the operator's key."""
     coordinator, health = service.coordinator, service.coordinator.health
+    operated = serving.operated
     app = create_app(
         service.remote_model,
         calibration=service.calibration,
         keys=serving.keys,
-        model=service.plan.model,
+        model=service.settings.model,
         # Functions, because these change while the server runs.
-        foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
-        carriers=coordinator.backend.carriers,
-        trouble=lambda: service.trouble,
-        page=_page(service, serving),
+        page=serving.page,
+        min_accuracy=serving.min_accuracy,
+        operate=partial(add_operator, service=service, key=operated.key),
+        hosts=service.members.routes(),
     )
-    async with operator_endpoint(service, serving.state):
+
+    def open_at(url: str) -> None:
+        operated.publish(url, certificate=serving.certificate)
+        ready(url, operated.key)
+
+    try:
         await serve(
             app,
             host=serving.host,
             port=serving.port,
             public=serving.public,
             tls=serving.tls,
-            ready=ready,
+            trusted_proxies=serving.trusted_proxies,
+            ws_bytes=message_bytes(coordinator.model),
+            ready=open_at,
         )
+    finally:
+        operated.close()
 
 
-def _page(service: Service, serving: Serving) -> PageOptions | None:
-    """The options of the page, `None` for no page."""
-    from layershuffle.swarm.chaos import Fault
-    from layershuffle.swarm.server.gateway_page import PageOptions
+@asynccontextmanager
+async def local_hosts(
+    service: Service, hosts: int, *, token_file: Path, memory: int = _MEMORY
+) -> AsyncIterator[Children]:
+    """`hosts` child processes host-1, host-2 ... that hold blocks of `service`, ended after.
 
-    async def break_host(host: str, kind: FaultKind) -> None:
-        await service.faults.inject(Fault(0, host, kind))
+    They dial in at a port of their own on the loopback network, which is open while they run: no
+    certificate is made for it, and nobody outside can crowd it.
+    """
+    limits, coordinator = service.router.limits, service.coordinator
+    app = Starlette(routes=service.members.routes())
+    ways = GatewayLimits(connections=4096, client_connections=4096)
+    with GatewaySocket("127.0.0.1", port=0, limits=ways) as listener:
+        size = message_bytes(coordinator.model)
+        server = server_of(app, listener, ws_bytes=size)
+        command = host_command(
+            f"ws://127.0.0.1:{listener.getsockname()[1]}", token_file=token_file, memory=memory
+        )
+        names = tuple(f"host-{number + 1}" for number in range(hosts))
+        coordinator.children = children = Children(names, command, limits=limits)
+        tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(children.run())]
+        try:
+            yield children
+        finally:
+            tasks[1].cancel()
+            server.should_exit = True
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    if not serving.page:
-        return None
-    return PageOptions(
-        break_host=break_host if serving.may_break else None,
-        breakable=frozenset(service.plan.hosts),
-        reports=serving.reports,
-    )
+
+def message_bytes(model: ServedModel) -> int:
+    """The bytes of the largest message that a host of `model` sends: an answer of one image."""
+    tokens, width = model.shape
+    return max(MAX_TEXT_BYTES, HEADER.size + 4 * tokens * width)
 
 
-def _loaded(plan: SwarmPlan) -> Cargo:
-    """`service.load_cargo(plan)`, in a thread, because it imports torch."""
-    with collector_paused():
-        from layershuffle.swarm.service import load_cargo
+def token_in(path: Path) -> str:
+    """The token in a file, which is made if it is not there.
 
-        return load_cargo(plan)
+    Raises `UsageError` for a file that others may read.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
+    check_secret(path, what="token", hint="name another --token-file, or remove it")
+    return path.read_text(encoding="utf-8").strip()

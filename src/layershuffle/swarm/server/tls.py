@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.ray_config import check_secret
+
+_OTHERS = 0o077
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
@@ -87,3 +88,27 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         # Other names are not looked up: their addresses may change until they are used.
         return host == "localhost"
+
+
+def check_secret(path: Path, *, what: str, hint: str) -> None:
+    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others."""
+    content = _read(path, what=what, hint=hint)
+    if not content.strip():
+        raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
+    if path.stat().st_mode & _OTHERS:
+        raise UsageError(
+            f"Other users may read or change the swarm's {what}",
+            place=path,
+            hint=f"chmod 600 {path}; if others use this machine, make a new one",
+        )
+
+
+def _read(path: Path, *, what: str, hint: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
+    except OSError as error:
+        raise UsageError(
+            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
+        ) from error

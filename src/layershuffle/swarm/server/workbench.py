@@ -6,13 +6,11 @@ pairs are one small batch here.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -22,7 +20,7 @@ from starlette.requests import Request
 from torch import Tensor, nn
 
 from layershuffle.bundled import asset
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
@@ -32,17 +30,18 @@ from layershuffle.models import class_names_of, file_view, load, num_classes_of
 from layershuffle.models.files import weights_digest
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
-from layershuffle.swarm.server.errors import busy, unprocessable
+from layershuffle.swarm.server.admission import Admission, Client
+from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import Decoder, read_form, read_order
-from layershuffle.swarm.server.scheduler import Clients
+from layershuffle.swarm.server.page import PAIR, pair_names, takes_pairs
+from layershuffle.swarm.server.requests import image_in
 
 Role = Literal["ours", "ordinary"]
-LIMITS = GatewayLimits(max_images=1, max_body_bytes=8 << 20, body_ms=5000.0)
 OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
-_OPEN = 32  # requests at one time, so that their bodies take 256 MB at most
+_SECONDS = 10.0  # that an answer for the page may take
 _TOP = 5
-_PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
+MAX_PASSES = 8
+"""Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
 _SCORES = 256  # orders whose scores are remembered
 _MILLI = 1000.0
 _T = TypeVar("_T")
@@ -71,53 +70,63 @@ class Workbench:
         if len(kinds) > 1:
             raise UsageError("The models of the page differ in depth, image size or classes")
         self.calibration = calibration
-        self.has_pairs = takes_pairs(first)
-        self.clients = Clients(LIMITS)
-        self._decoder = Decoder(self.view, LIMITS)
+        self.has_pairs = takes_pairs(self.view, class_names_of(first) or ())
+        self._decoder = Decoder(self.view, GatewayLimits())
         self._scores = lru_cache(_SCORES)(self._score)
         # Two, so that an answer does not wait for another user's hundred pairs.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
-        self._open = 0
 
-    async def answer(self, request: Request) -> dict[str, object]:
-        """Every model's most probable classes, with the time of its forward in milliseconds.
+    async def answer(
+        self, request: Request, *, order: str, admission: Admission
+    ) -> dict[str, object]:
+        """Every model's most probable classes for the image in the body, with the time of its
+        forward in milliseconds.
 
-        Raises `HTTPError` for an invalid form, `UsageError` for an invalid order,
-        `DataError` for an image that cannot be read.
+        Raises `HTTPError`, `UsageError` for an invalid order, `DataError` for an image that cannot
+        be read, `NotAnswered` if it takes too long.
         """
-        files, order = await self._read(request)
-        if not files:
-            raise unprocessable("There is no image in the request", hint="choose a picture")
-        work = partial(self._answer, files[0], order)
-        return {"order": str(order), "answers": await self._run(work)}
+        steps = read_order(order, depth=self.depth)
+        answers = await self._run(
+            admission, request, lambda body, check: self._answer(image_in(body), steps, check)
+        )
+        return {"order": str(steps), "answers": answers}
 
-    async def score(self, request: Request) -> dict[str, object]:
+    async def score(
+        self, request: Request, *, order: str, admission: Admission
+    ) -> dict[str, object]:
         """How many test pairs every model classifies correctly in an order.
 
         Raises as `answer` does, and `UsageError` if the model takes other images.
         """
-        _, order = await self._read(request)
+        steps = read_order(order, depth=self.depth)
         if not self.has_pairs:
             raise UsageError("The test pairs are not images for this model")
-        right = await self._run(partial(self._scores, order))
-        return {"order": str(order), "right": right, "of": len(pair_names())}
+        right = await self._run(admission, request, lambda *_: self._scores(steps))
+        return {"order": str(steps), "right": right, "of": len(pair_names())}
 
-    async def _read(self, request: Request) -> tuple[list[bytes], ExecutionOrder]:
-        if self._open >= _OPEN:
-            raise busy("Too many requests are open")
-        self._open += 1
-        try:
-            # The number of open requests bounds the memory of bodies.
-            files, fields = await read_form(request, limits=LIMITS, take=lambda _: None)
-        finally:
-            self._open -= 1
-        return files, read_order(fields.get("order", ""), depth=self.depth)
+    async def _run(
+        self,
+        admission: Admission,
+        request: Request,
+        work: Callable[[bytes, Callable[[], None]], _T],
+    ) -> _T:
+        """`work(body, check)` in a thread, among the requests of the API and bounded like them."""
 
-    async def _run(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        async def run(client: Client, body: bytes) -> _T:
+            return await admission.compute(
+                client,
+                partial(work, body),
+                pool=self._pool,
+                deadline=admission.clock() + _SECONDS,
+                event="the models had answered",
+            )
 
-    def _answer(self, file: bytes, order: ExecutionOrder) -> dict[str, object]:
-        batch = self._decoder.batch([file])
+        return await admission.carry(request, run)
+
+    def _answer(
+        self, file: bytes, order: ExecutionOrder, check: Callable[[], None]
+    ) -> dict[str, object]:
+        batch = torch.from_numpy(self._decoder.batch(file, check=check))
         answers: dict[str, object] = {}
         for role in self.models:
             begun = time.perf_counter()
@@ -154,9 +163,19 @@ class Workbench:
         return {"expected": asdict(expected), "why": ""}
 
 
+def read_order(text: str, *, depth: int) -> ExecutionOrder:
+    """The order that a visitor names. Raises `UsageError` for an invalid one, and for too many
+    steps."""
+    order = order_of(text, depth)
+    if len(order) > MAX_PASSES * depth:
+        raise UsageError(
+            f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * depth} at most"
+        )
+    return order
+
+
 def digits_workbench() -> Workbench:
     """A workbench of the bundled model and of the ordinary one that it was refined from."""
-    # Not `service.calibration_of`, which would import the whole swarm.
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
     return workbench_of(OURS, calibration=calibration)
 
@@ -171,21 +190,9 @@ def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
     return Workbench(models, names=names, calibration=calibration)
 
 
-def takes_pairs(model: nn.Module) -> bool:
-    """Whether the packaged test pairs fit the image size and the class names of `model`."""
-    view, names = file_view(model), class_names_of(model) or ()
-    return (view.channels, view.height, view.width) == _PAIR and set(pair_names()) <= set(names)
-
-
-@cache
-def pair_names() -> tuple[str, ...]:
-    """The class names of the packaged test pairs."""
-    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))
-
-
 def pair_pixels() -> Tensor:
     """The packaged test pairs, uint8 `[n, 1, 12, 20]`; the sheet has them row by row."""
-    _, height, width = _PAIR
+    _, height, width = PAIR
     with Image.open(asset("page", "pairs.png")) as image:
         sheet = torch.from_numpy(np.array(image.convert("L")))
-    return sheet.unfold(0, height, height).unfold(1, width, width).reshape(-1, *_PAIR)
+    return sheet.unfold(0, height, height).unfold(1, width, width).reshape(-1, *PAIR)

@@ -1,7 +1,7 @@
 """Simulated hosts as a transport of the router: links, queues, batches, and faults.
 
-A host has one worker, which runs one block at a time on the visits that need it; the real host's
-rule (`host.next_batch`) decides which of them form a batch. A block leaves the state of a visit
+A host has one worker. It runs the block of the oldest visit on all visits that wait for it, as the
+real host does. A block leaves the state of a visit
 unchanged, and a block of a lying host adds 1, so canaries, audits and the client can detect it.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from layershuffle.swarm.chaos import SLOW_FACTOR
-from layershuffle.swarm.host import next_batch
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
     HostGone,
     HostUnavailable,
-    Packet,
+    State,
     Visit,
     VisitError,
+    Wire,
     WorkExpired,
 )
 from layershuffle.swarm.simulation.scenario import HostTimes, Profile
@@ -36,31 +36,20 @@ _MILLI = 1000.0
 class SimulatedVisit:
     """A visit on its way to a host, at the host, or on its way back.
 
-    `answer` is done when the caller has the answer or has cancelled the visit. `compute`: seconds
-    of the batches that the visit was in; `each`: their seconds per image; `passed`: batches that
-    ran before it.
+    `answer` is done when the caller has the answer or has cancelled the visit.
     """
 
     visit: Visit
-    packet: Packet
+    state: State
     answer: asyncio.Future[Answer]
     arrived: float = 0.0
     expires: float = 0.0
-    done: int = 0
-    compute: float = 0.0
-    each: float = 0.0
-    passed: int = 0
     replied: bool = False
 
     @property
     def images(self) -> int:
         """Number of images in its state."""
-        return self.packet.images
-
-    @property
-    def batch_key(self) -> int:
-        """The block that it needs next."""
-        return self.visit.blocks[self.done]
+        return len(self.state)
 
     @property
     def over(self) -> bool:
@@ -89,9 +78,9 @@ class SimulatedHost:
         self._batch: list[SimulatedVisit] = []
         self._delayed: list[Callable[[], None]] = []
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+    async def visit(self, visit: Visit, state: State) -> Answer:
         """The answer after link, queue and compute. Raises a `VisitError` as real transports do."""
-        job = SimulatedVisit(visit, packet, self._loop.create_future())
+        job = SimulatedVisit(visit, state, self._loop.create_future())
         if self.alive:
             self._open[job] = None
             self._loop.call_later(self._half_link + next(self.delays), self._arrive, job)
@@ -134,12 +123,19 @@ class SimulatedHost:
         self._forget_expired()
         if not self._jobs:
             return
-        self._batch = next_batch(self._jobs, images=self.limits.max_batch)
-        for job in self._jobs:
-            job.passed = 0 if job in self._batch else job.passed + 1
+        self._batch = self._next_batch()
         images = sum(job.images for job in self._batch)
         seconds = self._block * self._factor * (1 + self.profile.batch_share * (images - 1))
         self._loop.call_later(seconds, self._end_batch, seconds, images, self._process)
+
+    def _next_batch(self) -> list[SimulatedVisit]:
+        """The oldest visit, and those for the same block that fit the largest batch with it."""
+        batch, room = self._jobs[:1], self.limits.max_batch - self._jobs[0].images
+        for job in self._jobs[1:]:
+            if job.visit.block == batch[0].visit.block and job.images <= room:
+                batch.append(job)
+                room -= job.images
+        return batch
 
     def _end_batch(self, seconds: float, images: int, process: int, /) -> None:
         # This timer was set by a process that has died since.
@@ -147,17 +143,9 @@ class SimulatedHost:
             return
         batch, self._batch = self._batch, []
         for job in batch:
-            job.done += 1
-            job.compute, job.each = job.compute + seconds, job.each + seconds / images
-            if job.done == len(job.visit.blocks):
-                queue = max(0.0, self._loop.time() - job.arrived - job.compute)
-                packet = job.packet
-                if self.lying:
-                    packet = Packet(packet.wire, packet.values + np.float32(1), packet.scales)
-                self._reply(
-                    job,
-                    Answer(packet, job.compute * _MILLI, queue * _MILLI, job.compute / job.each),
-                )
+            queue = max(0.0, self._loop.time() - job.arrived - seconds)
+            state = job.state + np.float32(1) if self.lying else job.state
+            self._reply(job, Answer(state, seconds * _MILLI, queue * _MILLI, images))
         self._jobs = [job for job in self._jobs if not job.over]
         self._start_batch()
 
@@ -220,10 +208,13 @@ class SimulatedHosts:
         }
         self.visits = 0
 
-    def visit(self, visit: Visit, packet: Packet) -> Coroutine[Any, Any, Answer]:
+    def visit(
+        self, visit: Visit, state: State, *, form: Wire = "fp32"
+    ) -> Coroutine[Any, Any, Answer]:
         """The answer of the host that `visit` names."""
+        del form  # simulated hosts compute nothing
         self.visits += 1
-        return self.hosts[visit.host].visit(visit, packet)
+        return self.hosts[visit.host].visit(visit, state)
 
 
 def _settle(job: SimulatedVisit, reply: Answer | VisitError) -> None:

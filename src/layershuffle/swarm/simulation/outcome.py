@@ -51,10 +51,9 @@ class SimulationOutcome:
     durations of all requests in milliseconds, ascending. `accuracy`: percent to expect of the
     answers; `right`: percent to expect of all requests, those without an answer counted as wrong;
     both `None` without a calibration. `false`: answers in which a host that answers wrongly took
-    part, counted as wrong. `hops`: visits per request, including failed ones. `served`: blocks that
-    each host ran for requests; `visited`: visits for requests that each host answered. `seconds`:
-    virtual time; `per_second`: requests that ended per second, over the middle half of them.
-    `visits`: all visits sent, including canaries and audits.
+    part, counted as wrong. `hops`: visits per request, including failed ones. `visited`: visits for
+    requests that each host answered. `seconds`: virtual time; `per_second`: requests that ended per
+    second, over the middle half of them. `visits`: all visits sent, including canaries and audits.
     """
 
     routing: str
@@ -66,7 +65,6 @@ class SimulationOutcome:
     right: float | None
     false: int
     hops: float
-    served: Mapping[str, int] = field(repr=False)
     visited: Mapping[str, int] = field(repr=False)
     seconds: float
     per_second: float
@@ -93,7 +91,6 @@ def outcome_of(
     routing: str,
     accuracy: Mapping[Cell, float] | None,
     depth: int,
-    served: Mapping[str, int],
     visits: int,
 ) -> SimulationOutcome:
     """The outcome of all replies, which are sorted by the time of their end."""
@@ -121,7 +118,6 @@ def outcome_of(
         right=None if right is None else right / len(replies),
         false=sum(reply.false for reply in answers),
         hops=len(hops) / len(replies),
-        served=served,
         visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
         seconds=replies[-1].ended_at,
         # n ends have n - 1 intervals between them.

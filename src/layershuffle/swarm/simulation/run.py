@@ -81,7 +81,6 @@ def simulate(
             routing=simulation.router.routing,
             accuracy=accuracy,
             depth=simulation.router.depth,
-            served={name: host.served for name, host in simulation.router.swarm.items()},
             visits=simulation.transport.visits,
         )
 
@@ -117,8 +116,7 @@ class _Simulation:
         self.health = HealthMonitor(self.router, seed=seed)
 
     def _view(self, name: str) -> HostView:
-        host = self.plan.hosts[name]
-        return HostView(name, frozenset(host.blocks), share=host.share)
+        return HostView(name, frozenset(self.plan.hosts[name].blocks))
 
     async def _expect_all(self) -> None:
         """Begin the health checks of all hosts, spread over the time between two canaries.
@@ -134,14 +132,12 @@ class _Simulation:
 
     def _expect(self, name: str) -> None:
         """Begin the health checks of the host."""
-        host = self.plan.hosts[name]
-        donors = {block: host.donors.get(block, self.plan.model) for block in host.blocks}
         self.health.expect(
             name,
             {
-                # The text replaces the digest of the weights.
-                block: Reference(_STATE, _unchanged, f"{block} {donor}")
-                for block, donor in donors.items()
+                # The number replaces the digest of the weights.
+                block: Reference(_STATE, _unchanged, str(block))
+                for block in self.plan.hosts[name].blocks
             },
         )
 
@@ -163,8 +159,7 @@ class _Simulation:
                 numbers = iter(range(requests))
                 if arrivals.rate is None:
                     for _ in range(arrivals.clients):
-                        pause = arrivals.think_ms / _MILLI
-                        senders.create_task(self._client(numbers, pause, min_blocks))
+                        senders.create_task(self._client(numbers, min_blocks))
                 else:
                     times = arrivals.times(requests, seed=self.seed)
                     for number, time in zip(numbers, times, strict=True):
@@ -175,14 +170,12 @@ class _Simulation:
             for task in endless:
                 task.cancel()
 
-    async def _client(self, numbers: Iterator[int], pause: float, min_blocks: int, /) -> None:
+    async def _client(self, numbers: Iterator[int], min_blocks: int) -> None:
         for number in numbers:
             reply = await self._request(number, min_blocks)
-            wait = pause
             # Otherwise one outage, in which a failure takes no time, would use up all requests.
             if reply.ended == "failed":
-                wait = max(pause, retry_after(self.router.swarm, now=self.loop.time()))
-            await asyncio.sleep(wait)
+                await asyncio.sleep(retry_after(self.router.swarm, now=self.loop.time()))
 
     async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:
@@ -228,8 +221,7 @@ class _Simulation:
             host.mend()
             return
         host.start()
-        # The count of served blocks is kept, because it represents the use of the host's battery.
-        self.router.update(name, lambda view: replace(self._view(name), served=view.served))
+        self.router.update(name, lambda _: self._view(name))
         self.health.drop(name)
         self._expect(name)
 

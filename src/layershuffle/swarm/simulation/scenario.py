@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -11,9 +11,6 @@ from pydantic import Field
 from layershuffle.errors import UsageError
 from layershuffle.settings import Above, NotBelow, Positive, Settings
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-
-if TYPE_CHECKING:
-    from layershuffle.swarm.planning.hosts import PlannedHost
 
 _COPY = "~"
 # Arrivals, churn and canaries draw from separate streams: a change of one leaves the others.
@@ -84,27 +81,14 @@ class Arrivals(Settings):
     rate: Above | None = None
     """Requests per second that arrive at random (Poisson); replaces `clients`."""
     clients: Positive = 4
-    """Number of clients, each of which sends its next request when the last one has ended ..."""
-    think_ms: NotBelow = 0.0
-    """... and this time has passed; after a failed one at least as long as Retry-After says."""
+    """Number of clients, each of which sends its next request when the last one has ended; after a
+    failed one it waits as long as Retry-After says."""
 
     def times(self, requests: int, *, seed: int) -> tuple[float, ...]:
         """Arrival times of the requests in seconds, ascending, drawn at `rate`."""
         assert self.rate is not None
         gaps = np.random.default_rng((seed, 0)).exponential(1 / self.rate, size=requests)
         return tuple(np.cumsum(gaps).tolist())
-
-
-def profile_of(hosts: Iterable[PlannedHost]) -> Profile:
-    """The profile of the hosts for which a plan was made."""
-    return Profile(
-        hosts={
-            host.name: HostTimes(
-                block_ms=1000 * host.block, link_ms=1000 * (host.link + host.transfer)
-            )
-            for host in hosts
-        }
-    )
 
 
 def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
@@ -122,7 +106,6 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
         for i in range(hosts)
     }
-    # Only blocks are copied: shares are valid for exactly the hosts of the plan.
     grown = {
         name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
         for name, i in copies.items()

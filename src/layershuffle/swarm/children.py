@@ -1,0 +1,116 @@
+"""Hosts of this machine as child processes, which die with the gateway.
+
+Each is `python -m layershuffle_host`, as on any other machine. A process that ends is started
+again, after a pause that doubles while it keeps ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.limits import Limits, restart_pause
+
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+class Children:
+    """The hosts of this machine by name, once `run` has started them.
+
+    `command`: the words after `python -m layershuffle_host` that all of them get.
+    """
+
+    def __init__(self, names: tuple[str, ...], command: tuple[str, ...], *, limits: Limits) -> None:
+        self.names, self._command, self._limits = names, command, limits
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._held: dict[str, asyncio.Event] = {}
+        for name in names:
+            self._held[name] = asyncio.Event()
+            self._held[name].set()
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The processes that run now, by the name of their host."""
+        return {
+            name: process.pid
+            for name, process in self._processes.items()
+            if process.returncode is None
+        }
+
+    async def run(self) -> None:
+        """Start all hosts, and those that end again, until cancelled; then end them."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in self.names:
+                    group.create_task(self._keep(name))
+        finally:
+            for name in self.pids:
+                self.signal(name, signal.SIGKILL)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process of a host. Raises `LayerShuffleError` if there is none."""
+        if name not in self.names:
+            raise UsageError(
+                f"{name} is no process of this gateway",
+                hint=f"its own hosts are {', '.join(self.names) or 'none'} (--hosts)",
+            )
+        pid = self.pids.get(name)
+        if pid is None:
+            raise LayerShuffleError(f"The process of {name} has ended")
+        os.kill(pid, number)
+
+    def hold(self, name: str) -> None:
+        """Do not start the host again until `release`."""
+        self._held[name].clear()
+
+    def release(self, name: str) -> None:
+        """Start the host if it does not run."""
+        self._held[name].set()
+
+    async def _keep(self, name: str) -> None:
+        tries, loop = 0, asyncio.get_running_loop()
+        while True:
+            await self._held[name].wait()
+            begun = loop.time()
+            self._processes[name] = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "layershuffle_host",
+                *self._command,
+                "--name",
+                name,
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                preexec_fn=_die_with_parent,
+            )
+            last = b""
+            assert process.stderr is not None
+            async for line in process.stderr:
+                last = line
+            code = await process.wait()
+            tries, pause = restart_pause(tries, ran=loop.time() - begun, limits=self._limits)
+            words = last.decode(errors="replace").strip()
+            _log.warning("The process of host %s has ended (%s): %s", name, code, words)
+            await asyncio.sleep(pause)
+
+
+def host_command(address: str, *, token_file: Path, memory: int) -> tuple[str, ...]:
+    """The words for `Children`: hosts for the gateway at `address`, with `memory` bytes each."""
+    return address, "--token-file", str(token_file), "--memory", str(memory)
+
+
+# Loaded here, because nothing may be imported between fork and exec.
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    # Also when the gateway is killed, and can end nobody.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,294 @@
+"""`swarm plan`: which of the described devices holds which blocks, and what to expect of that.
+
+hosts:                         # HOSTS.yaml
+  pi: {count: 4, memory_mb: 512, speed: 0.25, link_ms: 6}
+  box: {memory_mb: 4000}
+block_ms: 8.0                  # of a host of speed 1; else as measured here
+
+The blocks are assigned as a gateway assigns them (`assignment`). Beside the throughput of that
+assignment stands what no assignment can exceed, the bound of a linear program. Times are simulated.
+MB are 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy import sparse
+from scipy.optimize import linprog
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
+from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
+from layershuffle.swarm.calibration import calibration_of
+from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
+from layershuffle.swarm.policy import ROUTINGS, Routing
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
+from layershuffle.swarm.served import ServedModel, served_directory
+from layershuffle.swarm.simulation.outcome import SimulationOutcome
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
+from layershuffle.text import counted, listing, table
+
+MEGA = 1e6
+_MILLI = 1000.0
+LARGE = 60
+"""With more hosts, throughput is not simulated: the requests that keep them busy take minutes."""
+_SHOWN = 20
+"""Most hosts that are listed by name."""
+_ALONE, _BUSY = 12, 600
+"""Requests one after the other, and of many clients (at least five of each)."""
+# So that figures say what the hosts can do, and not where a deadline cuts requests off.
+_PATIENT = {
+    "deadline_ms": 1e9,
+    "hop_floor_ms": 1e9,
+    "hop_cap_ms": 1e9,
+    "canary_every_ms": 1e12,
+    "max_batch": 1,  # the gain of a host from batches is unknown
+}
+
+
+class HostSpec(Settings):
+    """One device, or `count` equal ones."""
+
+    count: Positive = 1
+    """Number of such devices; several are named NAME-1, NAME-2 ..."""
+    memory_mb: Above
+    """Memory for blocks."""
+    speed: Above = 1.0
+    """Speed relative to the reference; 2 is twice as fast."""
+    link_ms: NotBelow = 1.0
+    """Time of a visit beyond compute, both ways together."""
+
+
+class HostsFile(Settings):
+    """HOSTS.yaml."""
+
+    hosts: Annotated[dict[Name, HostSpec], Field(min_length=1)]
+    """Devices by name."""
+    block_ms: Above | None = None
+    """Time of one block on a host of speed 1 (default: as measured with the model)."""
+
+    def named(self) -> dict[str, HostSpec]:
+        """Every single device by its name. Raises `UsageError` for equal names."""
+        names = [
+            (name if spec.count == 1 else f"{name}-{number + 1}", spec)
+            for name, spec in self.hosts.items()
+            for number in range(spec.count)
+        ]
+        twice = [name for name, times in Counter(name for name, _ in names).items() if times > 1]
+        if twice:
+            raise UsageError(f"Two hosts are named {twice[0]!r}", hint="rename one of them")
+        return dict(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model as plans and simulations need it.
+
+    `blocks`: the weights of every place. `block_ms`: time of a block for one image here. `cells`:
+    percent right by how the blocks ran (the calibration), empty without one. `rounds`: how a router
+    runs them.
+    """
+
+    blocks: Sequence[BlockFile]
+    block_ms: float
+    cells: Mapping[Cell, float] = field(default_factory=dict)
+    rounds: Rounds = QUEUE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan, the devices that it is for, and requests per second: its most, and any plan's most.
+
+    `block_ms`: time of a block on a host of speed 1.
+    """
+
+    plan: SwarmPlan
+    hosts: Mapping[str, HostSpec]
+    block_ms: float
+    most: float
+    bound: float
+
+
+def model_facts(spec: str, *, parallel: int | None = None) -> ModelFacts:
+    """The facts of the model `spec`, which is exported if it is not.
+
+    `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of
+    `served_directory`.
+    """
+    model = ServedModel(served_directory(spec))
+    calibration = calibration_of(model)
+    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
+    return ModelFacts(
+        blocks=model.weights,
+        block_ms=model.manifest.speed.block_ms,
+        cells=cells,
+        rounds=rounds_of(calibration, parallel=parallel),
+    )
+
+
+def read_hosts(path: Path) -> HostsFile:
+    """The hosts in a YAML file. Raises `UsageError` or `SettingsError` with the file's path."""
+    try:
+        return HostsFile(**read_recipe(path))
+    except SettingsError as error:
+        hint = error.hint or "docs/swarm.md has an example of such a file"
+        raise SettingsError(error.cause, place=path, hint=hint) from error
+
+
+def profile_of(hosts: Mapping[str, HostSpec], block_ms: float) -> Profile:
+    """The times of the devices, for a simulation."""
+    return Profile(
+        hosts={
+            name: HostTimes(block_ms=block_ms / spec.speed, link_ms=spec.link_ms)
+            for name, spec in hosts.items()
+        }
+    )
+
+
+def plan_for(
+    file: HostsFile, facts: ModelFacts, *, model: str = DEFAULT_MODEL, copies: int = COPIES
+) -> Planned:
+    """The plan for these devices. Raises `UsageError` if their memory is too small for all blocks.
+
+    >>> planned = plan_for(HostsFile(hosts={"pi": {"memory_mb": 1}}), facts)  # doctest: +SKIP
+    """
+    hosts, block_ms = file.named(), file.block_ms or facts.block_ms
+    devices = [
+        Holder(name, memory=int(spec.memory_mb * MEGA), speed=spec.speed)
+        for name, spec in hosts.items()
+    ]
+    held = assign(devices, facts.blocks, copies=copies)
+    missing = sorted(set(range(len(facts.blocks))).difference(*held.values()))
+    if missing:
+        sizes = {file.digest: file.size for file in facts.blocks}
+        needed, there = sum(sizes.values()), sum(device.memory for device in devices)
+        raise UsageError(
+            f"No host has room for block {missing[0]}: all blocks take {needed / MEGA:.2f} MB, the "
+            f"hosts have {there / MEGA:.2f} MB",
+            hint="add hosts or memory",
+        )
+    plan = SwarmPlan(
+        model=model,
+        hosts={name: HostPlan(blocks=tuple(sorted(held[name]))) for name in hosts if held[name]},
+    )
+    seconds = np.array([block_ms / spec.speed / _MILLI for spec in hosts.values()])
+    memory = np.array([device.memory for device in devices], dtype=np.float64)
+    given = np.array(
+        [[block in held[name] for block in range(len(facts.blocks))] for name in hosts]
+    )
+    return Planned(
+        plan=plan,
+        hosts=hosts,
+        block_ms=block_ms,
+        most=most_per_second(seconds, memory, facts.blocks, allowed=given),
+        bound=most_per_second(seconds, memory, facts.blocks, allowed=np.ones_like(given)),
+    )
+
+
+def most_per_second(
+    seconds: NDArray[np.float64],
+    memory: NDArray[np.float64],
+    blocks: Sequence[BlockFile],
+    *,
+    allowed: NDArray[np.bool_],
+) -> float:
+    """The most requests per second of all plans that give a host only `allowed` blocks.
+
+    `seconds`, `memory` `[hosts]`: time of a block, and bytes; `allowed` `[hosts, places]`. An upper
+    bound, because a host may hold a part of a block: with y_hf, the share of the requests that run
+    file f (r_f places, s_f bytes) on host h, it minimises the fullest load L subject to
+
+        sum_h y_hf = 1,    sum_f s_f y_hf <= memory_h,    sum_f seconds_h r_f y_hf <= L.
+
+    It is exact if `allowed` is a plan: whatever a plan holds fits the memory.
+    """
+    files = {file.digest: place for place, file in enumerate(blocks)}
+    runs = Counter(file.digest for file in blocks)
+    first, hosts = list(files.values()), len(seconds)
+    size = np.array([blocks[place].size for place in first], dtype=np.float64)
+    count = np.array([runs[digest] for digest in files], dtype=np.float64)
+    # In units around 1, because the solver's tolerances are absolute.
+    unit = float(seconds.min())
+    each_host = sparse.identity(hosts)
+    stored = sparse.kron(each_host, size[None] / size.max())
+    load = sparse.kron(sparse.diags(seconds / unit), count[None])
+    most = sparse.csr_matrix(np.concatenate([np.zeros(hosts), -np.ones(hosts)])[:, None])
+    answer = linprog(
+        np.append(np.zeros(hosts * len(first)), 1.0),
+        A_ub=sparse.hstack([sparse.vstack([stored, load]), most], format="csr"),
+        b_ub=np.concatenate([memory / size.max(), np.zeros(hosts)]),
+        A_eq=sparse.hstack(
+            [
+                sparse.kron(np.ones((1, hosts)), sparse.identity(len(first))),
+                sparse.csr_matrix((len(first), 1)),
+            ],
+            format="csr",
+        ),
+        b_eq=np.ones(len(first)),
+        bounds=[*((0.0, float(may)) for may in allowed[:, first].ravel()), (0.0, None)],
+    )
+    return float(1 / (answer.fun * unit))
+
+
+def simulated(
+    planned: Planned, routing: Routing, *, requests: int, clients: int, rounds: Rounds
+) -> SimulationOutcome:
+    """The plan under patient clients, with all hosts up."""
+    limits = planned.plan.limits.model_copy(update=_PATIENT)
+    return simulate(
+        planned.plan.model_copy(update={"limits": limits}),
+        profile=profile_of(planned.hosts, planned.block_ms),
+        requests=requests,
+        routing=routing,
+        arrivals=Arrivals(clients=clients),
+        rounds=rounds,
+    )
+
+
+def plan_report(planned: Planned, facts: ModelFacts) -> str:
+    """The blocks of every host, simulated figures of every routing, and the bound."""
+    plan = planned.plan
+    names, count = list(plan.hosts), len(plan.hosts)
+    lines = [
+        listing([(name, ", ".join(map(str, plan.hosts[name].blocks))) for name in names[:_SHOWN]])
+    ]
+    if count > _SHOWN:
+        lines.append(f"  and {count - _SHOWN} more hosts")
+    rows = []
+    for routing in ROUTINGS:
+        alone = simulated(planned, routing, requests=_ALONE, clients=1, rounds=facts.rounds)
+        busy = "-"
+        if count <= LARGE:
+            clients = 4 * count  # enough to keep every host busy
+            requests = max(_BUSY, 5 * clients)
+            outcome = simulated(
+                planned, routing, requests=requests, clients=clients, rounds=facts.rounds
+            )
+            busy = f"{outcome.per_second:.1f}"
+        rows.append((routing, f"{alone.quantile(0.5):.1f}", busy))
+    lines += ["", table(("simulated", "ms, a request alone", "requests/s, busy"), rows), ""]
+    copies = Counter(block for host in plan.hosts.values() for block in host.blocks)
+    lines.append(
+        f"These blocks on these hosts: at most {planned.most:.1f} requests/s. No plan can give "
+        f"more than {planned.bound:.1f} (linear program)."
+    )
+    single = sum(times == 1 for times in copies.values())
+    if single:
+        lines.append(
+            f"{counted(single, 'block')} on one host only: while it is away, answers lack them. "
+            "More memory gives every block a second host."
+        )
+    if facts.cells:
+        row = facts.cells[Cell(len(facts.blocks))]
+        lines.append(f"With all blocks {row:.1f} % of the calibration's images are right.")
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""Decode the image of a request, whatever its bytes are.
+
+Everything that makes a small file expensive is checked before anything is decoded: a file of a few
+bytes can claim any size, a long thin image grows when its short side is enlarged, and some files
+with few pixels are expensive nevertheless.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
+
+from layershuffle.errors import DataError
+from layershuffle.image_view import ImageView, resized_size
+from layershuffle.pixels import BOMBS, DECODE_ERRORS, decoded, normalised, view_pixels
+from layershuffle.swarm.server.limits import GatewayLimits
+
+# Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
+# believes the compressed stream, not the size in the head that is checked here.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+# Those of TIFF that are bounded by the size of a strip or a tile.
+COMPRESSIONS = ("raw", "packbits", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate")
+MAX_SCANS = 32
+"""Most scans of a JPEG. Progressive ones have about ten."""
+MAX_MARKERS = 2000
+"""Most markers of a JPEG. Cameras write about twenty; 16 MB have 250 if all is metadata."""
+MAX_CHUNKS = 10_000
+"""Most chunks of a PNG. 16 MB have 2,000 as libpng writes them, and 1,400,000 if all are empty."""
+TIFF_TILE_WIDTH, TIFF_TILE_LENGTH = 322, 323
+_HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
+
+_PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
+_FORMATS_HINT = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+# Bytes within a scan are excluded: a stuffed zero, restarts, padding.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_SCAN, _END, _TEMPORARY = 0xDA, 0xD9, 0x01
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Turns a file into a batch of one for a model. Runs in a thread."""
+
+    view: ImageView
+    limits: GatewayLimits
+
+    def batch(
+        self, file: bytes, *, check: Callable[[], None] = lambda: None
+    ) -> NDArray[np.float32]:
+        """The image as float32 `[1, channels, height, width]`. Raises `DataError`.
+
+        `check` is called before the pixels are decoded, and may raise to end the work.
+        """
+        image = self._open(file)
+        # Either way round, because it may be turned.
+        for size in (image.size, image.size[::-1]):
+            self._check_size(size)
+        check()
+        return normalised(view_pixels(self.decode(image), self.view), self.view)[None]
+
+    def decode(self, image: Image.Image) -> Image.Image:
+        """Decode an opened image, in the mode that the model expects. Raises `DataError`."""
+        with _data_errors(self.limits):
+            # Opening read the head alone; here the pixels are decoded.
+            return decoded(image, self.view.channels, place=None)
+
+    def _open(self, file: bytes) -> Image.Image:
+        """The image, with only its header read."""
+        scans, markers = count_markers(file)
+        for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
+            if count > most:
+                raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
+        with _data_errors(self.limits):
+            content = _BoundedFile(without_metadata(file))
+            image = Image.open(content, formats=FORMATS)
+        content.left = None  # a decoder reads in large pieces, and the pixels are bounded
+        if isinstance(image, TiffImageFile):
+            self._check_tiff(image)
+        return image
+
+    def _check_tiff(self, image: TiffImageFile) -> None:
+        """Raises `DataError` for a tile larger than an image may be, and for other compressions."""
+        tile = [image.tag_v2.get(tag, 0) for tag in (TIFF_TILE_WIDTH, TIFF_TILE_LENGTH)]
+        if math.prod(tile) > self.limits.max_pixels:
+            raise _too_large(f"tiles of {tile[0]}x{tile[1]} pixels", self.limits.max_pixels)
+        if image.info.get("compression", "raw") not in COMPRESSIONS:
+            raise DataError("The TIFF file is compressed unusually", hint=_PLAIN_HINT)
+
+    def _check_size(self, size: tuple[int, int]) -> None:
+        """Raises `DataError` for too many pixels, as the image is or resized."""
+        most = self.limits.max_pixels
+        if math.prod(size) > most:
+            raise _too_large(f"{size[0]}x{size[1]} pixels", most)
+        # A long thin image grows when its short side is brought to the model's size.
+        across, down = resized_size(size, self.view)
+        if across * down > most:
+            raise _too_large(f"{across}x{down} pixels at the model's size", most)
+
+
+def without_metadata(file: bytes) -> bytes:
+    """A PNG without the chunks that its pixels do not need; other files unchanged.
+
+    Pillow unpacks every compressed text and profile of a PNG. It bounds the texts, but not the
+    number of profiles: 1 MB of them took 4.8 s under its strictest limits. Raises
+    `ValueError` where there are more than `MAX_CHUNKS` chunks of any kind.
+    """
+    if not file.startswith(_PNG):
+        return file
+    parts, start, chunks = [_PNG], len(_PNG), 0
+    # Data behind the end is never read.
+    while start + 8 <= len(file) and not parts[-1].startswith(b"IEND", 4):
+        chunks += 1
+        if chunks > MAX_CHUNKS:
+            raise ValueError("the image has too many chunks")
+        kind = file[start + 4 : start + 8]
+        end = start + 12 + int.from_bytes(file[start : start + 4])
+        # Upper case marks chunks that no decoder may skip. Transparency and orientation are kept
+        # too, because images are converted as in training.
+        if kind[:1].isupper() or kind in (b"tRNS", b"eXIf"):
+            parts.append(file[start:end])
+        start = end
+    return b"".join(parts)
+
+
+class _BoundedFile(io.BytesIO):
+    """A file whose header may be read in `_HEAD_READS` calls; further ones raise `ValueError`.
+
+    Pillow reads a JPEG's header byte by byte in Python where it finds no segment: 16 MB of padding
+    took 7 s. The count of markers misses that, because libjpeg and Pillow skip different bytes.
+    """
+
+    left: int | None = _HEAD_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As `io.BytesIO.read`."""
+        if self.left is not None:
+            if not self.left:
+                raise ValueError("the header of the image is too long")
+            self.left -= 1
+        return super().read(size)
+
+
+def count_markers(file: bytes) -> tuple[int, int]:
+    """The numbers of scans and markers of a JPEG, counted to the first excess; else 0 and 0.
+
+    libjpeg processes the whole image once per scan, and a scan needs only 42 bytes: a file of
+    16 MB could keep it busy for hours. A marker takes four bytes, and one step of this loop.
+    """
+    scans = markers = 0
+    marker = _MARKER.search(file, 2) if file.startswith(_JPEG) else None
+    while marker is not None and scans <= MAX_SCANS and markers <= MAX_MARKERS:
+        kind, start = file[marker.start() + 1], marker.end()
+        if kind == _END:
+            break
+        scans, markers = scans + (kind == _SCAN), markers + 1
+        length = 0 if kind == _TEMPORARY else int.from_bytes(file[start : start + 2])
+        marker = _MARKER.search(file, start + length)
+    return scans, markers
+
+
+@contextmanager
+def _data_errors(limits: GatewayLimits) -> Iterator[None]:
+    """Raise the errors of Pillow as `DataError`."""
+    try:
+        yield
+    except BOMBS as error:
+        raise _too_large(str(error), limits.max_pixels) from error
+    except DECODE_ERRORS as error:
+        raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
+
+
+def _too_large(size: str, most: int) -> DataError:
+    return DataError(
+        f"The image is too large ({size}; at most {most})",
+        hint="shrink it; models look at a few hundred pixels per side",
+    )

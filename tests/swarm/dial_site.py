@@ -1,0 +1,189 @@
+"""A gateway's end for tests: members, keeper and router in this process, hosts beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from websockets.asyncio.client import ClientConnection, connect
+
+from layershuffle.bundled import asset
+from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.members import Members
+from layershuffle.swarm.messages import Route, State, Visit, Wire
+from layershuffle.swarm.rounds import Rounds, Way
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.served import ServedModel
+from layershuffle_host import wire
+from layershuffle_host.host import Host
+from layershuffle_host.wire import HOST_PATH, Header
+
+TOKEN = "a secret"
+BUSY = Limits(hop_floor_ms=2000, hop_cap_ms=5000, probe_ms=5000, deadline_ms=20_000)
+"""For machines on which a visit may wait for its turn, where a test is not about time."""
+
+
+@cache
+def digits() -> ServedModel:
+    """The shipped model."""
+    return ServedModel(asset("digits-onnx"))
+
+
+class Site:
+    """A gateway that listens: `url` for hosts."""
+
+    def __init__(self, limits: Limits, parallel: int) -> None:
+        self.model = digits()
+        self.members = Members(self.model, token=TOKEN)
+        rounds = Rounds(otherwise=Way(parallel), max_age=2 * parallel)
+        self.router = Router(self.members, depth=self.model.depth, limits=limits, rounds=rounds)
+        self.coordinator = Coordinator(self.model, router=self.router, members=self.members)
+        self.app: Any = Starlette(routes=self.members.routes())
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As an ASGI app; `app` may be replaced."""
+        await self.app(scope, receive, send)
+
+    async def ask(
+        self, name: str, block: int, state: State, *, limit: float = 20.0, form: Wire = "fp32"
+    ) -> State:
+        """The state that a host answers to one visit."""
+        async with asyncio.timeout(limit):
+            answer = await self.members.visit(Visit(name, block, limit), state, form=form)
+        return answer.state
+
+    async def walk(self, state: State, *, least: int = 1) -> tuple[State, Route]:
+        """One request, which waits for `least` blocks."""
+        end = self.router.clock() + 20
+        return await self.router.walk(state, deadline=end, min_blocks=least)
+
+    async def until(self, true: Callable[[], bool], *, seconds: float = 20.0) -> None:
+        """Wait for something that another task does."""
+        async with asyncio.timeout(seconds):
+            while not true():
+                await asyncio.sleep(0.005)
+
+    def holders(self) -> list[int]:
+        """How many usable hosts hold each block."""
+        return [len(self.router.swarm.usable(block)) for block in range(self.model.depth)]
+
+
+@asynccontextmanager
+async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[Site]:
+    """A gateway that listens on this machine."""
+    site = Site(limits, parallel)
+    async with listening(site) as port:
+        site.url = f"ws://127.0.0.1:{port}"
+        keeping = asyncio.create_task(site.coordinator.run())
+        try:
+            yield site
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await site.coordinator.close()
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[int]:
+    """Serve an ASGI app; gives its port."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        ws="websockets-sansio",
+        ws_max_size=wire.MAX_FRAME_BYTES,
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await running
+
+
+@asynccontextmanager
+async def hosting(*urls: str, cache: Path, **how: Any) -> AsyncIterator[Host]:
+    """A host in this process, which drains at the end."""
+    host = Host(list(urls), **{"token": TOKEN, "name": "pi", "cache": cache, **how})
+    running = asyncio.create_task(host.run())
+    try:
+        yield host
+    finally:
+        host.drain()
+        await asyncio.wait_for(running, 20)
+
+
+class Stranger:
+    """The host's end of the wire by hand."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+
+    async def hello(self, **changes: Any) -> None:
+        """Say hello."""
+        fields = {
+            "protocol": wire.PROTOCOL, "token": TOKEN, "name": "odd", "instance": "1",
+            "version": "0", "runtime": "none", "memory": 10**9, "speed": 1.0, "held": [],
+            **changes,
+        }  # fmt: skip
+        await self.socket.send(json.dumps({"type": "hello", **fields}))
+
+    async def assigned(self) -> list[dict[str, Any]]:
+        """The blocks of the next assignment."""
+        while not isinstance(content := await self.socket.recv(), str):
+            pass
+        blocks: list[dict[str, Any]] = json.loads(content)["blocks"]
+        return blocks
+
+    async def load(self, blocks: list[dict[str, Any]]) -> None:
+        """Say that these blocks are loaded."""
+        for block in blocks:
+            await self.socket.send(wire.text_of("ready", slot=block["slot"], seconds=0.001))
+
+    async def visit(self) -> tuple[Header, State]:
+        """The next visit."""
+        while not isinstance(content := await self.socket.recv(), bytes):
+            pass
+        header = wire.header_of(content)
+        return header, wire.state_in(content, header, shape=digits().shape)
+
+
+@asynccontextmanager
+async def dialled(site: Site, **options: Any) -> AsyncIterator[Stranger]:
+    """A connection of a host that has not said hello."""
+    async with connect(
+        site.url + HOST_PATH, compression=None, close_timeout=1, **options
+    ) as socket:
+        yield Stranger(socket)
+
+
+def states(batch: int = 1, *, seed: int = 0) -> State:
+    """Random states."""
+    shape = (batch, *digits().shape)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+async def replayed(start: State, route: Route) -> State:
+    """The state that the steps of a route give in one process."""
+    versions = [start]
+    for block, version in route.steps:
+        before = versions[version]
+        after = await digits().compute(block, before)
+        newest = version == len(versions) - 1
+        versions.append(after if newest else versions[-1] + (after - before))
+    return versions[-1]
