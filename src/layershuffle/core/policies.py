@@ -92,7 +92,7 @@ class _Policy:
 
 
 @dataclass(frozen=True)
-class _Trained(_Policy):
+class _TrainingPolicy(_Policy):
     """What the policies of training share.
 
     `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
@@ -128,7 +128,7 @@ class _Trained(_Policy):
 
 
 @dataclass(frozen=True)
-class Sequential(_Trained):
+class Sequential(_TrainingPolicy):
     """Blocks in their own order, 0..depth-1: ordinary training.
 
     `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
@@ -150,7 +150,7 @@ class Sequential(_Trained):
 
 
 @dataclass(frozen=True)
-class Shuffled(_Trained):
+class Shuffled(_TrainingPolicy):
     """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
 
     `drop`: each block is left out with this probability (at least one stays). `depth` in its place,
@@ -177,7 +177,7 @@ class Shuffled(_Trained):
 
 
 @dataclass(frozen=True)
-class LayerDrop(_Trained):
+class LayerDrop(_TrainingPolicy):
     """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
     If all blocks would be left out, a single one runs, chosen uniformly. `parallel` and
