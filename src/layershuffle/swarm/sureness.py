@@ -145,14 +145,14 @@ def measured_sureness(
     permutations = permutations[:_ORDERS]
     split = held_out.splits[_HELD_OUT]
     split = limited_test(split.dataset, split.size, limit=images)
-    logits, labels = _answers(host, held_out, split, permutations, batch_size=batch_size)
+    logits, labels = answers_by_blocks(host, held_out, split, permutations, batch_size=batch_size)
     many = np.tile(labels, len(permutations))
     temperatures = tuple(
         temperature_of(answers.reshape(len(many), -1), many) for answers in logits.swapaxes(0, 1)
     )
     chances, right = chances_of(logits, temperatures), logits.argmax(axis=-1) == labels
     confidence = default_confidence(chances, right)
-    logits, labels = _answers(
+    logits, labels = answers_by_blocks(
         host, tested, tested.splits[_TESTED], permutations, batch_size=batch_size
     )
     chances, right = chances_of(logits, temperatures), logits.argmax(axis=-1) == labels
@@ -175,7 +175,7 @@ def _errors(chances: NDArray[np.float64], right: NDArray[np.bool_]) -> tuple[flo
     return tuple(calibration_error(chances[:, n].ravel(), right[:, n].ravel()) for n in places)
 
 
-def _answers(
+def answers_by_blocks(
     host: nn.Module,
     data: ImageData,
     split: Split,
@@ -184,7 +184,7 @@ def _answers(
     batch_size: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Logits `[orders, depth, images, classes]` after 1, 2 ... blocks of every order, and labels
-    `[images]`."""
+    `[images]`; `data` prepares the images of `split`."""
     import torch
 
     from layershuffle.core.evaluation import micro_batches
