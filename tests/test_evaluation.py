@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -166,11 +167,11 @@ def test_no_number_is_read_before_all_is_added_up():
         for logits, labels in batches:
             tally.add(logits, labels)
         assert reads.count == 0
-        assert tally.top1 > 0
-        assert reads.count == 1
+        values = tally.values()
+        assert reads.count == 3
     for logits, labels in batches:
         loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-    assert tally.cross_entropy == loss / 358  # to the last bit
+    assert values["cross_entropy"] == loss / 358  # to the last bit
 
 
 def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
@@ -231,6 +232,47 @@ def test_a_fixed_order_is_replayed():
     assert (subset.top1, subset.cross_entropy) == pytest.approx(
         slow_score(model, lambda _: "2,0")[::2], rel=1e-5
     )
+
+
+@pytest.mark.parametrize("stop", [0.35, 0.45, 1.0])
+def test_an_image_stops_where_its_largest_probability_reaches_the_threshold(stop):
+    """Against every beginning of every order run alone, image by image; also in rounds."""
+    model = VIT.wrapped()
+    orders = ["3,0,2,1", "2+1,0+3", "0,3@0,1,2", "3,0,2,1"]
+    scores = evaluate(model, BATCHES, orders=orders, modes="arbitrary", num_orders=3, stop=stop)
+    stopped = Counter()
+    for score in scores:
+        right, blocks, loss = 0, 0, 0.0
+        for pixels, labels in BATCHES:
+            for image, label in zip(pixels, labels, strict=True):
+                for count in range(1, len(score.order) + 1):
+                    steps = score.order.steps[:count]
+                    text = ",".join(f"{block}@{version}" for block, version in steps)
+                    with torch.inference_mode(), running(model, text):
+                        chances = model(image[None])[0].softmax(-1)
+                    if chances.max() >= stop:
+                        break
+                blocks += count
+                stopped[count] += 1
+                right += int(chances.argmax() == label)
+                loss -= math.log(chances[label])
+        assert (score.blocks, score.top1) == (blocks / 10, 100 * right / 10)
+        assert score.cross_entropy == pytest.approx(loss / 10, rel=1e-5)
+    assert len(stopped) == (1 if stop == 1 else 4)  # it stops at every number of blocks
+    assert scores[0] == dataclasses.replace(scores[3], index=0)
+
+
+def test_without_a_stop_no_mean_number_of_blocks_is_told():
+    (whole,) = evaluate(VIT.wrapped(), BATCHES, orders=["3,0,2,1"])
+    (never,) = evaluate(VIT.wrapped(), BATCHES, orders=["3,0,2,1"], stop=1.0)
+    assert (whole.blocks, never.blocks) == (None, 4.0)
+    assert dataclasses.replace(never, blocks=None) == whole
+
+
+@pytest.mark.parametrize("stop", [0, 98, math.nan])
+def test_a_stop_that_is_no_probability_is_refused(stop):
+    with refuses(UsageError):
+        evaluate(VIT.wrapped(), BATCHES, modes="sequential", stop=stop)
 
 
 def test_the_way_of_an_order_is_short():

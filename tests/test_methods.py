@@ -210,7 +210,7 @@ def slow_loss(method: Method, model: nn.Module, *, step: int, smoothing: float =
                 final, loss = model(own), torch.zeros(())
         loss = loss + F.cross_entropy(final, truth, label_smoothing=smoothing)
         if exit_after is not None:
-            with ls.running(model, losses.beginning_of(order, exit_after)):
+            with ls.running(model, order.beginning(exit_after)):
                 early = model(own)
             taught = F.cross_entropy(early, truth, label_smoothing=smoothing)
             loss = loss + (method.exit_weight or 0.0) * taught

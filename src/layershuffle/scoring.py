@@ -48,14 +48,16 @@ def evaluate_spec(
     *,
     settings: EvalSettings,
     order: str | None = None,
+    stop: float | None = None,
     device: Device = "auto",
     progress: Progress = unheard,
 ) -> Evaluation:
     """Score the model on the test split under the modes of `settings`.
 
-    `order` (such as "3,0,2") replaces the modes. `progress` is called with the number of images.
-    Raises `DataError` if the classes of the data do not match the model's, `UsageError` for modes
-    or an order that do not fit its depth, and for a device that does not exist.
+    `order` (such as "3,0,2") replaces the modes; `stop` as in `evaluate`. `progress` is called with
+    the number of images. Raises `DataError` if the classes of the data do not match the model's,
+    `UsageError` for modes or an order that do not fit its depth, and for a device that does not
+    exist.
     """
     model = load(model_spec)
     fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
@@ -76,6 +78,7 @@ def evaluate_spec(
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
+            stop=stop,
             groups=split.groups,
             on_images=lambda done: progress("images", done, split.size),
         )

@@ -74,6 +74,22 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     assert replayed == drawn
 
 
+def test_eval_that_stops_says_how_many_blocks_it_takes(capsys):
+    words = ["eval", "bundled:digits-swarm", "--data", DATA, "--max-images", "40"]
+    words += ["--modes", "sequential,kept:6:arbitrary", "--num-orders", "2", "--stop", "0.95"]
+    code, table, _ = run(capsys, *words)
+    assert code == 0
+    report = json.loads(run(capsys, *words, "--json")[1])
+    assert report["stop"] == 0.95
+    for mode, least in zip(report["modes"], (12, 6), strict=True):
+        assert [score["blocks"] for score in mode["scores"]] == pytest.approx(
+            [mode["blocks"]["mean"]] * len(mode["scores"]), abs=2
+        )
+        assert 1 < mode["blocks"]["mean"] < mode["kept"] == least
+        assert f"{mode['blocks']['mean']:.1f} of {mode['kept']} " in table
+    assert "stop at 0.95" in " ".join(table.split())
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 6])
 def test_debug_shows_the_traceback_from_any_position(fitted, place):
     words = ["eval", str(fitted), "--data", DATA, "--modes", "shuffled"]

@@ -131,6 +131,22 @@ def test_a_request_ends_with_as_many_blocks_as_the_plan_needs():
     assert skips == {2: "the plan needs only 3 blocks per request"}
 
 
+def test_a_request_ends_when_it_is_sure():
+    hosts = host("a", 0, 1, 2), host("b", 3)
+    sure = {"done": (0, 3), "chance": 0.95, "confidence": 0.95}
+    assert next_of(*hosts, **sure) == Finish("sure")
+    assert next_of(*hosts, **sure, deadline=0.01) == Finish("sure"), "late, and sure all the same"
+    assert next_of(*hosts, **sure, under_way=under_way(("a", 1, 2))) == Finish("sure")
+    assert asked_of(*hosts, **sure | {"chance": 0.94}) == ("a", 1)
+    assert asked_of(*hosts, **sure | {"chance": float("nan")}) == ("a", 1)
+    assert asked_of(*hosts, **sure | {"confidence": None}) == ("a", 1)
+    assert asked_of(*hosts, **sure, min_blocks=3) == ("a", 1)
+    assert asked_of(*hosts, **sure | {"done": (0,)}, routing="sequential") == ("a", 1)
+    assert next_of(*hosts, **sure | {"done": (0, 1, 2, 3)}) == Finish("complete")
+    skips = skipped(RequestProgress(4, 1.0, done=(0, 3)), Swarm(hosts), ending="sure")
+    assert skips == dict.fromkeys((1, 2), "the answer was sure after 2 blocks")
+
+
 def test_a_pipeline_needs_each_block_in_its_place():
     a, b, c = host("a", 0, 1), host("b", 2, 3), host("c", 0, 1, compute=0.001)
     pipeline = {"routing": "sequential"}

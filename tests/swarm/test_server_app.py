@@ -223,7 +223,8 @@ def test_openapi(keys):
     schema = run(go, keys=keys)
     post = schema["paths"]["/v1/classify"]["post"]
     assert set(post["requestBody"]["content"]) == {"image/*"}
-    assert [option["name"] for option in post["parameters"]] == ["deadline_ms", "min_blocks", "top"]
+    names = ["deadline_ms", "min_blocks", "confidence", "top"]
+    assert [option["name"] for option in post["parameters"]] == names
     assert {"200", "413", "415", "422", "429", "503"} <= set(post["responses"])
     # An open gateway asks for no key, and says so.
     for path in ("/v1/classify", "/v1/swarm", "/metrics"):

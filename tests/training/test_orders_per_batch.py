@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
 
 import layershuffle as ls
-from layershuffle.core.losses import beginning_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import SettingsError
 from layershuffle.models import image_view
@@ -91,7 +90,7 @@ def by_hand(run):
                 images, truth = pixels[group::groups], labels[group::groups]
                 loss, final = group_loss(model, images, truth, order)
                 if exit_after is not None:
-                    with ls.running(model, beginning_of(order, exit_after)):
+                    with ls.running(model, order.beginning(exit_after)):
                         early = model(images)
                     loss = loss + (method.exit_weight or 0.0) * F.cross_entropy(early, truth)
                     own = F.cross_entropy(early, final.softmax(1)) - F.cross_entropy(

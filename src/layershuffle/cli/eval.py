@@ -33,6 +33,9 @@ class EvalCommand(ComputingCommand):
     hf:NAME_OR_DIR, torchvision:NAME."""
     order: str | None = None
     """Score this one execution order ("3,0,2") instead of drawn ones."""
+    stop: float | None = None
+    """An image stops at the first block of its order after which its largest probability reaches
+    this (0.98), and is scored there; the table says how many blocks it takes."""
     json: bool = False
     """Print JSON with every drawn order and its scores."""
     settings: Inline[EvalSettings] = field(default_factory=EvalSettings)
@@ -53,15 +56,18 @@ class EvalCommand(ComputingCommand):
                 self.data,
                 settings=self.settings,
                 order=self.order,
+                stop=self.stop,
                 device=self.device,
                 progress=progress,
             )
-        report = _report(evaluation, self.settings, model=self.model)
+        report = _report(evaluation, self.settings, model=self.model, stop=self.stop)
         print(json.dumps(report, indent=2) if self.json else _text(report))
         return 0
 
 
-def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
+def _report(
+    evaluation: Evaluation, settings: EvalSettings, *, model: str, stop: float | None
+) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
     groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
@@ -75,6 +81,7 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
+        "stop": stop,
         "blocks": evaluation.blocks,
         "modes": [
             {**score_report(name, scores), "kept": scores[0].kept}
@@ -90,7 +97,9 @@ def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
     score with its orders."""
     from layershuffle.stats import estimate
 
-    metrics = ("top1", "top5", "cross_entropy")
+    metrics = ["top1", "top5", "cross_entropy"]
+    if scores[0].blocks is not None:
+        metrics.append("blocks")
     return {
         "mode": name,
         "orders": len(scores),
@@ -102,7 +111,7 @@ def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
                     {0: [getattr(score, metric) for score in scores]},
                     images=scores[0].images,
                     effective=getattr(scores[0], f"{metric}_n", None),
-                    percent=metric != "cross_entropy",
+                    percent=metric in ("top1", "top5"),
                 )
             )
             for metric in metrics
@@ -120,7 +129,7 @@ def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def score_table(
-    rows: Sequence[tuple[str, int, dict[str, Any]]], *, columns: tuple[str, str]
+    rows: Sequence[tuple[str, int | str, dict[str, Any]]], *, columns: tuple[str, str]
 ) -> str:
     """A row for each name, number and estimates of the three metrics, and a legend; `columns` are
     the heads of name and number."""
@@ -160,7 +169,12 @@ def _text(report: dict[str, Any]) -> str:
     head = (
         f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
         f"{report['hardware']['precision']}, "
+        + ("" if report["stop"] is None else f"stop at {report['stop']:g}, ")
         + ("compiled blocks" if reason is None else f"eager mode: {reason}")
     )
-    rows = [(mode["mode"], mode["kept"], mode) for mode in report["modes"]]
-    return "\n".join([head, score_table(rows, columns=("mode", "kept")), *report["notes"]])
+    rows = []
+    for mode in report["modes"]:
+        ran = f"{mode['blocks']['mean']:.1f} of " if "blocks" in mode else ""
+        rows.append((mode["mode"], f"{ran}{mode['kept']}", mode))
+    columns = ("mode", "kept" if report["stop"] is None else "blocks")
+    return "\n".join([head, score_table(rows, columns=columns), *report["notes"]])

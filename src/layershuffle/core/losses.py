@@ -152,7 +152,7 @@ def _apart(
         if position_loss is not None:
             position_losses.append(position_loss * (len(own) / len(images)))
         if exit_after is not None:
-            with running(model, beginning_of(order, exit_after)):
+            with running(model, order.beginning(exit_after)):
                 early.append(logits_of(model(own)).float())
     _, back = _by_group(images, len(orders))
     answers = torch.cat(logits).index_select(0, back)
@@ -194,12 +194,6 @@ def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:
         with hook:
             output, position_loss = model(images)
     return output, position_loss
-
-
-def beginning_of(order: ExecutionOrder, steps: int) -> ExecutionOrder:
-    """The first `steps` steps of `order`, or all of them if it is shorter."""
-    versions = None if order.versions is None else order.versions[:steps]
-    return ExecutionOrder(order.blocks[:steps], order.depth, versions)
 
 
 def positioned_in(model: nn.Module) -> PositionedModel | None:

@@ -156,6 +156,11 @@ class ExecutionOrder:
         shorter = min(len(self), len(other))
         return next((count for count, (step, same) in pairs if step != same), shorter)
 
+    def beginning(self, count: int) -> ExecutionOrder:
+        """The order of the first `count` steps."""
+        versions = None if self.versions is None else self.versions[:count]
+        return ExecutionOrder(self.blocks[:count], self.depth, versions)
+
     @property
     def has_repeats(self) -> bool:
         """Whether some block runs more than once."""

@@ -92,77 +92,92 @@ class _Policy:
 
 
 @dataclass(frozen=True)
-class Sequential(_Policy):
-    """Blocks in their own order, 0..depth-1: ordinary training.
+class _TrainingPolicy(_Policy):
+    """What the policies of training share.
 
     `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
     [low, high]; the last round takes the blocks that are left.
-    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
-    all of them; which blocks is uniform too.
-    `sequential_every=n`: if `step + micro_batch` is a multiple of n, all blocks run one after the
-    other instead.
-    """
-
-    parallel: tuple[int, int] | None = None
-    depth: tuple[int, int | None] | None = None
-    sequential_every: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_every(self.sequential_every)
-        # The class is frozen; a list becomes a tuple so that the policy can be hashed.
-        object.__setattr__(self, "depth", _checked_range(self.depth))
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
-
-    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
-        if _is_sequential(self.sequential_every, turn):
-            return ExecutionOrder.sequential(depth)
-        blocks: Sequence[int] = range(depth)
-        if self.depth is not None:
-            blocks = sorted(_kept_of(stream.shuffled(blocks), self.depth, stream))
-        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
-
-
-@dataclass(frozen=True)
-class Shuffled(_Policy):
-    """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
-
-    `drop`: each block is left out with this probability (at least one stays).
-    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
-    all of them; which blocks is uniform too. The two options exclude each other.
-    `parallel=(low, high)`: the kept blocks run in rounds, as in `Sequential`.
     `sequential_every=n`: if `step + micro_batch` is a multiple of n, all blocks run one after the
     other in sequential order instead. This holds for exactly one of n groups of a batch, or for one
     of n steps if a step has a single order.
     """
 
-    drop: float | None = None
-    depth: tuple[int, int | None] | None = None
-    parallel: tuple[int, int] | None = None
-    sequential_every: int | None = None
+    parallel: tuple[int, int] | None = field(default=None, kw_only=True)
+    sequential_every: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_every(self.sequential_every)
+        every = self.sequential_every
+        if every is not None and (not is_integer(every) or every < 2):
+            raise UsageError(
+                f"sequential_every must be an integer of at least 2, got {every!r}",
+                hint="sequential_every=4; Sequential() draws only the sequential order",
+            )
+        # The class is frozen; a list becomes a tuple so that the policy can be hashed.
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+
+    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
+        # Counted, not drawn: with a drawn share some batches would be all sequential and others not
+        # at all, and several orders per batch are meant to remove exactly this variance.
+        if self.sequential_every is not None and turn % self.sequential_every == 0:
+            return ExecutionOrder.sequential(depth)
+        blocks = self._blocks(depth, stream)
+        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
+
+    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Sequential(_TrainingPolicy):
+    """Blocks in their own order, 0..depth-1: ordinary training.
+
+    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
+    all of them; which blocks is uniform too. `parallel=(1, 4)`: they run in rounds of one to four
+    blocks side by side. `sequential_every=n`: one draw of n has all blocks, one after the other.
+    """
+
+    depth: tuple[int, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "depth", _checked_range(self.depth))
+
+    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
+        blocks = range(depth)
+        if self.depth is None:
+            return blocks
+        return sorted(_kept_of(stream.shuffled(blocks), self.depth, stream))
+
+
+@dataclass(frozen=True)
+class Shuffled(_TrainingPolicy):
+    """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
+
+    `drop`: each block is left out with this probability (at least one stays). `depth` in its place,
+    and `parallel` and `sequential_every` beside it, as in `Sequential`.
+    """
+
+    drop: float | None = None
+    depth: tuple[int, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.drop is not None and self.depth is not None:
             raise UsageError("Shuffled takes drop= or depth=, not both")
         if self.drop is not None:
             _check_probability(self.drop)
         object.__setattr__(self, "depth", _checked_range(self.depth))
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
-    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
-        if _is_sequential(self.sequential_every, turn):
-            return ExecutionOrder.sequential(depth)
+    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
         blocks = stream.shuffled(range(depth))
         if self.drop is not None:
             # Dropped after the shuffle: the order of the others is that of the full permutation.
-            blocks = _survivors(blocks, self.drop, stream)
-        if self.depth is not None:
-            blocks = _kept_of(blocks, self.depth, stream)
-        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
+            return _survivors(blocks, self.drop, stream)
+        return blocks if self.depth is None else _kept_of(blocks, self.depth, stream)
 
 
 @dataclass(frozen=True)
-class LayerDrop(_Policy):
+class LayerDrop(_TrainingPolicy):
     """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
     If all blocks would be left out, a single one runs, chosen uniformly. `parallel` and
@@ -170,19 +185,13 @@ class LayerDrop(_Policy):
     """
 
     p: float = 0.2
-    parallel: tuple[int, int] | None = None
-    sequential_every: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_probability(self.p)
-        _check_every(self.sequential_every)
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
-    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
-        if _is_sequential(self.sequential_every, turn):
-            return ExecutionOrder.sequential(depth)
-        blocks = _survivors(range(depth), self.p, stream)
-        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
+    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
+        return _survivors(range(depth), self.p, stream)
 
 
 @dataclass(frozen=True)
@@ -255,24 +264,6 @@ class Fixed(_Policy):
         return order_of(self.order, depth)
 
 
-POLICIES: dict[str, type[OrderPolicy]] = {
-    "sequential": Sequential,
-    "shuffled": Shuffled,
-    "layerdrop": LayerDrop,
-    "kept": Kept,
-    "fixed": Fixed,
-}
-# Options that models saved by earlier versions lack, with the values that they had there.
-_ONE_BY_ONE: dict[str, object] = {"parallel": None, "sequential_every": None}
-_LATER: dict[str, dict[str, object]] = {
-    "sequential": {**_ONE_BY_ONE, "depth": None},
-    "shuffled": _ONE_BY_ONE,
-    "layerdrop": _ONE_BY_ONE,
-    "kept": {"parallel": None, "passes": 1},
-    "fixed": {},
-}
-
-
 def spaced(k: int, depth: int) -> tuple[int, ...]:
     """`k` evenly spaced block ids from 0 to depth-1, halves rounded up; for `k` = 1, block 0."""
     if k == 1:
@@ -282,13 +273,11 @@ def spaced(k: int, depth: int) -> tuple[int, ...]:
 
 
 def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
-    """`{"policy": "shuffled", "drop": null, "depth": [3, null]}`: JSON types only."""
-    name = next(name for name, kind in POLICIES.items() if type(policy) is kind)
+    """`{"policy": "shuffled", "depth": [3, null]}`: its name and the options that are given."""
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
     del fields["drawn"]
-    # Records of models are compared, so a record from before these options must equal a new one.
-    later = [key for key, default in _LATER[name].items() if fields[key] == default]
-    return {"policy": name} | {key: value for key, value in fields.items() if key not in later}
+    given = {key: value for key, value in fields.items() if value is not None}
+    return {"policy": type(policy).__name__.lower(), **given}
 
 
 def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ...]:
@@ -318,12 +307,6 @@ def _in_rounds(
     return ExecutionOrder.in_rounds(rounds, depth)
 
 
-def _is_sequential(every: int | None, turn: int) -> bool:
-    # Counted, not drawn: with a drawn share some batches would be all sequential and others not at
-    # all, and several orders per batch are meant to remove exactly this variance.
-    return every is not None and turn % every == 0
-
-
 def _kept_of(
     blocks: tuple[int, ...], limits: tuple[int, int | None], stream: Stream
 ) -> tuple[int, ...]:
@@ -336,14 +319,6 @@ def _kept_of(
             hint=f"choose 1 <= low <= high <= {depth}, or leave high out for all blocks",
         )
     return blocks[: low + stream.below(high - low + 1)]
-
-
-def _check_every(every: int | None) -> None:
-    if every is not None and (not is_integer(every) or every < 2):
-        raise UsageError(
-            f"sequential_every must be an integer of at least 2, got {every!r}",
-            hint="sequential_every=4; Sequential() draws only the sequential order",
-        )
 
 
 def _checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None] | None:

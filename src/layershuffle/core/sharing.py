@@ -240,7 +240,7 @@ def _leave_early(
     trace: _Trial, blocks: Sequence[nn.Module], orders: list[ExecutionOrder], *, axes: Axes
 ) -> bool:
     """Whether the answers at an exit after one step are those of the orders cut there."""
-    cut = [ExecutionOrder(order.blocks[:1], order.depth) for order in orders]
+    cut = [order.beginning(1) for order in orders]
     both = _together(trace, blocks, orders, axes=axes, exit_after=1)
     early = _together(trace, blocks, cut, axes=axes)
     if both is None or early is None:

@@ -132,13 +132,8 @@ def evaluate_ensembles(
                 index=index,
                 # The order of the ensemble, if all members have the same.
                 order=members[0] if (kind == "same" or not drawn) and not per_batch else None,
-                images=tally.images,
-                top1=tally.top1,
-                top5=tally.top5,
-                cross_entropy=tally.cross_entropy,
                 member_orders=() if per_batch else members,
-                top1_n=tally.top1_n,
-                top5_n=tally.top5_n,
+                **tally.values(),
             )
             scores[combine, kind].append(score)
     return scores

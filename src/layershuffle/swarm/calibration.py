@@ -18,23 +18,24 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from layershuffle.core.policies import Shuffled
-from layershuffle.errors import ModelFileError, StackError, UsageError
+from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
 from layershuffle.manifest import CALIBRATION
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
+from layershuffle.swarm.sureness import CalibrationPart, Sureness, measured_sureness
 from layershuffle.text import Progress, unheard
 
 if TYPE_CHECKING:
     from torch import nn
 
     from layershuffle.core.evaluation import Score
-    from layershuffle.data import ImageData
+    from layershuffle.data import DataOptions, ImageData
     from layershuffle.swarm.served import ServedModel
 
 SPLIT = "test"
@@ -57,12 +58,7 @@ class CalibrationFacts:
     images: int
 
 
-class _CalibrationModel(BaseModel):
-    # Strict: a number written as text is refused, not converted.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class CellAccuracy(_CalibrationModel):
+class CellAccuracy(CalibrationPart):
     """Top-1 in percent of a cell (`rounds.Cell`); `sd_orders`: its spread over orders.
 
     `low`, `high`: 95 % interval of `top1`. `orders_low`, `orders_high`: the 5 % and 95 % quantiles
@@ -87,12 +83,13 @@ class CellAccuracy(_CalibrationModel):
         return Cell(self.kept, self.passes, self.parallel)
 
 
-class Calibration(_CalibrationModel):
+class Calibration(CalibrationPart):
     """The content of calibration.json. `weights`: digest of the measured model.
 
     `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
     1, 2 ... versions old. `tied`: for every place the first one with the same weights, `None` if no
-    places share them; such places were measured apart (`rounds.overlapped`).
+    places share them; such places were measured apart (`rounds.overlapped`). `sureness`: `None` if
+    the data have no held-out images.
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
@@ -106,6 +103,12 @@ class Calibration(_CalibrationModel):
     rows: tuple[CellAccuracy, ...]
     late: tuple[Percent, ...] = ()
     tied: tuple[int, ...] | None = None
+    sureness: Sureness | None = None
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """By the number of blocks; none if they were not measured."""
+        return () if self.sureness is None else self.sureness.temperatures
 
     @property
     def queue(self) -> tuple[CellAccuracy, ...]:
@@ -133,27 +136,20 @@ def calibrate(
 ) -> Calibration:
     """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
 
-    `progress` is called with the images done. Raises `StackError` for models that a swarm cannot
-    serve, `DataError` for data with other classes, `UsageError` for fewer than two orders.
+    Then fit, on as many held-out images, how sure its answers are (`sureness`). `progress` is
+    called with the images done. Raises `StackError` for models that a swarm cannot serve,
+    `DataError` for data with other classes, `UsageError` for fewer than two orders.
     """
     from layershuffle.core.stack import blocks_of, depth_of
     from layershuffle.core.tying import places_tied
-    from layershuffle.data import DataOptions, match_classes, open_data
-    from layershuffle.models import file_view, num_classes_of, output_names
+    from layershuffle.data import DataOptions
     from layershuffle.models.files import weights_digest
 
     # One order has no spread, hence no interval.
     if orders < 2:
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
-    options = DataOptions(train=False, max_test=images)
-    opened = open_data(data, file_view(host), options=options)
-    opened = match_classes(
-        opened,
-        output_names(host, opened.classes),
-        outputs=num_classes_of(host),
-        place="the model",
-    )
+    opened = _opened(host, data, DataOptions(train=False, max_test=images))
     weights, tied = weights_digest(host), places_tied(blocks_of(host))
     permutations = [
         Shuffled().draw(depth_of(host), seed=seed, step=k).blocks for k in range(orders)
@@ -180,6 +176,7 @@ def calibrate(
         rows=rows_of(scores),
         late=late,
         tied=tied,
+        sureness=_sureness(host, opened, permutations, images=images, batch_size=batch_size),
     )
 
 
@@ -260,6 +257,43 @@ def _measure(
     each = [scores[i : i + len(permutations)] for i in range(0, len(scores), len(permutations))]
     late = tuple(mean([score.top1 for score in group]) for group in each[len(cells) :])
     return dict(zip(cells, each[: len(cells)], strict=True)), late
+
+
+def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
+    from layershuffle.data import match_classes, open_data
+    from layershuffle.models import file_view, num_classes_of, output_names
+
+    opened = open_data(data, file_view(host), options=options)
+    names = output_names(host, opened.classes)
+    return match_classes(opened, names, outputs=num_classes_of(host), place="the model")
+
+
+def _sureness(
+    host: nn.Module,
+    tested: ImageData,
+    permutations: Sequence[tuple[int, ...]],
+    *,
+    images: int,
+    batch_size: int,
+) -> Sureness | None:
+    from layershuffle.core.position import backbone_of
+    from layershuffle.data import DataOptions
+    from layershuffle.models.origin import trained_with
+
+    share = trained_with(backbone_of(host)).get("holdout", DataOptions.holdout)
+    try:
+        held_out = _opened(host, tested.spec, DataOptions(holdout=share))
+    except DataError as error:
+        _log.warning("How sure answers are is not known, so requests run all blocks: %s", error)
+        return None
+    return measured_sureness(
+        host,
+        held_out=held_out,
+        tested=tested,
+        permutations=permutations,
+        images=images,
+        batch_size=batch_size,
+    )
 
 
 def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[CellAccuracy, ...]:
@@ -364,8 +398,13 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
             f"The key {key!r} is wrong ({first['msg']})", place=path, hint=_AGAIN
         ) from error
     kept = [row.kept for row in calibration.queue]
-    if not kept or kept != list(range(1, len(kept) + 1)):
-        raise ModelFileError("The rows must have 1, 2, 3, ... blocks", place=path, hint=_AGAIN)
+    numbers = list(range(1, len(kept) + 1))
+    if not kept or kept != numbers or len(calibration.temperatures) not in (0, len(kept)):
+        raise ModelFileError(
+            "The rows must have 1, 2, 3, ... blocks, with a temperature for each or for none",
+            place=path,
+            hint=_AGAIN,
+        )
     # A model that was refined further has other accuracies than its old file says.
     if calibration.weights != weights:
         raise ModelFileError(

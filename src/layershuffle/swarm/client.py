@@ -70,6 +70,8 @@ class ClassifyOptions(TypedDict, total=False):
     """Milliseconds until the answer must be sent."""
     min_blocks: int | None
     """Fewest blocks of an answer; with fewer the request fails."""
+    confidence: float | str | None
+    """The chance of being right at which the request ends with fewer blocks; "off" runs all."""
     top: int | None
     """Classes in the answer, at most."""
 

@@ -34,6 +34,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
+from layershuffle.text import counted
 
 Routing = Literal["order-free", "sequential"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -67,7 +68,8 @@ class RequestProgress:
     with fewer blocks the request waits, as long as it has time, for hosts that may come back.
     `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
     `images`: the number of images in its state. `most`: the number of blocks that is enough in free
-    order, if not all are needed. `under_way`: all visits in flight.
+    order, if not all are needed. `under_way`: all visits in flight. `chance`: that the answer after
+    the blocks in `done` is right; in free order the request ends when it reaches `confidence`.
     """
 
     depth: int
@@ -80,6 +82,8 @@ class RequestProgress:
     most: int | None = None
     versions: tuple[int, ...] = ()
     under_way: tuple[UnderWay, ...] = ()
+    chance: float = 0.0
+    confidence: float | None = None
 
     def after(self, block: int, *, version: int | None = None) -> RequestProgress:
         """This request after `block` ran on the state `version` (default: the newest)."""
@@ -130,9 +134,14 @@ def decide(
     most = min(depth, max(progress.most or depth, progress.min_blocks))
     # A pipeline gives no partial answers (decision 010).
     over = Finish("deadline" if free else "lost")
-    if len(ran) >= most or left <= 0:
-        whole = Finish("complete" if len(ran) == depth else "enough")
-        return whole if len(ran) >= most else over
+    sure = progress.confidence is not None and progress.chance >= progress.confidence
+    sure = sure and free and len(ran) >= progress.min_blocks
+    if len(ran) >= most:
+        over = Finish("complete" if len(ran) == depth else "enough")
+    elif sure:
+        over = Finish("sure")
+    if len(ran) >= most or sure or left <= 0:
+        return over
     busy = {visit.block for visit in progress.under_way if not visit.late}
     reached = [block for block in range(depth) if block in ran | busy or swarm.usable(block)]
     if len(busy) >= side_by_side(reached, swarm, rounds=rounds, enough=most, walks=walks):
@@ -297,6 +306,8 @@ def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[
 def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
     if ending == "enough":
         return f"the plan needs only {len(progress.done)} blocks per request"
+    if ending == "sure":
+        return f"the answer was sure after {counted(len(set(progress.done)), 'block')}"
     holders = [swarm[name] for name in swarm.held(block)]
     if not holders:
         return "no host holds it"

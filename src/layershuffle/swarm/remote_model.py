@@ -1,21 +1,24 @@
 """The model at the gateway: its stem and head run here, its blocks on the hosts.
 
-A request is three awaits: stem in a thread, walk through the swarm, head in a thread.
+A request is three awaits: stem in a thread, walk through the swarm, head in a thread. A request
+that ends when it is sure has run its head after every block.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.swarm.messages import NotAnswered, Route
+from layershuffle.swarm.messages import NotAnswered, Route, State
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.sureness import probabilities
 
 _MILLI = 1000.0
 _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
@@ -23,9 +26,13 @@ _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of th
 
 @dataclass(frozen=True)
 class Classified:
-    """Logits `[images, classes]`, float32, the route, and times in milliseconds."""
+    """Logits `[images, classes]`, float32, the route, and times in milliseconds.
+
+    `temperature`: what makes their probabilities the chance of being right, `None` if unknown.
+    """
 
     logits: NDArray[np.float32]
+    temperature: float | None
     route: Route
     stem_ms: float
     swarm_ms: float
@@ -36,11 +43,20 @@ class RemoteModel:
     """A model whose blocks run in the swarm.
 
     `workers`: most stems and heads that compute at a time, each in a thread; a walk needs no
-    thread. `head_seconds`: average time of a head. Use it from the router's event loop.
+    thread. `temperatures`: by the number of blocks (`sureness`). `head_seconds`: average time of a
+    head. Use it from the router's event loop.
     """
 
-    def __init__(self, model: ServedModel, router: Router, *, workers: int = 8) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        router: Router,
+        *,
+        workers: int = 8,
+        temperatures: Sequence[float] = (),
+    ) -> None:
         self.model, self.router, self.depth = model, router, model.depth
+        self.temperatures = temperatures
         self.head_seconds = 0.0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="remote-model")
 
@@ -51,13 +67,15 @@ class RemoteModel:
         deadline: float,
         min_blocks: int = 1,
         useful_blocks: int = 1,
+        confidence: float | None = None,
     ) -> Classified:
         """Classify `images` `[n, channels, height, width]`, prepared for the model's view.
 
         `deadline`: in seconds of the router's clock. With fewer than `useful_blocks` blocks it
-        waits for hosts that may come back, but still answers in time. Raises `NotAnswered` for
-        fewer than `min_blocks` blocks, for a stem that could not run in time, and for a pipeline
-        that broke. Cancellation ends the walk as well.
+        waits for hosts that may come back, but still answers in time. It ends with fewer blocks
+        once the chance of being right reaches `confidence`, which needs temperatures. Raises
+        `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in time, and
+        for a pipeline that broke. Cancellation ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
@@ -76,8 +94,13 @@ class RemoteModel:
         entered = time.perf_counter()
         # A plan may ask for fewer blocks than the calibration's useful ones.
         useful = min(useful_blocks, router.most_blocks or self.depth)
+        heads = _Heads(self.model, self.temperatures)
         state, route = await router.walk(
-            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful)
+            start,
+            deadline=deadline - late_by,
+            min_blocks=max(min_blocks, useful),
+            confidence=confidence,
+            chance=heads.chance,
         )
         try:
             check_enough(route, min_blocks=min_blocks)
@@ -88,9 +111,10 @@ class RemoteModel:
                 self.head_seconds *= 1 - _HEAD_WEIGHT
             raise
         left = time.perf_counter()
-        logits = await loop.run_in_executor(self._pool, self.model.head, state)
-        ended = time.perf_counter()
-        self.head_seconds += _HEAD_WEIGHT * (ended - left - self.head_seconds)
+        if heads.state is not state:
+            await loop.run_in_executor(self._pool, heads.run, state)
+        self.head_seconds += _HEAD_WEIGHT * (heads.seconds / heads.runs - self.head_seconds)
+        logits = heads.logits
         # Every hop was finite, but a head may overflow.
         if not np.isfinite(logits).all():
             raise NotAnswered(
@@ -100,15 +124,42 @@ class RemoteModel:
             )
         return Classified(
             logits=logits,
+            temperature=self.temperatures[route.kept - 1] if self.temperatures else None,
             route=route,
             stem_ms=(entered - begun) * _MILLI,
             swarm_ms=(left - entered) * _MILLI,
-            head_ms=(ended - left) * _MILLI,
+            head_ms=(time.perf_counter() - left) * _MILLI,
         )
 
     def close(self) -> None:
         """End the worker threads after their current computations."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Heads:
+    """The heads of one request: the newest `logits`, those of `state`, and `seconds` of all `runs`.
+
+    `temperatures`: by the number of blocks.
+    """
+
+    logits: NDArray[np.float32]
+
+    def __init__(self, model: ServedModel, temperatures: Sequence[float]) -> None:
+        self._model, self._temperatures = model, temperatures
+        self.state: State | None = None
+        self.runs, self.seconds = 0, 0.0
+
+    def run(self, state: State) -> None:
+        """Compute the logits of `state`."""
+        begun = time.perf_counter()
+        self.state, self.logits = state, self._model.head(state)
+        self.seconds += time.perf_counter() - begun
+        self.runs += 1
+
+    def chance(self, state: State, blocks: int) -> float:
+        """That the least sure answer for `state`, after so many different blocks, is right."""
+        self.run(state)
+        return float(probabilities(self.logits, self._temperatures[blocks - 1]).max(axis=-1).min())
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:

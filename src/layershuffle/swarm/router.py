@@ -79,6 +79,7 @@ class Walk:
     progress: RequestProgress
     started: float
     rounds: Rounds
+    chance: Callable[[State, int], float] | None = None
     hops: list[Visited] = field(default_factory=list)
     calls: list[PendingVisit] = field(default_factory=list)
 
@@ -130,14 +131,21 @@ class Router:
             self.swarm = self._swarm.with_host(change(self._swarm[name]))
 
     async def walk(
-        self, start: State, *, deadline: float, min_blocks: int = 1
+        self,
+        start: State,
+        *,
+        deadline: float,
+        min_blocks: int = 1,
+        confidence: float | None = None,
+        chance: Callable[[State, int], float] | None = None,
     ) -> tuple[State, Route]:
         """Run the blocks that can be reached; return the state after them, and the route.
 
         `start`: float32 `[images, tokens, width]`; `deadline`: the time to return, in seconds of
         the router's clock; `min_blocks`: with fewer blocks, the request waits for hosts that may
         come back. Failing hosts raise no exception: the route names the skipped blocks with the
-        reasons.
+        reasons. `chance(state, blocks)`: that the answer after so many blocks is right; the request
+        ends when it reaches `confidence`.
         """
         free = self.routing == "order-free"
         progress = RequestProgress(
@@ -148,10 +156,12 @@ class Router:
             seed=next(self._numbers),
             images=len(start),
             most=self.most_blocks if free else None,
+            confidence=confidence,
         )
         # In a queue no older state may be read, because a model may not add to its state.
         rounds = self.rounds if free and not self.rounds.as_a_queue else QUEUE
-        walk = Walk(start, progress, self.clock(), rounds)
+        sure = chance if free and confidence is not None else None
+        walk = Walk(start, progress, self.clock(), rounds, sure)
         self.walks += 1
         try:
             route = self._route(walk, await self._ending(walk))
@@ -198,6 +208,10 @@ class Router:
                 newest = call.version == len(walk.progress.done)
                 walk.state = after if newest else walk.state + (after - call.before)
                 walk.progress = walk.progress.after(call.visit.block, version=call.version)
+                if walk.chance is not None:
+                    # Here and not in a thread: a head takes less time than a hop.
+                    chance = walk.chance(walk.state, len(set(walk.progress.done)))
+                    walk.progress = replace(walk.progress, chance=chance)
         for call in [call for call in walk.calls if not self._counts(walk, call)]:
             call.task.cancel()
             walk.calls.remove(call)

@@ -56,7 +56,8 @@ async def running_service(
         rounds=rounds_of(calibration, parallel=settings.parallel),
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
-    remote_model = RemoteModel(model, router)
+    temperatures = () if calibration is None else calibration.temperatures
+    remote_model = RemoteModel(model, router, temperatures=temperatures)
     watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
     try:
         yield Service(settings, router, members, coordinator, remote_model, calibration)

@@ -102,7 +102,7 @@ async function sendPairs(picture) {
       const answer = await classify(pair.file, { top: 1 });
       sent.answered += 1;
       sent.right += answer.top[0].label === pair.label;
-      sent.expected += answer.expected?.top1 ?? 0;
+      sent.expected += answer.chance === null ? (answer.expected?.top1 ?? 0) : 100 * answer.chance;
     } catch (error) {
       say(at("status"), error.message);
     }

@@ -85,6 +85,9 @@ class ClassifyCommand(ServerOptions):
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
     """Fewest blocks of an answer; with fewer the request fails."""
+    confidence: str | None = None
+    """End with fewer blocks once the chance of being right is this (0.95); off runs all of them.
+    Default: what lost at most 0.3 points of top-1 when it was measured."""
     top: int = 5
     """Classes to show per image."""
     json: bool = False
@@ -104,6 +107,7 @@ class ClassifyCommand(ServerOptions):
                         image_file(image),
                         deadline_ms=self.deadline_ms,
                         min_blocks=self.min_blocks,
+                        confidence=self.confidence,
                         top=self.top,
                     )
                 except (SwarmError, UsageError) as error:
@@ -138,7 +142,12 @@ def describe_answer(answer: Classification, image: Path) -> str:
     lines.append(
         f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms{steps}: {hops}"
     )
-    lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
+    if answer.ending == "sure":
+        lines.append("it ended there, because the answer was as sure as asked for")
+    else:
+        lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
+    if answer.chance is not None:
+        lines.append(f"This answer is right with a chance of {100 * answer.chance:.1f} %")
     lines.append(_describe_expected(answer.expected, answer.expected_why))
     return "\n".join(lines)
 

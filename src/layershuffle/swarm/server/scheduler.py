@@ -97,6 +97,11 @@ class RequestScheduler:
                 f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
                 hint=f"ask for at most {most} (min_blocks; on a command line --min-blocks)",
             )
+        if isinstance(options.confidence, float) and not self.remote_model.temperatures:
+            raise unprocessable(
+                "How sure its answers are was never measured on this model",
+                hint="run layershuffle swarm calibrate, or leave confidence out",
+            )
         low, high = self.limits.min_deadline_ms, self.remote_model.router.limits.max_deadline_ms
         if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
             raise unprocessable(
@@ -118,9 +123,19 @@ class RequestScheduler:
                 deadline=deadline,
                 min_blocks=options.min_blocks or 1,
                 useful_blocks=options.min_blocks or self._useful,
+                confidence=self._confidence(options),
             )
         finally:
             self._walks.release()
+
+    def _confidence(self, options: Options) -> float | None:
+        """The chance of being right at which a request may end; `None` if it runs all blocks."""
+        if options.confidence == "off" or not self.remote_model.temperatures:
+            return None
+        if options.confidence is not None or self.calibration is None:
+            return options.confidence
+        sureness = self.calibration.sureness
+        return None if sureness is None else sureness.confidence
 
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""

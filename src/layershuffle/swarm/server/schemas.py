@@ -18,6 +18,7 @@ from layershuffle.swarm.messages import Ending, Outcome, Wire
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.state import Condition, Swarm
+from layershuffle.swarm.sureness import probabilities
 
 if TYPE_CHECKING:
     # It imports the runtime, which clients may not have.
@@ -73,6 +74,11 @@ class Classification(BaseModel):
     """The answer to a classification, with the route it took."""
 
     top: list[Guess] = Field(description="The most probable classes, best first.")
+    chance: float | None = Field(
+        None,
+        description="That the first class is right, as measured on held-out images; `null` if that "
+        "was never measured.",
+    )
     depth: int = Field(description="Number of blocks of the model.")
     blocks: list[int] = Field(description="Blocks that ran, in execution order.")
     versions: list[int] = Field(
@@ -175,21 +181,19 @@ def classification(
 ) -> Classification:
     """The answer for the logits `[1, classes]` and the route of `classified`."""
     route, logits = classified.route, classified.logits[0]
-    # In float32 the probabilities of many classes would not add up to 1.
-    powers = np.exp(logits.astype(np.float64) - logits.max())
-    probabilities = powers / powers.sum()
+    chances = probabilities(logits, classified.temperature or 1.0)
     # Of equal ones the first, as torch takes.
-    best = np.argsort(-probabilities, kind="stable")[:top].tolist()
-    guesses = [(index, float(probabilities[index])) for index in best]
+    best = np.argsort(-chances, kind="stable")[:top].tolist()
+    guesses = [(index, float(chances[index])) for index in best]
     return Classification(
         top=[Guess(label=labels[index], index=index, probability=p) for index, p in guesses],
+        chance=None if classified.temperature is None else guesses[0][1],
         depth=route.depth,
         blocks=list(route.order),
         versions=[version for _, version in route.steps],
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
-        # As sets, because any order of the blocks is a complete answer, and some may run twice.
-        degraded=set(route.order) != set(range(route.depth)),
+        degraded=route.degraded,
         ending=route.ending,
         route=[Hop.model_validate(hop) for hop in route.hops],
         expected=expected[0],
