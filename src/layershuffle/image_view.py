@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from layershuffle.errors import UsageError
+from layershuffle.errors import DataError, UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 Resize = Literal["crop", "squash"]
 
 
@@ -99,7 +100,8 @@ def uncropped_size(view: ImageView) -> tuple[int, int]:
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     """(width, height) of an image of `size` before the crop, rounded as in timm.
 
-    "squash": the uncropped size; "crop": the smallest size that covers it.
+    "squash": the uncropped size; "crop": the smallest size that covers it. Raises DataError for a
+    long thin image, which the enlargement of its short side would make too large.
     """
     width, height = size
     goal_width, goal_height = uncropped_size(view)
@@ -108,5 +110,13 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     # For squares timm uses torchvision's Resize, which rounds the longer side down.
     whole = int if goal_width == goal_height else round
     if goal_width * height >= goal_height * width:  # the width is the tight side
-        return goal_width, max(goal_height, whole(goal_width * height / width))
-    return max(goal_width, whole(goal_height * width / height)), goal_height
+        across, down = goal_width, max(goal_height, whole(goal_width * height / width))
+    else:
+        across, down = max(goal_width, whole(goal_height * width / height)), goal_height
+    if across * down > MAX_PIXELS:
+        raise DataError(
+            f"The image has {width} x {height} pixels; with its short side at the model's size "
+            f"{across} x {down}, at most {MAX_PIXELS}",
+            hint="crop it",
+        )
+    return across, down

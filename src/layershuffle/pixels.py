@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from functools import cache
 from pathlib import Path
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import ImageView, resized_size
+from layershuffle.image_view import MAX_PIXELS, ImageView, resized_size
 
-# Errors of Pillow's decoders for damaged files. DecompressionBombWarning is only raised if warnings
-# are errors; the size check below catches the same images otherwise.
+# What it warns of, `read_image` refuses.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Errors of Pillow's decoders for damaged files.
 DECODE_ERRORS = (
     OSError,
     SyntaxError,
@@ -34,8 +36,6 @@ DECODE_ERRORS = (
     struct.error,
     zlib.error,
 )
-BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
 
 # Pillow decodes these by another program, or not at all.
@@ -86,7 +86,7 @@ def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Ima
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {MAX_PIXELS}")
             return decoded(image, channels, place=place)
-    except (*BOMBS, *DECODE_ERRORS) as error:
+    except (Image.DecompressionBombError, *DECODE_ERRORS) as error:
         # The text of an OSError repeats the place.
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT) from error

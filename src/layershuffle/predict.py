@@ -19,7 +19,8 @@ from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
-from layershuffle.pixels import read_image
+from layershuffle.models.files import LOG
+from layershuffle.pixels import SKIP_HINT, read_image
 from layershuffle.text import Progress, unheard
 
 _AT_ONCE = 64  # images in memory: a user may name a whole folder
@@ -126,7 +127,11 @@ def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[Ranked
 def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:
     """The pixels of the image at the size of the model, or why there are none."""
     try:
-        return transform(read_image(image_file(path), transform.view.channels, place=path))
+        pixels = transform(read_image(image_file(path), transform.view.channels, place=path))
     except DataError as error:
-        # The error's own hint is about training data, where images may be left out.
-        return DataError(error.cause, place=path, hint="name image files (PNG, JPEG and others)")
+        # Only training leaves images out.
+        hint = "name image files (PNG, JPEG and others)" if error.hint == SKIP_HINT else error.hint
+        return DataError(error.cause, place=path, hint=hint)
+    if pixels.min() == pixels.max():
+        LOG.warning("%s: models see one colour here, because transparency is left out", path)
+    return pixels

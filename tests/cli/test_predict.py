@@ -79,6 +79,20 @@ def test_predictions_equal_those_of_a_model_in_that_order(
         assert probabilities == pytest.approx([expected[i] for i in ranking], abs=1e-6)
 
 
+def test_pictures_that_models_cannot_see(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A long thin one would be enlarged to 144 million pixels; of a drawing on nothing, only the nothing is left."""
+    Image.new("L", (1_000_000, 1)).save("thin.png")
+    Image.new("RGBA", (20, 12), (0, 0, 0, 90)).save("blank.png")
+    Image.fromarray(np.zeros((12, 20), np.float32)).save("float.tif")
+    code = main(["predict", "model", "thin.png", "float.tif", "blank.png"])
+    answers, refusals = capsys.readouterr()
+    assert code == 1
+    assert answers.startswith("blank.png: ")
+    assert "thin.png. Next: crop it." in refusals
+    assert "float.tif. Next: convert the image to 8 or 16 bits" in refusals
+    assert "blank.png: models see one colour" in refusals
+
+
 def test_an_unreadable_file_does_not_stop_the_others(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, derived_seed
+from layershuffle.errors import DataError
 from layershuffle.image_view import ImageView, resized_size
 from layershuffle.pixels import channels_first, view_pixels, view_rows
 
@@ -174,7 +175,11 @@ class Images(Dataset[Item]):
         row = self.indices[index]
         image, label = self.table.image(row), self.table.labels[row]
         if self.seed is None:
-            return self.transform(image), label
+            try:
+                return self.transform(image), label
+            except DataError as error:  # the size of the image is none for this view
+                place = self.table.name(row)
+                raise DataError(error.cause, place=place, hint=error.hint) from error
         with seeded_globals(derived_seed("augment", self.seed, int(self._epoch), row)):
             return self.transform(image).contiguous(), label
 

@@ -24,7 +24,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from layershuffle.bundled import asset
 from layershuffle.errors import DataError
 from layershuffle.image_view import ImageView, resized_size
-from layershuffle.pixels import BOMBS, DECODE_ERRORS, decoded, normalised, view_pixels
+from layershuffle.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
 from layershuffle.swarm.server.limits import GatewayLimits
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
@@ -176,7 +176,7 @@ def _data_errors(limits: GatewayLimits) -> Iterator[None]:
     """Raise the errors of Pillow as `DataError`."""
     try:
         yield
-    except BOMBS as error:
+    except Image.DecompressionBombError as error:
         raise _too_large(str(error), limits.max_pixels) from error
     except DECODE_ERRORS as error:
         raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
