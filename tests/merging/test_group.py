@@ -226,6 +226,7 @@ MISFITS = {
     "heads": lambda: changed(VIT, num_heads=4),
     "activation": lambda: changed(VIT, act_layer="relu"),
     "constants": with_other_constants,
+    "dtype": lambda: changed(VIT).bfloat16(),
     "position": lambda: ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval(),
     "training": lambda: changed(VIT).train(),
     "base": lambda: with_record(changed(VIT), method="m", provenance={"base": "b", "data": "d"}),

@@ -154,6 +154,8 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
         "data": provenance.get("data"),
     }
     stored = donor.state_dict()
+    kinds = sorted({str(weight.dtype) for weight in stored.values()})
+    facts["the dtypes of the weights"] = ", ".join(kinds)
     facts |= {f"the shape of {key}": shape for key, shape in shapes_of(stored).items()}
     for name, buffer in donor.named_buffers():
         if name not in stored:  # no file holds it, as frequencies
