@@ -80,7 +80,7 @@ def test_predictions_equal_those_of_a_model_in_that_order(
 
 
 def test_pictures_that_models_cannot_see(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A thin one would be enlarged to 144 million pixels; of a drawing on nothing, nothing is left."""
+    """A thin one would have 144 million pixels; of a drawing on nothing, nothing is left."""
     Image.new("L", (1_000_000, 1)).save("thin.png")
     Image.new("RGBA", (20, 12), (0, 0, 0, 90)).save("blank.png")
     Image.fromarray(np.zeros((12, 20), np.float32)).save("float.tif")
