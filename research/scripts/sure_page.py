@@ -61,7 +61,9 @@ def draw(temperatures: list[float]) -> None:
     host = served_host(load("bundled:digits-swarm"))
     data = open_data("digit-pairs", file_view(host), options=DataOptions(train=False, max_test=2000))
     orders = [Shuffled().draw(depth_of(host), seed=0, step=k).blocks for k in range(6)]
-    logits, labels = answers_by_blocks(host, data, data.splits["test"], orders, batch_size=250)
+    logits, labels = answers_by_blocks(
+        host, data, split=data.splits["test"], permutations=orders, batch_size=250
+    )
     right = logits.argmax(axis=-1) == labels
     figure = new_figure(9, 3.6)
     left, middle = figure.subplots(1, 2)

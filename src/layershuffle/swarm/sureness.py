@@ -145,7 +145,9 @@ def measured_sureness(
     permutations = permutations[:_ORDERS]
     split = held_out.splits[_HELD_OUT]
     split = limited_test(split.dataset, split.size, limit=images)
-    logits, labels = answers_by_blocks(host, held_out, split, permutations, batch_size=batch_size)
+    logits, labels = answers_by_blocks(
+        host, held_out, split=split, permutations=permutations, batch_size=batch_size
+    )
     many = np.tile(labels, len(permutations))
     temperatures = tuple(
         temperature_of(answers.reshape(len(many), -1), many) for answers in logits.swapaxes(0, 1)
@@ -153,7 +155,11 @@ def measured_sureness(
     chances, right = chances_of(logits, temperatures), logits.argmax(axis=-1) == labels
     confidence = default_confidence(chances, right)
     logits, labels = answers_by_blocks(
-        host, tested, tested.splits[_TESTED], permutations, batch_size=batch_size
+        host,
+        tested,
+        split=tested.splits[_TESTED],
+        permutations=permutations,
+        batch_size=batch_size,
     )
     chances, right = chances_of(logits, temperatures), logits.argmax(axis=-1) == labels
     raw = chances_of(logits, (1.0,) * len(temperatures))
@@ -178,9 +184,9 @@ def _errors(chances: NDArray[np.float64], right: NDArray[np.bool_]) -> tuple[flo
 def answers_by_blocks(
     host: nn.Module,
     data: ImageData,
+    *,
     split: Split,
     permutations: Sequence[tuple[int, ...]],
-    *,
     batch_size: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Logits `[orders, depth, images, classes]` after 1, 2 ... blocks of every order, and labels
