@@ -34,9 +34,10 @@ EXTRAS = {
         "swarm, classify, demo",
         (
             *("ray", "fastapi", "uvicorn", "starlette", "prometheus_client"),
-            *("httpx", "sklearn"),
+            *("httpx", "sklearn", "segno"),
         ),
     ),
+    "browser": Extra("browser tabs as hosts of a swarm: /join", ("layershuffle_browser",)),
 }
 
 

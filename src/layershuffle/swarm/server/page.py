@@ -30,13 +30,15 @@ from layershuffle.swarm.server.limits import GatewayLimits
 if TYPE_CHECKING:
     from layershuffle.swarm.server.workbench import Workbench
 
-_KINDS = {
+KINDS = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".json": "application/json",
+    ".mjs": "text/javascript; charset=utf-8",
     ".png": "image/png",
     ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
 }
 PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
 HEADERS = {
@@ -94,7 +96,7 @@ def page_routes(
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         content, suffix = files.get(name, (b"", ""))
-        kind = _KINDS.get(suffix)
+        kind = KINDS.get(suffix)
         if kind is None:
             return Response("There is no such file", 404, HEADERS, "text/plain")
         return Response(content, headers={**HEADERS, "Content-Type": kind})
