@@ -131,41 +131,42 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
 def test_nothing_is_lost_while_tabs_come_and_go(runtime: Path, tmp_path: Path) -> None:
     async def work() -> None:
         # A third of the model fits into the host, so tabs hold the rest at least.
-        memory = 4 * site_bytes() + 1
-        async with browsing(runtime) as (site, tab), hosting(site.url, cache=tmp_path, memory=memory):
+        room = {"memory": 4 * bytes_of_a_block(), "cache": tmp_path}
+        async with browsing(runtime) as (site, tab), hosting(site.url, **room):
             tabs = [await tab(), await tab()]
-            every = set(range(site.model.depth))
-            await site.until(lambda: ready(site) == every, seconds=HANGS)
-            answered, coming = 0, 0
+
+            def twice() -> bool:
+                return min(site.holders()) >= 2
+
+            await site.until(twice, seconds=HANGS)
+            assert len(ready(site)) == site.model.depth
+            blocks = list[int]()
 
             async def ask(number: int) -> None:
-                nonlocal answered
                 start = states(seed=number)
                 after, route = await site.walk(start)
-                assert np.abs(after - await replayed(start, route)).max() <= CLOSE * 12
-                answered += 1
+                assert np.abs(after - await replayed(start, route)).max() <= CLOSE
+                blocks.append(len(route.steps))
 
             async def come_and_go() -> None:
-                nonlocal coming
-                while True:
+                for _ in range(4):
                     await tabs.pop(0).close()
                     tabs.append(await tab())
-                    coming += 1
-                    await site.until(lambda: ready(site) == every, seconds=HANGS)
+                    await site.until(twice, seconds=HANGS)
 
             moving = asyncio.create_task(come_and_go())
-            for number in range(0, 300, 4):
-                await asyncio.gather(*(ask(number + client) for client in range(4)))
-                assert not moving.done()
-            moving.cancel()
-            assert (answered, coming >= 2) == (300, True)
+            while len(blocks) < 300 or not moving.done():
+                await asyncio.gather(*(ask(len(blocks) + client) for client in range(4)))
+            await moving
+            # Every block has another holder, so a tab that goes takes none from an answer.
+            assert np.mean(blocks) >= 11.5
 
     asyncio.run(work())
 
 
-def site_bytes() -> int:
+def bytes_of_a_block() -> int:
     """The bytes of the weights of one block."""
-    return max(file.bytes for file in digits().weights)
+    return max(file.size for file in digits().weights)
 
 
 def test_the_wheel_has_three_files_of_npm_and_their_licence(wheel: Path, runtime: Path) -> None:

@@ -1,9 +1,8 @@
-"""ONNX Runtime for browsers: the files in `RUNTIME`, of npm's onnxruntime-web `__version__`.
+"""ONNX Runtime for browsers: in `RUNTIME`, made by the build, the files of npm's onnxruntime-web.
 
-The large one is packed by gzip, as it is sent. The directory is made by the build.
+The large one is packed by gzip, as it is sent.
 """
 
 from pathlib import Path
 
-__version__ = "1.30.0"
 RUNTIME = Path(__file__).with_name("ort")

@@ -11,6 +11,7 @@ import hashlib
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -22,7 +23,7 @@ from layershuffle.swarm.server.page import HEADERS, KINDS
 _POLICY = "Content-Security-Policy"
 # The worker compiles WebAssembly, which is no eval of scripts.
 _HEADERS = {**HEADERS, _POLICY: f"{HEADERS[_POLICY]}; script-src 'self' 'wasm-unsafe-eval'"}
-_MISSING = """This gateway has no ONNX Runtime for browsers, so a tab cannot be a host here. On its machine:
+_MISSING = """A tab cannot be a host here: this gateway has no ONNX Runtime for browsers. Install it:
 
     pip install 'layershuffle[browser]'
 """
@@ -35,6 +36,19 @@ def runtime() -> Path | None:
     from layershuffle_browser import RUNTIME
 
     return RUNTIME if RUNTIME.is_dir() else None
+
+
+def join_address(gateway: str, *, token: str) -> str:
+    """The address of the page at the gateway's, with the token."""
+    return f"{gateway.rstrip('/')}/join#{quote(token, safe='')}"
+
+
+def qr_code(address: str) -> dict[str, str]:
+    """The address, and its QR code as an SVG of one path."""
+    import segno
+
+    code = segno.make(address, micro=False).svg_inline(border=2, omitsize=True, light="#fff")
+    return {"address": address, "svg": code}
 
 
 def join_routes(place: Path | None) -> list[BaseRoute]:
