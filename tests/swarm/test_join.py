@@ -117,13 +117,20 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             assert await page.evaluate("() => location.hash") == ""
             if pictures := os.environ.get("PAGE_PICTURES"):
                 await page.wait_for_timeout(1000)
-                await page.screenshot(path=Path(pictures) / "phone-as-a-host.png")
+                await page.screenshot(
+                    path=Path(pictures) / "phone.png",
+                    clip={"x": 0, "y": 0, "width": PHONE["width"], "height": 370},
+                )
             # A state that is none ends the connection, and the tab dials again with its blocks.
             first = site.members[name]
             with pytest.raises(HostGone):
                 await site.ask(name, 0, states() * np.float32(np.nan))
             await site.until(lambda: site.members.get(name) not in (None, first))
-            assert len(site.members[name].hello["held"]) == 1 + site.model.depth
+            second = site.members[name]
+            assert len(second.hello["held"]) == 1 + site.model.depth
+            await page.evaluate("() => window.dispatchEvent(new Event('pagehide'))")
+            await site.until(lambda: name not in site.members)
+            assert second.draining
 
     asyncio.run(work())
 

@@ -23,7 +23,7 @@ from layershuffle.swarm.server.page import HEADERS, KINDS
 _POLICY = "Content-Security-Policy"
 # The worker compiles WebAssembly, which is no eval of scripts.
 _HEADERS = {**HEADERS, _POLICY: f"{HEADERS[_POLICY]}; script-src 'self' 'wasm-unsafe-eval'"}
-_MISSING = """A tab cannot be a host here: this gateway has no ONNX Runtime for browsers. Install it:
+_MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
 
     pip install 'layershuffle[browser]'
 """
@@ -47,7 +47,7 @@ def qr_code(address: str) -> dict[str, str]:
     """The address, and its QR code as an SVG of one path."""
     import segno
 
-    code = segno.make(address, micro=False).svg_inline(border=2, omitsize=True, light="#fff")
+    code = segno.make(address, micro=False).svg_inline(omitsize=True, light="#fff")
     return {"address": address, "svg": code}
 
 
