@@ -48,7 +48,7 @@ def unavailable() -> str:
 class Network:
     """Hosts "h0", "h1" ... with the addresses 10.90.0.1, .2 ... on one bridge.
 
-    `directory`: for what they write; its directory "ray" is another one for each.
+    `directory`: for what they write; its directory "own" is another one for each.
     """
 
     def __init__(self, directory: Path, hosts: int) -> None:
@@ -99,7 +99,7 @@ class Network:
         """Run `words` on the host, again and again if `supervised`; its output goes to a file."""
         boot = {
             "LS_NAME": name,
-            "LS_PRIVATE": str(self.directory / "ray"),
+            "LS_PRIVATE": str(self.directory / "own"),
             "LS_HOSTS": str(self.directory / "hosts"),
             "LS_SUPERVISED": "1" if supervised else "0",
         }
@@ -158,18 +158,6 @@ class Network:
                 ["ip", "netns", "delete", f"{self.tag}-{name}"], capture_output=True, check=False
             )
 
-    def listening(self, name: str) -> set[int]:
-        """TCP ports on which anything listens at the host's own address, or at any."""
-        done = self._ip("netns", "exec", f"{self.tag}-{name}", "ss", "-ltnH")
-        addresses = [line.split()[3].rpartition(":") for line in done.stdout.splitlines()]
-        return {int(port) for host, _, port in addresses if "127.0.0.1" not in host}
-
-    def running(self, name: str, title: str) -> list[int]:
-        """Processes of the host whose title begins with `title`."""
-        # By their namespace: a process that sets its title may write over its environment.
-        pids = self._ip("netns", "pids", f"{self.tag}-{name}").stdout.split()
-        return [int(pid) for pid in pids if _read(pid, "cmdline").startswith(title)]
-
     @staticmethod
     def _ip(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -179,16 +167,3 @@ class Network:
 
 def _openssl(*words: object) -> None:
     subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=HANGS)
-
-
-def processes_with(word: str) -> list[int]:
-    """Processes with `word` in their environment."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if word in _read(pid, "environ")]
-
-
-def _read(pid: int | str, what: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
-    except OSError:  # it has ended
-        return ""

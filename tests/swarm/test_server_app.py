@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time
@@ -40,15 +41,17 @@ def test_answer_equals_the_in_process_forward():
     wanted = logits(VIT.wrapped(), tensors(image), answer["blocks"])[0].double().softmax(-1)
     top = wanted.topk(3)
     assert [g["index"] for g in answer["top"]] == top.indices.tolist()
-    assert [g["probability"] for g in answer["top"]] == top.values.tolist()
+    # Sums of exponentials in another order differ in the last bits.
+    assert [g["probability"] for g in answer["top"]] == pytest.approx(top.values.tolist())
     assert answer["top"][0]["label"] == str(top.indices[0].item())
     assert sorted(answer["blocks"]) == list(range(DEPTH))
     assert not answer["degraded"]
     assert answer["ending"] == "complete"
     assert answer["expected"] is None
     assert "never calibrated" in answer["expected_why"]
-    assert [hop["outcome"] for hop in answer["route"]] == ["answered"] * 3
-    assert {hop["host"]: set(hop["blocks"]) for hop in answer["route"]} == HOSTS
+    assert [hop["outcome"] for hop in answer["route"]] == ["answered"] * DEPTH
+    ran = {name: {h["block"] for h in answer["route"] if h["host"] == name} for name in HOSTS}
+    assert ran == HOSTS
     assert all(hop["ms"] > 0 and hop["compute_ms"] == 0.5 for hop in answer["route"])
     assert answer["ms"]["total"] >= answer["ms"]["swarm"] > 0
 
@@ -103,7 +106,7 @@ def test_a_dead_host_degrades_the_answer():
         ("a", "healthy"), ("b", "gone"), ("c", "healthy"),
     ]  # fmt: skip
     assert swarm["counters"] == {"degraded": 1, "unanswered": 1}
-    assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.25)
+    assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.5)
     assert swarm["limits"]["reserve_ms"] == LIMITS.reserve_ms
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
 
@@ -141,14 +144,13 @@ def test_retry_after_names_the_next_probe_of_a_suspect():
     limits = LIMITS.model_copy(update={"suspect_ms": 5e5, "suspect_max_ms": 5e5})
     response = run_in_virtual_time(go, swarm=limits)
     assert response.status_code == 503
-    assert int(response.headers["retry-after"]) == 500
+    assert 499 <= int(response.headers["retry-after"]) <= 500
     assert response.json()["error"]["cause"].startswith("0 of 4 blocks could be run")
 
 
 def test_numbers_that_are_not_finite_are_no_answer():
     async def go(place):
-        with torch.no_grad():
-            place.remote_model.model.head.bias.fill_(float("nan"))
+        place.remote_model.model.head = lambda state: np.full((1, CLASSES), np.nan, np.float32)
         return await place.classify(file_of(picture()))
 
     response = run(go)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 from gateway_site import (
@@ -18,7 +17,6 @@ from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.state import HostView
@@ -75,7 +73,7 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
         content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
         swarm = (await place.client.get("/v1/swarm")).json()
         waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
-        await until(lambda: place.router.swarm["a"].served == 4)
+        await until(lambda: place.router.walks)
         place.blocks.faults.clear()
         place.router.update("b", lambda host: HostView("b", host.blocks))
         return few, refused, content, swarm, await waiting
@@ -91,26 +89,6 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
     assert content.json()["ms"]["total"] == 0
     assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 88.0)
     assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
-
-
-def test_what_is_expected_now_is_that_of_a_queue_where_requests_run_as_one():
-    """A visit with all blocks of a host is as fast as two side by side if its way takes longest."""
-    rows = calibrated()["calibration"].rows
-    pairs = tuple(row.model_copy(update={"parallel": 2, "top1": row.top1 - 9}) for row in rows[1:])
-
-    async def go(place):
-        place.router.rounds = Rounds(otherwise=Way(2))
-        for compute in (0.005, 0.001):
-            for name in place.router.swarm:
-                measured = {"compute": compute, "link": 0.004}
-                place.router.update(name, lambda host, m=measured: replace(host, **m))
-            expected.append((await place.client.get("/v1/swarm")).json()["expected"])
-
-    expected = []
-    options = calibrated()
-    options["calibration"] = options["calibration"].model_copy(update={"rows": (*rows, *pairs)})
-    run(go, {"a": {0, 1}, "b": {2, 3}}, **options)
-    assert [(now["parallel"], now["top1"]) for now in expected] == [(2, 71.0), (1, 80.0)]
 
 
 def test_too_many_at_once():

@@ -16,7 +16,7 @@ from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import describe_answer
 from layershuffle.errors import UsageError
 from layershuffle.swarm.expectations import Expected
-from layershuffle.swarm.plan import read_swarm_plan
+from layershuffle.swarm.plan import SwarmSettings, read_swarm_plan
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import (
     Operated,
@@ -25,7 +25,7 @@ from layershuffle.swarm.server.admin import (
 )
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, local_hosts, serve_service, token_in
-from layershuffle.swarm.service import SwarmSettings, running_service
+from layershuffle.swarm.service import running_service
 from waiting import wait_for
 
 

@@ -143,7 +143,7 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
 
     directory, digest = own_directory(spec), hashlib.sha256(spec.encode())
     # A model that was trained further, or calibrated, is another one.
-    for path in sorted(directory.iterdir()) if directory is not None else ():
+    for path in sorted(directory.glob("*")) if directory is not None else ():
         if path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:

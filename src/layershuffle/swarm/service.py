@@ -8,47 +8,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
 
-from pydantic import Field
-
-from layershuffle.settings import Positive, Settings
-from layershuffle.swarm.assignment import COPIES
 from layershuffle.swarm.calibration import Calibration, calibration_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
-from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.plan import DEFAULT_MODEL
-from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
-
-
-class SwarmSettings(Settings):
-    """How a gateway serves a model."""
-
-    model: str = DEFAULT_MODEL
-    """Model whose blocks the hosts hold."""
-    copies: Annotated[int, Field(ge=1)] = COPIES
-    """Hosts that hold each block, where they have room."""
-    routing: Routing = "order-free"
-    """order-free or sequential."""
-    parallel: Positive | None = None
-    """Most visits of a request in flight in free order; default: the most that cost no accuracy
-    according to the calibration, or 1 without one."""
-    most_blocks: Positive | None = None
-    """Number of blocks that is enough for a request in free order; default: all."""
-    wire: Wire = "fp32"
-    """Type of states on the wire: fp32, fp16 or int8."""
-    limits: Limits = Limits()
-    """Time-outs and bounds."""
 
 
 @dataclass(frozen=True)

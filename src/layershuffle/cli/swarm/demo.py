@@ -54,9 +54,10 @@ class DemoCommand(Command):
 
         from layershuffle.models import load
         from layershuffle.swarm.load_client import labelled_images
+        from layershuffle.swarm.plan import SwarmSettings
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import local_hosts, token_in
-        from layershuffle.swarm.service import SwarmSettings, running_service
+        from layershuffle.swarm.service import running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
         images = labelled_images(load(DEFAULT_MODEL), _DATA, count=self.requests)

@@ -73,10 +73,13 @@ class UpCommand(HttpsOptions):
     first."""
     hosts: int = 4
     """Hosts to start on this machine; 0 if others dial in."""
+    ray: str | None = None
+    """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
+    and reach --listen."""
     copies: int = 2
     """Hosts that hold each block, where they have room."""
     memory_mb: float = 200.0
-    """Megabytes of weights that each host of this machine takes."""
+    """Megabytes of weights that each host of this machine, or of Ray, takes."""
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
     directory of --state)."""
@@ -111,10 +114,10 @@ class UpCommand(HttpsOptions):
 
         import asyncio
 
+        from layershuffle.swarm.plan import SwarmSettings
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import serve_swarm
         from layershuffle.swarm.server.tls import check_address, in_clear
-        from layershuffle.swarm.service import SwarmSettings
 
         say = steps()
         serving = self.serving()
@@ -148,6 +151,7 @@ class UpCommand(HttpsOptions):
             operated=Operated(state),
             token_file=self.token_file or state / "host-token",
             hosts=self.hosts,
+            ray=self.ray,
             memory=int(1e6 * self.memory_mb),
             host=self.listen,
             port=self.port,

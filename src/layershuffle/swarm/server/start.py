@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from layershuffle.files import write_bytes
 from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import Operated, add_operator
 from layershuffle.swarm.server.app import create_app
@@ -23,7 +24,7 @@ from layershuffle.swarm.server.join import join_routes, runtime
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
 from layershuffle.swarm.server.tls import check_secret
-from layershuffle.swarm.service import Service, SwarmSettings, running_service
+from layershuffle.swarm.service import Service, running_service
 from layershuffle_host.wire import HEADER, MAX_TEXT_BYTES
 
 _MEMORY = 200_000_000
@@ -34,17 +35,19 @@ _MEMORY = 200_000_000
 class Serving:
     """How a swarm is served. `operated`: the operator's file.
 
-    `hosts`: hosts of this machine, with `memory` bytes of weights each; `token_file`: what all
-    hosts have to know. `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the
-    clients' API keys. `wait`: seconds after which the start is told without the hosts that are not
-    up. `page`: whether to serve the page. `certificate`: the file of that of `tls`;
-    `trusted_proxies`: addresses of reverse proxies, whose word on the client is taken;
+    `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
+    nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
+    `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys. `wait`:
+    seconds after which the start is told without the hosts that are not up. `page`: whether to
+    serve the page. `certificate`: the file of that of `tls`; `trusted_proxies`: addresses of
+    reverse proxies, whose word on the client is taken;
     `min_accuracy`: top-1 in percent that /readyz asks for.
     """
 
     operated: Operated
     token_file: Path
     hosts: int = 0
+    ray: str | None = None
     memory: int = _MEMORY
     host: str = "127.0.0.1"
     port: int = 8000
@@ -108,8 +111,17 @@ async def serve_service(
         hosts=[*service.members.routes(), *join_routes(runtime())],
     )
 
+    tasks: list[asyncio.Task[None]] = []
+
     def open_at(url: str) -> None:
         operated.publish(url, certificate=serving.certificate)
+        if serving.ray is not None:
+            # Not above: the nodes dial to this address.
+            from layershuffle.swarm.on_ray import hosts_on_ray
+
+            token = token_in(serving.token_file)
+            work = hosts_on_ray(serving.ray, url=url, token=token, memory=serving.memory)
+            tasks.append(asyncio.create_task(work))
         ready(url, operated.key)
 
     try:
@@ -125,6 +137,9 @@ async def serve_service(
         )
     finally:
         operated.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -151,6 +166,7 @@ async def local_hosts(
         try:
             yield children
         finally:
+            service.members.watcher = None  # that they leave now is no news
             tasks[1].cancel()
             server.should_exit = True
             await asyncio.gather(*tasks, return_exceptions=True)
