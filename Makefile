@@ -33,8 +33,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[study]'
 	touch $@
 
-$(VENV)/.tests-installed: $(VENV)/.installed host/pyproject.toml
+$(VENV)/.tests-installed: $(VENV)/.installed host/pyproject.toml browser/pyproject.toml
 	$(PIP) --editable ./host
+	$(PIP) --editable ./browser
 	$(PIP) --editable '.[test]'
 	touch $@
 

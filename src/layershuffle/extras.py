@@ -34,9 +34,10 @@ EXTRAS = {
         "swarm, classify, demo",
         (
             *("fastapi", "uvicorn", "starlette", "websockets", "prometheus_client"),
-            *("httpx", "sklearn", "onnxruntime", "layershuffle_host"),
+            *("httpx", "sklearn", "onnxruntime", "layershuffle_host", "segno"),
         ),
     ),
+    "browser": Extra("browser tabs as hosts of a swarm: /join", ("layershuffle_browser",)),
 }
 
 

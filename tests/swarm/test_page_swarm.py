@@ -1,10 +1,12 @@
 """The page of a running swarm in chromium: hosts are killed by a click while pairs are answered."""
 
 import os
+import re
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
@@ -52,6 +54,16 @@ def test_without_the_key_nothing_can_be_broken(address):
         tab.page.locator("#hosts .host").nth(3).wait_for()
         assert tab.page.locator("#hosts button").count() == 0
         assert not tab.page.is_visible("#break-note")
+
+
+def test_the_operator_alone_gets_the_code_that_makes_a_phone_a_host(address):
+    refused = httpx.post(f"{address}/operator/join", json={"address": address})
+    assert refused.status_code == 401
+    with chromium() as browser, visit(browser, f"{address}/#{KEY}") as tab:
+        tab.page.click("#lend")
+        tab.page.locator("#code svg path").first.wait_for()
+        (link,) = tab.page.eval_on_selector_all("#code a", "all => all.map((a) => a.href)")
+        assert re.fullmatch(f"{address}/join#[0-9a-f]{{64}}", link)
 
 
 def test_a_host_dies_by_a_click_and_the_answers_go_on(address):

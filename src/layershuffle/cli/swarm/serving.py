@@ -169,6 +169,8 @@ class UpCommand(HttpsOptions):
 
         `key`: the operator's, "" where it must not be shown.
         """
+        from layershuffle.swarm.server.join import join_address
+
         # With all flags that the address needs, so that the printed lines can be copied.
         address = f" --address {url}"
         if serving.tls is not None:
@@ -177,6 +179,8 @@ class UpCommand(HttpsOptions):
             address += " --api-key-file FILE"
         hosts = len(service.members)
         dial = url.replace("http", "ws", 1)
+        # Only for eyes, as the key: elsewhere its reader takes it from the file.
+        token = service.members.token if key else "TOKEN"
         lines = [
             f"{self.model}, {service.router.depth} blocks on {hosts} hosts. It answers at {url} "
             f"(API: {url}/openapi.json). In another shell:",
@@ -184,6 +188,7 @@ class UpCommand(HttpsOptions):
             f"  layershuffle swarm status{address}",
             f"  layershuffle swarm drill{address} --requests 300{state_flag(self.state)}",
             f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}",
+            f"A browser tab as a host: {join_address(url, token=token)}",
         ]
         if key:
             lines.append(f"The page, to break hosts by a click: {url}/#{key}")

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
 from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.server.join import join_address, qr_code
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from layershuffle.swarm.service import Service
 
-CommandName = Literal["drain", "readmit", "routing", "fault", "facts"]
+CommandName = Literal["drain", "readmit", "routing", "fault", "facts", "join"]
 KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
@@ -49,6 +50,7 @@ class Fields(BaseModel):
     host: str = ""
     kind: FaultKind | None = None
     routing: Routing | None = None
+    address: str = Field("", max_length=500)
 
 
 def add_operator(
@@ -59,7 +61,8 @@ def add_operator(
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
     start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
     fail, by `kind`; `routing`: set that of new requests (`before`: the earlier one); `facts`: the
-    model, the gateway's own hosts, and the routing.
+    model, the gateway's own hosts, and the routing; `join`: the address, with the token, at which
+    a tab becomes a host of the gateway that it reaches at `address`, and its QR code as SVG.
     """
     from starlette.requests import Request
 
@@ -114,6 +117,8 @@ async def carry_out(service: Service, name: CommandName, *, fields: Fields) -> d
             "hosts": list(coordinator.children.names),
             "routing": router.routing,
         }
+    elif name == "join":
+        return qr_code(join_address(fields.address, token=service.members.token))
     else:
         raise UsageError(f"The command {name} lacks a field")
     return {}

@@ -10,6 +10,7 @@ GET  /              the page, unless it is switched off
 POST /operator/...  commands of the operator (`admin`)
 GET  /openapi.json  the description of this API
 /v1/host, /v1/files/...  hosts dial in (`members`)
+GET  /join          a browser tab becomes one of them (`join`)
 """
 
 from __future__ import annotations

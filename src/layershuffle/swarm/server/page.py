@@ -27,13 +27,15 @@ from layershuffle.swarm.server.limits import GatewayLimits
 if TYPE_CHECKING:
     from layershuffle.swarm.server.workbench import Workbench
 
-_KINDS = {
+KINDS = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".json": "application/json",
+    ".mjs": "text/javascript; charset=utf-8",
     ".png": "image/png",
     ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
 }
 HEADERS = {
     # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
@@ -79,7 +81,7 @@ def page_routes(
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         content, suffix = files.get(name, (b"", ""))
-        kind = _KINDS.get(suffix)
+        kind = KINDS.get(suffix)
         if kind is None:
             return Response("There is no such file", 404, HEADERS, "text/plain")
         return Response(content, headers={**HEADERS, "Content-Type": kind})

@@ -20,6 +20,7 @@ from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import Operated, add_operator
 from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.join import join_routes, runtime
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
 from layershuffle.swarm.server.tls import check_secret
@@ -107,7 +108,7 @@ async def serve_service(
         page=serving.page,
         min_accuracy=serving.min_accuracy,
         operate=partial(add_operator, service=service, key=operated.key),
-        hosts=service.members.routes(),
+        hosts=[*service.members.routes(), *join_routes(runtime())],
     )
 
     tasks: list[asyncio.Task[None]] = []
