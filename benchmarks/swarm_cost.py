@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
+from layershuffle.swarm.ray_session import local_ray
 from swarm_hops import Swarms
 from torch import nn
 
 from layershuffle.models import image_view, load
 from layershuffle.swarm.load_client import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, even_plan
-from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
+from layershuffle.swarm.ray_session import local_ray
 from torch import Tensor, nn
 
 from layershuffle.core.stack import blocks_of, depth_of
@@ -24,7 +25,6 @@ from layershuffle.swarm.drill import run_drill
 from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.messages import Route, Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
-from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.service import Service, swarm_on
 

@@ -49,7 +49,7 @@ class Coordinator:
         copies: int = COPIES,
     ) -> None:
         self.model, self.router, self.members = model, router, members
-        self.children = Children((), (), limits=router.limits)
+        self.children = Children(limits=router.limits)
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
         self.away: dict[str, str] = {}

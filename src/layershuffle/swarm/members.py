@@ -116,7 +116,7 @@ class Members(Mapping[str, Member]):
     """
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
-        self._model, self._token = model, token
+        self._model, self.token = model, token
         self._members: dict[str, Member] = {}
         self._numbers = count(1)
         self._tasks = set[asyncio.Task[None]]()
@@ -259,7 +259,7 @@ class Members(Mapping[str, Member]):
             raise _Refused(Close.BROKEN, "the first message is no hello")
         if why := wire.version_refused(hello["protocol"]):
             raise _Refused(Close.VERSION, why)
-        if not hmac.compare_digest(hello["token"].encode(), self._token.encode()):
+        if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
             raise _Refused(Close.BAD_TOKEN, "another token")
         there = self._members.get(hello["name"])
         if there is not None and there.hello["instance"] != hello["instance"]:
@@ -347,7 +347,7 @@ class Members(Mapping[str, Member]):
     async def _file(self, request: Request) -> Response:
         """A file of the model, or the part of it that a Range names."""
         _, _, token = request.headers.get("authorization", "").partition(" ")
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
         path: Path | None = self._model.files.get(request.path_params["digest"])
         if path is None:
