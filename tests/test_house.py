@@ -56,7 +56,7 @@ SWARM_LAYERS = (
     ("coordinator", "chaos", "drill"),
     ("simulation", "scenarios"),
     ("planning",),
-    ("service",),
+    ("service", "on_ray"),
     ("server", "client", "load_client"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
@@ -344,11 +344,8 @@ def test_no_two_files_define_one_name() -> None:
 # Modules that may catch everything once, or print, and why.
 CATCH_ALL = {
     "models.onnx_models": "what ONNX Runtime raises has no class of its own",
-    "swarm.coordinator": "work with a host may break in any way, and the watch goes on",
     "swarm.health": "an answer to a canary may be anything, and the watch goes on",
     "swarm.service": "a watch that breaks is logged and begins anew",
-    "swarm.host": "a block may raise anything, which its visits hear of, and the host goes on",
-    "swarm.ray_local": "Ray raises a plain `Exception` where its processes do not start",
     "study.worker": "one task of a study has failed, and others go on",
     "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
 }

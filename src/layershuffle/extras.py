@@ -26,15 +26,15 @@ EXTRAS = {
         ("sklearn", "pandas", "matplotlib", "umap"),
     ),
     "datasets": Extra("data of the Hugging Face hub, parquet files and tars: hf:", ("datasets",)),
-    "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
+    "ray": Extra("reproduce --ray, swarm up --ray: work for a cluster", ("ray",)),
     "export": Extra(
         "export, eval and predict of exported files", ("onnx", "onnxscript", "onnxruntime")
     ),
     "swarm": Extra(
         "swarm, classify, demo",
         (
-            *("ray", "fastapi", "uvicorn", "starlette", "prometheus_client"),
-            *("httpx", "sklearn"),
+            *("fastapi", "uvicorn", "starlette", "websockets", "prometheus_client"),
+            *("httpx", "sklearn", "onnxruntime", "layershuffle_host"),
         ),
     ),
 }

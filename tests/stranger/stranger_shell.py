@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import layershuffle_host
+
 _SHELL = """
 import gc, json, os, sys
 gc.disable()
@@ -64,7 +66,10 @@ def make_environment(place: Path, wheel: Path) -> None:
     # install of this environment stays out.
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout
-    Path(own.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # The host may be there as its sources alone.
+    hosts = Path(layershuffle_host.__file__).parents[1]
+    paths = Path(own.strip(), "dependencies.pth")
+    paths.write_text(f"{sysconfig.get_path('purelib')}\n{hosts}\n")
 
 
 def clean_variables(home: Path) -> dict[str, str]:

@@ -192,9 +192,8 @@ def test_a_study(stranger: Stranger) -> None:
 
 
 def test_a_swarm(stranger: Stranger) -> None:
-    pytest.importorskip("ray", reason="needs the extra `swarm` (Ray)")
     types, refused, folder = stranger.types, stranger.refused, stranger.folder
-    (folder / "hosts.yaml").write_text("hosts: {pi: {count: 2, memory_mb: 1, availability: 0.9}}\n")
+    (folder / "hosts.yaml").write_text("hosts: {pi: {count: 2, memory_mb: 1}}\n")
     planned = types("swarm", "plan", "hosts.yaml", "--out", "plan.yaml").out
     (simulate,) = re.findall(r"Next: layershuffle (swarm simulate .+)", planned)
     simulated = types(*simulate.split(), "--requests", "50", "--kill", "0.5").out
@@ -209,22 +208,14 @@ def test_a_swarm(stranger: Stranger) -> None:
             # Hosts of a busy machine are suspect for a moment now and then, so each of these comes
             # to be true, and need not be so at once.
             wait_for(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
-            # The order is drawn, and a twentieth of all orders is wrong about a picture like this.
             ask = ("classify", PICTURE, *address, *PATIENT)
             answer = wait_for(lambda: types(*ask).out, holds=in_full)
             assert re.match(rf"{PICTURE}: \d\d [\d.]+ %, ", answer)
             assert "On images like digit-pairs" in answer
-            sequential = ("--order", ",".join(map(str, range(12))))
-            answer = wait_for(lambda: types(*ask, *sequential).out, holds=in_full)
-            assert re.match(rf"{PICTURE}: 42 [\d.]+ %", answer)
-            # A step whose host is away is skipped and reported; the others keep their order.
-            short = (*ask, "--order", "3,0,2", "--json")
-            given = wait_for(lambda: types(*short).json(), holds=lambda a: len(a["blocks"]) == 3)
-            assert given["blocks"] == [3, 0, 2]
             drained = types("swarm", "drain", "host-2", "--state", "s").out
             assert "Next: layershuffle swarm readmit host-2 --state s" in drained
             types("swarm", "readmit", "host-2", "--state", "s")
-            # It starts in the background, and a host without a process cannot be killed.
+            # It comes back in the background.
             wait_for(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
             few = ("--requests", "40", "--state", "s")
             # Exit code 0: no request was lost or late.

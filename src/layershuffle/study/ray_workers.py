@@ -6,20 +6,14 @@ directory, which must lie on a disk that all machines have.
 
 from __future__ import annotations
 
-import logging
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
+from layershuffle.ray_cluster import connected_ray
 from layershuffle.study.runner import STOP_SECONDS, LocalTeam, MakeTeam
 from layershuffle.study.tasks import AnyTask
-from layershuffle.text import one_line
-
-_ANSWER_SECONDS = 5.0
 
 
 def ray_team(address: str) -> MakeTeam:
@@ -27,21 +21,7 @@ def ray_team(address: str) -> MakeTeam:
 
     Raises `UsageError` if Ray is not installed or no cluster answers.
     """
-    require("ray")
-
-    import ray
-
-    try:
-        if address != "auto":
-            # Ray ends the whole process where nothing listens, without an exception.
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, OverflowError, ConnectionError, RuntimeError) as error:
-        raise UsageError(
-            f"No Ray cluster answers at {address!r} ({one_line(error)})",
-            hint="start one with `ray start --head`, or leave --ray out",
-        ) from error
+    ray = connected_ray(address)
 
     class RayTeam:
         def __init__(self, out: Path, tasks: Sequence[AnyTask], count: int | None) -> None:

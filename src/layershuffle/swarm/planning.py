@@ -167,8 +167,8 @@ def plan_for(
         Holder(name, memory=int(spec.memory_mb * MEGA), speed=spec.speed)
         for name, spec in hosts.items()
     ]
-    held = assign(devices, facts.blocks, copies=copies)
-    missing = sorted(set(range(len(facts.blocks))).difference(*held.values()))
+    blocks_of = assign(devices, facts.blocks, copies=copies)
+    missing = sorted(set(range(len(facts.blocks))).difference(*blocks_of.values()))
     if missing:
         sizes = {file.digest: file.size for file in facts.blocks}
         needed, there = sum(sizes.values()), sum(device.memory for device in devices)
@@ -179,27 +179,31 @@ def plan_for(
         )
     plan = SwarmPlan(
         model=model,
-        hosts={name: HostPlan(blocks=tuple(sorted(held[name]))) for name in hosts if held[name]},
+        hosts={
+            name: HostPlan(blocks=tuple(sorted(blocks_of[name])))
+            for name in hosts
+            if blocks_of[name]
+        },
     )
     seconds = np.array([block_ms / spec.speed / _MILLI for spec in hosts.values()])
     memory = np.array([device.memory for device in devices], dtype=np.float64)
-    given = np.array(
-        [[block in held[name] for block in range(len(facts.blocks))] for name in hosts]
+    planned = np.array(
+        [[block in blocks_of[name] for block in range(len(facts.blocks))] for name in hosts]
     )
     return Planned(
         plan=plan,
         hosts=hosts,
         block_ms=block_ms,
-        most=most_per_second(seconds, memory, facts.blocks, allowed=given),
-        bound=most_per_second(seconds, memory, facts.blocks, allowed=np.ones_like(given)),
+        most=most_per_second(seconds, facts.blocks, memory=memory, allowed=planned),
+        bound=most_per_second(seconds, facts.blocks, memory=memory, allowed=np.ones_like(planned)),
     )
 
 
 def most_per_second(
     seconds: NDArray[np.float64],
-    memory: NDArray[np.float64],
     blocks: Sequence[BlockFile],
     *,
+    memory: NDArray[np.float64],
     allowed: NDArray[np.bool_],
 ) -> float:
     """The most requests per second of all plans that give a host only `allowed` blocks.

@@ -74,10 +74,13 @@ class UpCommand(Command):
     first."""
     hosts: int = 4
     """Hosts to start on this machine; 0 if others dial in."""
+    ray: str | None = None
+    """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
+    and reach --listen."""
     copies: int = 2
     """Hosts that hold each block, where they have room."""
     memory_mb: float = 200.0
-    """Megabytes of weights that each host of this machine takes."""
+    """Megabytes of weights that each host of this machine, or of Ray, takes."""
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
     directory of --state)."""
@@ -156,6 +159,7 @@ class UpCommand(Command):
             operated=Operated(state),
             token_file=self.token_file or state / "host-token",
             hosts=self.hosts,
+            ray=self.ray,
             memory=int(1e6 * self.memory_mb),
             host=self.listen,
             port=self.port,

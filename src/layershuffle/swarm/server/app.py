@@ -36,10 +36,11 @@ from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.errors import HTTPError, answer_to, busy, status_of
+from layershuffle.swarm.server.images import takes_pairs
 from layershuffle.swarm.server.keys import Keys, key_in
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
-from layershuffle.swarm.server.page import PageFacts, facts_of, page_routes, takes_pairs
+from layershuffle.swarm.server.page import PageFacts, facts_of, page_routes
 from layershuffle.swarm.server.requests import BODY_SCHEMA, Options, wrong_options
 from layershuffle.swarm.server.scheduler import RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer

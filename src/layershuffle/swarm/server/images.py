@@ -8,17 +8,20 @@ with few pixels are expensive nevertheless.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
+from layershuffle.bundled import asset
 from layershuffle.errors import DataError
 from layershuffle.image_view import ImageView, resized_size
 from layershuffle.pixels import BOMBS, DECODE_ERRORS, decoded, normalised, view_pixels
@@ -36,6 +39,7 @@ MAX_MARKERS = 2000
 MAX_CHUNKS = 10_000
 """Most chunks of a PNG. 16 MB have 2,000 as libpng writes them, and 1,400,000 if all are empty."""
 TIFF_TILE_WIDTH, TIFF_TILE_LENGTH = 322, 323
+PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
 _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
@@ -183,3 +187,14 @@ def _too_large(size: str, most: int) -> DataError:
         f"The image is too large ({size}; at most {most})",
         hint="shrink it; models look at a few hundred pixels per side",
     )
+
+
+def takes_pairs(view: ImageView, names: Sequence[str]) -> bool:
+    """Whether the packaged test pairs fit the image size and the class names of a model."""
+    return (view.channels, view.height, view.width) == PAIR and set(pair_names()) <= set(names)
+
+
+@cache
+def pair_names() -> tuple[str, ...]:
+    """The class names of the packaged test pairs."""
+    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))

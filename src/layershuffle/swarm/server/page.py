@@ -8,10 +8,8 @@ requests that need them wait.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
@@ -22,7 +20,6 @@ from starlette.routing import Route
 
 from layershuffle.bundled import asset
 from layershuffle.errors import LayerShuffleError
-from layershuffle.image_view import ImageView
 from layershuffle.swarm.server.admission import Admission
 from layershuffle.swarm.server.errors import answer_to
 from layershuffle.swarm.server.limits import GatewayLimits
@@ -38,7 +35,6 @@ _KINDS = {
     ".png": "image/png",
     ".svg": "image/svg+xml",
 }
-PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
 HEADERS = {
     # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -66,17 +62,6 @@ class PageFacts(BaseModel):
     pairs: bool
     models: Mapping[str, str]
     swarm: str = ""
-
-
-def takes_pairs(view: ImageView, names: Sequence[str]) -> bool:
-    """Whether the packaged test pairs fit the image size and the class names of a model."""
-    return (view.channels, view.height, view.width) == PAIR and set(pair_names()) <= set(names)
-
-
-@cache
-def pair_names() -> tuple[str, ...]:
-    """The class names of the packaged test pairs."""
-    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))
 
 
 def page_routes(

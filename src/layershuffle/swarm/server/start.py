@@ -38,16 +38,18 @@ _log = logging.getLogger(__name__)
 class Serving:
     """How a swarm is served. `operated`: the operator's file.
 
-    `hosts`: hosts of this machine, with `memory` bytes of weights each; `token_file`: what all
-    hosts have to know. `host`, `port` and `public` are those of `run.serve`, `keys` the
-    clients' API keys. `wait`: seconds after which the start is told without the hosts that are
-    not up. `page`: whether to serve the page. `trusted_proxies`: addresses of reverse proxies,
-    whose word on the client is taken; `min_accuracy`: top-1 in percent that /readyz asks for.
+    `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
+    nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
+    `port` and `public` are those of `run.serve`, `keys` the clients' API keys. `wait`: seconds
+    after which the start is told without the hosts that are not up. `page`: whether to serve the
+    page. `trusted_proxies`: addresses of reverse proxies, whose word on the client is taken;
+    `min_accuracy`: top-1 in percent that /readyz asks for.
     """
 
     operated: Operated
     token_file: Path
     hosts: int = 0
+    ray: str | None = None
     memory: int = _MEMORY
     host: str = "127.0.0.1"
     port: int = 8000
@@ -124,11 +126,19 @@ async def serve_service(
         hosts=service.members.routes(),
     )
 
+    tasks = [asyncio.create_task(upkeep.run())]
+
     def open_at(url: str) -> None:
         operated.publish(url, certificate=None if https is None else https.certificate)
+        if serving.ray is not None:
+            # Not above: the nodes dial to this address.
+            from layershuffle.swarm.on_ray import hosts_on_ray
+
+            token = service.members.token
+            work = hosts_on_ray(serving.ray, url=url, token=token, memory=serving.memory)
+            tasks.append(asyncio.create_task(work))
         ready(url, operated.key)
 
-    watch = asyncio.create_task(upkeep.run())
     try:
         await serve(
             app,
@@ -141,8 +151,10 @@ async def serve_service(
             ready=open_at,
         )
     finally:
-        watch.cancel()
         operated.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -171,6 +183,7 @@ async def local_hosts(
         try:
             yield children
         finally:
+            service.members.watcher = None  # that they leave now is no news
             tasks[1].cancel()
             server.should_exit = True
             await asyncio.gather(*tasks, return_exceptions=True)

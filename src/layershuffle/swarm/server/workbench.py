@@ -31,9 +31,8 @@ from layershuffle.models.files import weights_digest
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
 from layershuffle.swarm.server.admission import Admission, Client
-from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.images import PAIR, Decoder, pair_names, takes_pairs
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.page import PAIR, pair_names, takes_pairs
 from layershuffle.swarm.server.requests import image_in
 
 Role = Literal["ours", "ordinary"]

@@ -1,0 +1,68 @@
+"""Hosts on a real Ray cluster of two nodes of this machine: started, killed, started again."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from dial_site import TOKEN, gateway, replayed, states
+
+from layershuffle.swarm.on_ray import hosts_on_ray
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def cluster():
+    """The address of a cluster of two nodes."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def hosts_of(cluster):
+    """The processes of Ray's actors on the nodes of this cluster."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if (place / "cmdline").read_text().startswith("ray::RayHost"):
+                parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+                if cluster in Path(f"/proc/{parent}/cmdline").read_text():
+                    found.append(int(place.name))
+    return found
+
+
+def test_a_host_on_every_node_that_ray_starts_again(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    async def main():
+        async with gateway() as site:
+            keeping = asyncio.create_task(
+                hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)
+            )
+            try:
+                await site.until(lambda: min(site.holders()) == 2, seconds=60)
+                assert len(site.members) == 2
+                workers = hosts_of(cluster)
+                assert len(workers) == 2
+                os.kill(workers[0], signal.SIGKILL)
+                await site.until(lambda: len(site.members) == 1, seconds=60)
+                await site.until(lambda: min(site.holders()) == 2, seconds=60)
+                assert hosts_of(cluster)[0] != workers[0]
+                start = states()
+                state, route = await site.walk(start, least=12)
+                assert state.tobytes() == (await replayed(start, route)).tobytes()
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+            await site.until(lambda: len(site.members) == 0, seconds=60)
+
+    asyncio.run(main())
