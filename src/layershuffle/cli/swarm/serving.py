@@ -6,11 +6,14 @@ The server takes the requests of clients, the connections of hosts, and the comm
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,36 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.start import Serving
     from layershuffle.swarm.server.tls import Https
     from layershuffle.swarm.service import Service
+
+
+class JsonLines(logging.Formatter):
+    """A record of a log as a line of JSON: time (UTC), level, message, host or request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        fields |= {name: vars(record)[name] for name in ("host", "request") if name in vars(record)}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+@contextmanager
+def logged(*, as_json: bool) -> Iterator[None]:
+    """Show what hosts do, with times, as text or as lines of JSON, within."""
+    log = logging.getLogger("layershuffle")
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for handler in log.handlers:
+        handler.setFormatter(JsonLines() if as_json else plain)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
 
 
 @contextmanager
@@ -105,6 +138,8 @@ class UpCommand(Command):
     """Answer every client that reaches --listen, without a key."""
     state: str | None = None
     """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+    log_json: bool = False
+    """Write the log, on standard error, as lines of JSON."""
     page: bool = True
     """Show the page at the server's address."""
     min_accuracy: float | None = None
@@ -143,7 +178,7 @@ class UpCommand(Command):
             shown = key if self.page and sys.stdout.isatty() else ""
             print(self.described(service, url, serving=serving, key=shown), flush=True)
 
-        with ended_by_signals(), suppress(KeyboardInterrupt):
+        with logged(as_json=self.log_json), ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0

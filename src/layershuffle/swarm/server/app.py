@@ -15,6 +15,7 @@ GET  /openapi.json  the description of this API
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -35,9 +36,9 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.errors import HTTPError, answer_to, busy, status_of
+from layershuffle.swarm.server.errors import LOG, HTTPError, answer_to, busy, status_of
 from layershuffle.swarm.server.images import takes_pairs
-from layershuffle.swarm.server.keys import Keys, key_in
+from layershuffle.swarm.server.keys import Keys, Rate, key_in
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.page import PageFacts, facts_of, page_routes
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 _Admit = Callable[[Request], Awaitable[None]]
 _CLASSIFY = "/v1/classify"
+_LOGGED = 0.1, 10  # requests without an answer in the log, a second, and at once
 _REFUSALS = {
     401: "The API key is missing or wrong.",
     408: "The body took too long to arrive.",
@@ -253,6 +255,7 @@ class _Gateway:
         self.min_accuracy = min_accuracy
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
         self.router = scheduler.remote_model.router
+        self._logged = Rate(*_LOGGED)
 
     async def check_rate(self, request: Request) -> None:
         """Count a request against the rate of its client. Raises `HTTPError` (429)."""
@@ -313,13 +316,18 @@ class _Gateway:
             return answer_to(error)
         if isinstance(error, RequestValidationError):
             error = wrong_options(error)
-        status, wait = status_of(error), None
+        status, wait, reference = status_of(error), None, None
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             self.metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            wait = retry_after(self.router.swarm, now=self.router.clock())
-        return answer_to(error, wait=wait)
+            now, reference = self.router.clock(), uuid.uuid4().hex
+            wait = retry_after(self.router.swarm, now=now)
+            # A night without hosts must not fill the disk.
+            if not self._logged.wait(now):
+                text = "Request %s was not answered: %s"
+                LOG.warning(text, reference, error, extra={"request": reference})
+        return answer_to(error, wait=wait, reference=reference)
 
 
 class HeadAsGet:
