@@ -26,6 +26,7 @@ from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.keys import Keys
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.state import HostView, Swarm
@@ -119,6 +120,7 @@ async def site(
     swarm: Limits = LIMITS,
     raises: bool = True,
     make: Callable[[], torch.nn.Module] = VIT.wrapped,
+    keys: Sequence[str] = (),
     **options: Any,
 ) -> AsyncIterator[Site]:
     """A gateway on this event loop to the model of `make`; `options` go to `create_app`."""
@@ -127,7 +129,7 @@ async def site(
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
-    app = create_app(remote_model, **options)
+    app = create_app(remote_model, keys=Keys(keys), **options)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
         try:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +20,12 @@ from common import DEPTH
 from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
-from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
 from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.keys import read_keys
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.start import serve_swarm
 from layershuffle.swarm.server.tls import client_context, server_context
@@ -328,7 +327,6 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 
 def test_key_files_that_others_may_read_are_refused(tmp_path):
-    assert read_keys(None) == ()
     assert read_keys(written(tmp_path / "own", "one\ntwo\n")) == ("one", "two")
     for path, words in [
         (written(tmp_path / "group", "one", 0o640), "Other users may read or change"),
@@ -397,11 +395,18 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
     """A swarm with certificate and key, asked by both clients and on the command line."""
     keys = written(tmp_path / "keys", KEY)
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
-    flags = HttpsOptions(https_certificate=papers / "cert.pem", https_key=papers / "key.pem")
-    up = UpCommand(hosts=1, port=0, keys=Path(keys), page=False, state=str(tmp_path / "s"))
+    up = UpCommand(
+        hosts=1,
+        port=0,
+        keys=Path(keys),
+        page=False,
+        state=str(tmp_path / "s"),
+        https_certificate=papers / "cert.pem",
+        https_key=papers / "key.pem",
+    )
 
     async def serving(tell):
-        facts = replace(up.serving(), tls=context_of(flags))
+        facts = up.serving()
 
         def ready(service, url, key):
             assert key
@@ -512,10 +517,10 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    assert context_of(HttpsOptions()) is None
-    for half in (HttpsOptions(https_key=key), HttpsOptions(https_certificate=certificate)):
+    assert UpCommand().https() is None
+    for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
         with pytest.raises(UsageError, match="a certificate and its key"):
-            context_of(half)
+            half.https()
 
 
 @needs_openssl

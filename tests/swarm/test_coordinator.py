@@ -28,7 +28,7 @@ from test_members import answer
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.chaos import Fault, FaultInjector
-from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Route
 from layershuffle_host.blocks import Block
@@ -255,13 +255,10 @@ def assigned(site: Site) -> list[frozenset[int]]:
 
 
 @asynccontextmanager
-async def family(site: Site, cache: Path, *, hosts: int) -> AsyncIterator[Children]:
+async def family(site: Site, *, hosts: int) -> AsyncIterator[Children]:
     """Hosts as child processes, all of them up."""
-    token = cache / "token"
-    token.write_text(TOKEN)
-    command = host_command(site.url, token_file=token, memory=10**8)
-    names = tuple(f"host-{number + 1}" for number in range(hosts))
-    children = Children(names, command, limits=Limits(restart_ms=50))
+    names, limits = tuple(f"host-{number + 1}" for number in range(hosts)), Limits(restart_ms=50)
+    children = Children(names, url=site.url, token=TOKEN, memory=10**8, limits=limits)
     site.coordinator.children = children
     running = asyncio.create_task(children.run())
     try:
@@ -274,7 +271,7 @@ async def family(site: Site, cache: Path, *, hosts: int) -> AsyncIterator[Childr
 
 def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path) -> None:
     async def main() -> None:
-        async with gateway(parallel=3) as site, family(site, tmp_path, hosts=3) as children:
+        async with gateway(parallel=3) as site, family(site, hosts=3) as children:
             before = dict(children.pids)
             asked = [asyncio.create_task(site.walk(states(seed=n), least=12)) for n in range(60)]
             await asyncio.sleep(0.02)
@@ -293,7 +290,7 @@ def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path)
 def test_a_frozen_process_is_gone_and_returns(tmp_path: Path) -> None:
     async def main() -> None:
         limits = Limits(deadline_ms=20_000)
-        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=2) as children:
+        async with gateway(limits=limits) as site, family(site, hosts=2) as children:
             children.signal("host-1", signal.SIGSTOP)
             _, route = await site.walk(states())
             assert route.kept == 12
@@ -313,7 +310,7 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
 
     async def main() -> None:
         limits = Limits(deadline_ms=20_000, canary_every_ms=100)
-        async with gateway(limits=limits) as site, family(site, tmp_path, hosts=3):
+        async with gateway(limits=limits) as site, family(site, hosts=3):
             injector = FaultInjector(site.coordinator)
             for kind, condition in becomes.items():
                 await injector.inject(Fault(0, "host-1", kind))
@@ -334,7 +331,7 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
 
 def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
     async def main() -> None:
-        async with gateway() as site, family(site, tmp_path, hosts=2) as children:
+        async with gateway() as site, family(site, hosts=2) as children:
             children.hold("host-1")
             children.signal("host-1", signal.SIGKILL)
             await site.until(lambda: "host-1" not in children.pids)
@@ -351,11 +348,10 @@ def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
 
 
 PARENT = """
-import asyncio, sys
-from layershuffle.swarm.chaos import Fault, FaultInjector
+import asyncio
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
-children = Children(("a",), ("ws://127.0.0.1:1", "--token-file", sys.argv[1]), limits=Limits())
+children = Children(("a",), url="ws://127.0.0.1:1", token="t", memory=1, limits=Limits())
 async def main():
     asyncio.create_task(children.run())
     while not children.pids:
@@ -366,10 +362,8 @@ asyncio.run(main())
 """
 
 
-def test_hosts_die_with_a_gateway_that_is_killed(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    words = [sys.executable, "-c", PARENT, str(token)]
+def test_hosts_die_with_a_gateway_that_is_killed() -> None:
+    words = [sys.executable, "-c", PARENT]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -16,26 +16,25 @@ from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.start import local_hosts, token_in
+from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import running_service
 
 KEY = "an-operators-key-of-this-test"
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address():
     """A gateway to four hosts with three blocks each, which an operator may break."""
-    file = tmp_path_factory.mktemp("token") / "token"
     inside = AsyncExitStack()
 
     async def make():
         model = ServedModel(asset("digits-onnx"))
         service = await inside.enter_async_context(
-            running_service(SwarmSettings(copies=1), model, token=token_in(file))
+            running_service(SwarmSettings(copies=1), model, token="a token")
         )
         # No room for the blocks of a host that dies.
         memory = 3 * model.weights[0].size
-        await inside.enter_async_context(local_hosts(service, 4, token_file=file, memory=memory))
+        await inside.enter_async_context(local_hosts(service, 4, memory=memory))
         assert await service.coordinator.ready(4, within=60) == frozenset()
         return create_app(
             service.remote_model,

@@ -282,10 +282,10 @@ def test_keys_guard_all_but_the_health():
             (await ask("/metrics")).status_code,
             (await ask("/healthz")).status_code,
             (await place.classify(file_of(picture()))).headers["www-authenticate"],
-            (await ask("/metrics", headers={"X-API-Key": "another key, also good"})).status_code,
+            (await ask("/metrics", headers={"X-API-Key": "another-key-also-good"})).status_code,
         ]
 
-    statuses = run(go, keys=[KEY, "another key, also good"])
+    statuses = run(go, keys=[KEY, "another-key-also-good"])
     assert statuses == [401, 401, 200, 200, 401, 401, 200, "Bearer", 200]
 
 

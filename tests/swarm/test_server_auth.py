@@ -10,10 +10,11 @@ import pytest
 from gateway_site import run
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.server import app, tls
+from layershuffle.swarm.server import keys as keys_of
+from layershuffle.swarm.server import tls
 from layershuffle.swarm.server.admission import Client, Clients
-from layershuffle.swarm.server.app import Keys
 from layershuffle.swarm.server.errors import HTTPError
+from layershuffle.swarm.server.keys import Keys, Rate
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.run import serve
 from waiting import until
@@ -24,13 +25,13 @@ KEY = "a-key-of-some-length"
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = app.hmac.compare_digest
+    genuine = keys_of.hmac.compare_digest
 
     def spy(first, second):
         compared.append((len(first), len(second)))
         return genuine(first, second)
 
-    monkeypatch.setattr(app.hmac, "compare_digest", spy)
+    monkeypatch.setattr(keys_of.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
     assert keys.accept(KEY.encode())
     assert not keys.accept(b"x")
@@ -69,7 +70,7 @@ def test_keys_in_clear_bring_a_warning():
 
 def test_the_rate_against_a_slow_count():
     """Requests at random times: the client gets through what a plain token bucket lets through."""
-    client = Client(GatewayLimits(rate=5, burst=3))
+    client = Rate(5, 3)
     rng = np.random.default_rng(0)
     now, tokens, passed, waits = 100.0, 3.0, 0, 0
     for gap in rng.exponential(0.1, 500):
@@ -88,7 +89,7 @@ def test_the_rate_against_a_slow_count():
 
 
 def test_a_request_after_its_wait_is_let_through():
-    client = Client(GatewayLimits(rate=0.25, burst=2))
+    client = Rate(0.25, 2)
     assert [client.wait(7.0) for _ in range(3)] == [0, 0, 4]
     assert client.wait(10.9) == pytest.approx(0.1)
     assert client.wait(11.0) == 0
@@ -96,7 +97,7 @@ def test_a_request_after_its_wait_is_let_through():
 
 
 def test_a_clock_that_steps_back_gives_nothing():
-    client = Client(GatewayLimits(rate=1, burst=1))
+    client = Rate(1, 1)
     assert client.wait(10.0) == 0
     assert client.wait(5.0) == 6
 
@@ -112,7 +113,7 @@ def test_addresses_of_one_client():
 def test_memory_is_bounded_and_busy_clients_stay():
     clients = Clients(GatewayLimits(max_clients=10, rate=0.001, burst=1))
     with clients.request_of("10.0.0.1") as busy:
-        assert busy.wait(0.0) == 0
+        assert busy.rate.wait(0.0) == 0
         for number in range(100):
             clients.at(f"10.1.0.{number}")
         assert len(clients) == 10

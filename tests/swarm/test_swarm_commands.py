@@ -185,13 +185,11 @@ def served(tmp_path, work):
         model, token = ServedModel(asset("digits-onnx")), token_in(file)
         async with (
             running_service(SwarmSettings(), model, token=token) as service,
-            local_hosts(service, 2, token_file=file),
+            local_hosts(service, 2),
         ):
             assert await service.coordinator.ready(2, within=60) == frozenset()
             opened = asyncio.get_running_loop().create_future()
-            serving = Serving(
-                operated=Operated(state), token_file=file, port=0, page=False, keys=("k" * 16,)
-            )
+            serving = Serving(operated=Operated(state), token_file=file, port=0, page=False)
             task = asyncio.create_task(
                 serve_service(service, serving, ready=lambda *where: opened.set_result(where))
             )

@@ -354,6 +354,7 @@ class _Link:
     async def _load_all(self, blocks: Sequence[dict[str, Any]], stopped: threading.Event) -> None:
         """Load what is missing, and try again what failed, until another assignment comes."""
         loop, waits, left = asyncio.get_running_loop(), delays(random.Random()), list(blocks)
+        said = set[str]()
         while left:
             failed = []
             for block in left:
@@ -368,8 +369,10 @@ class _Link:
                         self._host.blocks[key] = loaded
                 # Files may be anything, and so may be what their readers raise.
                 except Exception as error:  # noqa: BLE001
-                    _log.warning("block %s: %s", key[1][:12], error)
                     why = f"{type(error).__name__}: {error}"[: wire.MAX_TEXT]
+                    if why not in said:  # once, not for every try of a night
+                        said.add(why)
+                        _log.warning("block %s: %s", key[1][:12], why)
                     self.send(wire.text_of("failed", slot=slot, why=why))
                     failed.append(block)
                 else:

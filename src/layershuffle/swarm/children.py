@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.limits import Limits, restart_pause
@@ -25,11 +24,22 @@ _log = logging.getLogger(__name__)
 class Children:
     """The hosts of this machine by name, once `run` has started them.
 
-    `command`: the words after `python -m layershuffle_host` that all of them get.
+    `url`: where they dial in; `token`: what they have to know there; `memory`: bytes of weights
+    that each takes.
     """
 
-    def __init__(self, names: tuple[str, ...], command: tuple[str, ...], *, limits: Limits) -> None:
-        self.names, self._command, self._limits = names, command, limits
+    def __init__(
+        self,
+        names: tuple[str, ...] = (),
+        *,
+        limits: Limits,
+        url: str = "",
+        token: str = "",
+        memory: int = 0,
+    ) -> None:
+        self.names, self._limits, self._token = names, limits, token.encode()
+        # From a pipe: a file may be gone when a host is started again in a month.
+        self._words = (url, "--token-file", "/dev/stdin", "--memory", str(memory))
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._held: dict[str, asyncio.Event] = {}
         for name in names:
@@ -80,31 +90,28 @@ class Children:
         while True:
             await self._held[name].wait()
             begun = loop.time()
-            self._processes[name] = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "layershuffle_host",
-                *self._command,
-                "--name",
-                name,
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                preexec_fn=_die_with_parent,
-            )
+            words = (*self._words, "--name", name)
+            reading, writing = os.pipe()
+            try:
+                os.write(writing, self._token)
+                self._processes[name] = process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "layershuffle_host", *words),
+                    stdin=reading,
+                    stderr=asyncio.subprocess.PIPE,
+                    preexec_fn=_die_with_parent,
+                )
+            finally:
+                os.close(reading)
+                os.close(writing)
             last = b""
             assert process.stderr is not None
             async for line in process.stderr:
                 last = line
             code = await process.wait()
             tries, pause = restart_pause(tries, ran=loop.time() - begun, limits=self._limits)
-            words = last.decode(errors="replace").strip()
-            _log.warning("The process of host %s has ended (%s): %s", name, code, words)
+            why = last.decode(errors="replace").strip()
+            _log.warning("The process of host %s has ended (%s): %s", name, code, why)
             await asyncio.sleep(pause)
-
-
-def host_command(address: str, *, token_file: Path, memory: int) -> tuple[str, ...]:
-    """The words for `Children`: hosts for the gateway at `address`, with `memory` bytes each."""
-    return address, "--token-file", str(token_file), "--memory", str(memory)
 
 
 # Loaded here, because nothing may be imported between fork and exec.

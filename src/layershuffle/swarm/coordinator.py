@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,15 @@ _LOOK = 0.1  # seconds between looks at who is there
 _GRACE = 0.3  # seconds in which a host may come back before others take its blocks
 _AGAIN = 0.2  # seconds after which a block that failed its test is tested again
 _MOST_GONE = 64  # hosts that have left and are still listed
+_QUIET = 10.0  # seconds between two lines of the log on one host
+_SAID = {
+    "healthy": (logging.INFO, "is back"),
+    "suspect": (logging.WARNING, "is suspected"),
+    "shut-out": (logging.WARNING, "is shut out"),
+    "draining": (logging.INFO, "takes no more visits"),
+    "gone": (logging.WARNING, "has gone"),
+}
+_JOINED = logging.INFO, "has joined"
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 _STATUS = "layershuffle swarm status shows the hosts"
@@ -49,7 +59,7 @@ class Coordinator:
         copies: int = COPIES,
     ) -> None:
         self.model, self.router, self.members = model, router, members
-        self.children = Children((), (), limits=router.limits)
+        self.children = Children(limits=router.limits)
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
         self.away: dict[str, str] = {}
@@ -59,6 +69,7 @@ class Coordinator:
         ]
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
+        self._said: dict[str, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._tests = set[asyncio.Task[None]]()
         members.watcher = self
@@ -71,6 +82,7 @@ class Coordinator:
             # If the health check breaks, so does this, and both are started again.
             while not health.done():
                 self._plan()
+                self._say()
                 try:
                     async with asyncio.timeout(_LOOK):
                         await self._changed.wait()
@@ -130,8 +142,6 @@ class Coordinator:
         elif member.name in self.away:
             view = replace(view, condition="draining", why=self.away[member.name])
         self.router.swarm = self.router.swarm.with_host(view)
-        if before is not None:
-            _log.warning("Host %s is back", member.name)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
             self.members.assign(member.name, returned[0].blocks)
@@ -146,7 +156,11 @@ class Coordinator:
 
     def failed(self, member: Member, block: int, *, why: str) -> None:
         """See `members.MemberWatcher`."""
-        _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
+        key, now = f"{member.name} loads", self.router.clock()
+        before = self._said.get(key, ("", -math.inf))[1]
+        if now - before >= _QUIET:  # it tries again, every few seconds
+            self._said[key] = why, now
+            _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
 
     def leaving(self, member: Member) -> None:
         """See `members.MemberWatcher`."""
@@ -156,7 +170,6 @@ class Coordinator:
     def left(self, member: Member, why: str) -> None:
         """See `members.MemberWatcher`."""
         name, now, limits = member.name, self.router.clock(), self.router.limits
-        _log.warning("Host %s has gone: %s", name, why)
         self.health.drop(name)
         self._departed[name] = self._device(member), now
         until = now + limits.return_ms / _MILLI
@@ -166,6 +179,19 @@ class Coordinator:
             longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
             self.router.swarm = self.router.swarm.without(longest)
         self._changed.set()
+
+    def _say(self) -> None:
+        """Log what has become of the hosts, of each at most a line in `_QUIET` seconds."""
+        now, swarm = self.router.clock(), self.router.swarm
+        self._said = {k: said for k, said in self._said.items() if k.partition(" ")[0] in swarm}
+        for host in swarm.values():
+            before, at = self._said.get(host.name, ("", -math.inf))
+            if host.condition == before or now - at < _QUIET:
+                continue
+            self._said[host.name] = host.condition, now
+            level, words = _SAID[host.condition] if before or not host.usable else _JOINED
+            why = f": {host.why}" if host.why else ""
+            _log.log(level, "Host %s %s%s", host.name, words, why, extra={"host": host.name})
 
     async def _admit(self, member: Member, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
@@ -223,7 +249,6 @@ class Coordinator:
             lambda host: replace(host, blocks=host.blocks & blocks, loading=blocks - host.blocks),
         )
         self.health.forget(name, self.members[name].assigned - blocks)
-        _log.info("Host %s is to hold blocks %s", name, sorted(blocks))
         self.members.assign(name, blocks)
 
     # --- commands of operators --------------------------------------------------------------------

@@ -43,6 +43,7 @@ HELLO_SECONDS = 5.0
 STALLED_SECONDS = 4.0
 """A host that has read nothing for so long is dropped."""
 _MOST_ABANDONED = 4096
+_QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
 _REFUSALS: Mapping[Why, type[VisitError]] = {
@@ -120,6 +121,7 @@ class Members(Mapping[str, Member]):
         self._members: dict[str, Member] = {}
         self._numbers = count(1)
         self._tasks = set[asyncio.Task[None]]()
+        self._refused_at = -_QUIET
         self.watcher: MemberWatcher | None = None
 
     def __getitem__(self, name: str) -> Member:
@@ -215,6 +217,10 @@ class Members(Mapping[str, Member]):
         try:
             hello = await self._hello(socket)
         except _Refused as refused:
+            now, where = asyncio.get_running_loop().time(), socket.client
+            if now - self._refused_at >= _QUIET:  # it dials again, every few seconds
+                self._refused_at = now
+                _log.warning("A host at %s is refused: %s", where.host if where else "", refused)
             await socket.close(refused.code, str(refused)[:100])
             return
         if hello is None:
@@ -235,7 +241,6 @@ class Members(Mapping[str, Member]):
             await self._read(member)
         except WireError as error:
             why = f"it breaks the protocol: {error}"
-            _log.warning("Host %s: %s", name, why)
             await socket.close(Close.BROKEN, str(error)[:100])
         except asyncio.CancelledError as error:
             why = str(error) or "the gateway has cut its connection"

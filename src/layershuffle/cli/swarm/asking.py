@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command, ImageFiles
-from layershuffle.cli.swarm.options import read_keys
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -52,13 +51,15 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
     if server.api_key_file is not None:
         if server.api_key is not None:
             raise UsageError("The API key is given twice", hint="omit --api-key")
+        from layershuffle.swarm.server.keys import read_keys
+
         keys = read_keys(server.api_key_file)
         # The file of a server may hold many keys; we do not guess which of them is meant.
         if len(keys) != 1:
             raise UsageError(
                 f"The file holds {len(keys)} keys", place=server.api_key_file, hint="keep one"
             )
-        key = keys[0]
+        key = keys[0].split()[0]  # without its quota
     return {"api_key": key, "authority": server.authority}
 
 

@@ -49,14 +49,13 @@ class DemoCommand(Command):
 
     async def _start(self) -> None:
         import math
-        import tempfile
-        from pathlib import Path
+        import secrets
 
         from layershuffle.models import load
         from layershuffle.swarm.load_client import labelled_images
         from layershuffle.swarm.plan import SwarmSettings
         from layershuffle.swarm.served import ServedModel, served_directory
-        from layershuffle.swarm.server.start import local_hosts, token_in
+        from layershuffle.swarm.server.start import local_hosts
         from layershuffle.swarm.service import running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
@@ -64,15 +63,13 @@ class DemoCommand(Command):
         # Room for each block once, so that a dead host's blocks are lost.
         memory = math.ceil(model.depth / self.hosts) * model.weights[0].size
         print(f"Starting {self.hosts} hosts, each a process with its own blocks ...", flush=True)
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / "token"
-            token = token_in(file)
-            async with (
-                running_service(SwarmSettings(copies=1), model, token=token) as service,
-                local_hosts(service, self.hosts, token_file=file, memory=memory),
-            ):
-                await service.coordinator.ready(self.hosts, within=60, say=lambda _: None)
-                await self._show(service, images)
+        settings, token = SwarmSettings(copies=1), secrets.token_hex()
+        async with (
+            running_service(settings, model, token=token) as service,
+            local_hosts(service, self.hosts, memory=memory),
+        ):
+            await service.coordinator.ready(self.hosts, within=60, say=lambda _: None)
+            await self._show(service, images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
     async def _show(self, service: Service, images: Any) -> None:

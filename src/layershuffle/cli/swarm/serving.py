@@ -6,23 +6,57 @@ The server takes the requests of clients, the connections of hosts, and the comm
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, RoutingFlag, WireFlag
-from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
-from layershuffle.errors import Interrupted
+from layershuffle.errors import Interrupted, UsageError
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.start import Serving
+    from layershuffle.swarm.server.tls import Https
     from layershuffle.swarm.service import Service
+
+
+class JsonLines(logging.Formatter):
+    """A record of a log as a line of JSON: time (UTC), level, message, host or request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        fields |= {name: vars(record)[name] for name in ("host", "request") if name in vars(record)}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+@contextmanager
+def logged(*, as_json: bool) -> Iterator[None]:
+    """Show what hosts do, with times, as text or as lines of JSON, within."""
+    log = logging.getLogger("layershuffle")
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for handler in log.handlers:
+        handler.setFormatter(JsonLines() if as_json else plain)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
 
 
 @contextmanager
@@ -60,7 +94,7 @@ def steps() -> Callable[[str], None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpCommand(HttpsOptions):
+class UpCommand(Command):
     """Serve a model from hosts: API, page, and the place where hosts dial in, on one port.
 
     Starts --hosts processes on this machine, which end with it. Hosts on other machines run
@@ -92,13 +126,20 @@ class UpCommand(HttpsOptions):
     Without --https-certificate nothing is encrypted on the way there."""
     port: int = 8000
     """Port of the server; 0 takes a free one."""
+    https_certificate: Path | None = None
+    """Serve https: the server's certificate (PEM), with the names by which clients call it. It is
+    read again on SIGHUP, as the keys are."""
+    https_key: Path | None = None
+    """Key of that certificate; only its owner may read it (mode 0600)."""
     keys: Path | None = None
-    """File with the API keys of the clients, one per line; only its owner may read it (mode
-    0600)."""
+    """File with the API keys of the clients, one per line, each with a quota if it has one (KEY
+    1000/day); only its owner may read it (mode 0600)."""
     public: bool = False
     """Answer every client that reaches --listen, without a key."""
     state: str | None = None
     """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+    log_json: bool = False
+    """Write the log, on standard error, as lines of JSON."""
     page: bool = True
     """Show the page at the server's address."""
     min_accuracy: float | None = None
@@ -122,9 +163,9 @@ class UpCommand(HttpsOptions):
         say = steps()
         serving = self.serving()
         # Before a model is exported, which takes seconds.
-        check_address(serving.host, keyed=bool(serving.keys), public=self.public)
-        encrypted = serving.tls is not None
-        if warning := in_clear(serving.host, keyed=bool(serving.keys), encrypted=encrypted):
+        keyed, encrypted = self.keys is not None, serving.https is not None
+        check_address(serving.host, keyed=keyed, public=self.public)
+        if warning := in_clear(serving.host, keyed=keyed, encrypted=encrypted):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         settings = SwarmSettings(
             model=self.model, copies=self.copies, routing=self.routing, wire=self.wire
@@ -132,11 +173,12 @@ class UpCommand(HttpsOptions):
         model = ServedModel(served_directory(self.model, say=say))
 
         def ready(service: Service, url: str, key: str) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, serving.reload)
             # Only for eyes: what is printed elsewhere becomes a log, which others may read.
             shown = key if self.page and sys.stdout.isatty() else ""
             print(self.described(service, url, serving=serving, key=shown), flush=True)
 
-        with ended_by_signals(), suppress(KeyboardInterrupt):
+        with logged(as_json=self.log_json), ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
@@ -144,6 +186,7 @@ class UpCommand(HttpsOptions):
     def serving(self) -> Serving:
         """The settings of the flags. Raises `UsageError` if a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import Operated, state_directory
+        from layershuffle.swarm.server.keys import Keys
         from layershuffle.swarm.server.start import Serving
 
         state = state_directory(self.state)
@@ -156,13 +199,26 @@ class UpCommand(HttpsOptions):
             host=self.listen,
             port=self.port,
             public=self.public,
-            tls=context_of(self),
-            keys=read_keys(self.keys),
-            certificate=self.https_certificate,
+            https=self.https(),
+            keys=Keys.of_file(self.keys),
             page=self.page,
             trusted_proxies=self.trusted_proxy,
             min_accuracy=self.min_accuracy,
         )
+
+    def https(self) -> Https | None:
+        """The certificate that the flags name; `None` for plain http. Raises `UsageError` for one
+        file without the other, and for files that cannot be used."""
+        from layershuffle.swarm.server.tls import Https
+
+        if self.https_certificate is None and self.https_key is None:
+            return None
+        if self.https_certificate is None or self.https_key is None:
+            raise UsageError(
+                "https needs a certificate and its key",
+                hint="give --https-certificate and --https-key, or neither",
+            )
+        return Https(self.https_certificate, self.https_key)
 
     def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
         """A description of a running swarm for its user, with the next commands.
@@ -173,7 +229,7 @@ class UpCommand(HttpsOptions):
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address = f" --address {url}"
-        if serving.tls is not None:
+        if serving.https is not None:
             address += " --authority FILE"
         if serving.keys:
             address += " --api-key-file FILE"

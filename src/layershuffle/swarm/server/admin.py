@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -27,6 +26,7 @@ from layershuffle.files import explained
 from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.server.join import join_address, qr_code
+from layershuffle.swarm.server.tls import pinned
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -66,8 +66,8 @@ def add_operator(
     """
     from starlette.requests import Request
 
-    from layershuffle.swarm.server.app import Keys
     from layershuffle.swarm.server.errors import HTTPError
+    from layershuffle.swarm.server.keys import Keys
 
     keys = Keys([key])
 
@@ -132,7 +132,8 @@ class Operated:
 
     def __init__(self, state: Path) -> None:
         self.key = secrets.token_urlsafe(_KEY_BYTES)
-        self._path, self._lock = state / _FILE, FileLock(state / "lock", mode=0o600)
+        self.state, self._path = state, state / _FILE
+        self._lock = FileLock(state / "lock", mode=0o600)
         try:
             self._lock.acquire(blocking=False)
         except Timeout as error:
@@ -181,7 +182,7 @@ class Operator:
             headers={KEY_HEADER: facts["key"]},
             timeout=_TIMEOUT,
             trust_env=False,  # a proxy cannot reach this machine's loopback
-            verify=_pinned(facts["certificate"]) if "certificate" in facts else True,
+            verify=pinned(facts["certificate"]) if "certificate" in facts else True,
         )
 
     def close(self) -> None:
@@ -203,15 +204,6 @@ class Operator:
             return answer
         kind = UsageError if response.status_code == 422 else LayerShuffleError
         raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
-
-
-def _pinned(certificate: str) -> ssl.SSLContext:
-    """Trusts this certificate alone, whatever name the gateway is called by on its own machine."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(certificate)
-    return context
 
 
 @contextmanager

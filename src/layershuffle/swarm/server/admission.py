@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from layershuffle.swarm.messages import NotAnswered
 from layershuffle.swarm.server.errors import busy
+from layershuffle.swarm.server.keys import Rate
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import read_body
 
@@ -29,8 +30,7 @@ class Client:
     many as there are decoders, at least one)."""
 
     def __init__(self, limits: GatewayLimits) -> None:
-        self._limits = limits
-        self._paid_until = 0.0
+        self.rate = Rate(limits.rate, limits.burst)
         self._places = asyncio.Semaphore(max(1, limits.decoders // 2))
         self.requests = self.threads = 0
 
@@ -38,21 +38,6 @@ class Client:
     def idle(self) -> bool:
         """Whether this client has no running work, not even threads whose results are useless."""
         return not self.requests and not self.threads
-
-    def wait(self, now: float) -> float:
-        """Count a request; return the seconds that it has to wait, 0 if it is admitted at `now`.
-
-        This is the generic cell rate algorithm, a token bucket in one number: every request pays
-        for 1 / rate seconds, and a client may be `burst` payments ahead of the clock. A request
-        that has to wait pays nothing.
-        """
-        begin = max(self._paid_until, now)
-        wait = begin - now - (self._limits.burst - 1) / self._limits.rate
-        # Sums of many payments are rounded: without this margin a request would wait for 1e-16 s.
-        if wait > 1e-9:
-            return wait
-        self._paid_until = begin + 1 / self._limits.rate
-        return 0.0
 
     async def compute(self, pool: Executor, work: Callable[[], _T]) -> _T:
         """Run `work` in a thread of `pool` once this client has a place there; return its result.
@@ -101,7 +86,7 @@ class Clients:
 
     def admit(self, address: str, *, now: float) -> None:
         """Count a request at the time `now`, in seconds. Raises `HTTPError` (429) for too many."""
-        wait = self.at(address).wait(now)
+        wait = self.at(address).rate.wait(now)
         if wait:
             raise busy("Too many requests from your address", wait=wait)
 
@@ -119,11 +104,12 @@ class Clients:
 
 
 class Admission:
-    """Lets requests in, as many at a time as the limits allow. `clock`: that of all deadlines."""
+    """Lets requests in, as many at a time as the limits allow. `clock`: that of all deadlines;
+    `open`: requests whose bodies are in and that have no answer yet."""
 
     def __init__(self, limits: GatewayLimits, *, clock: Callable[[], float]) -> None:
         self.limits, self.clock, self.clients = limits, clock, Clients(limits)
-        self._open = 0
+        self.open = 0
         self._free_bytes = limits.held_bytes
 
     def admit(self, request: Request) -> None:
@@ -174,18 +160,18 @@ class Admission:
 
     def _check_room(self) -> None:
         """Raises `HTTPError` (429) if too many requests are open."""
-        if self._open >= self.limits.running + self.limits.waiting:
+        if self.open >= self.limits.running + self.limits.waiting:
             raise busy("Too many requests are open")
 
     @contextmanager
     def _counted_as_open(self) -> Iterator[None]:
         """Count a request whose body is in. Raises `HTTPError` (429) if there are too many."""
         self._check_room()
-        self._open += 1
+        self.open += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self.open -= 1
 
     @contextmanager
     def _body_memory(self) -> Iterator[Callable[[int], None]]:

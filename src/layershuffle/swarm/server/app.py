@@ -16,8 +16,7 @@ GET  /join          a browser tab becomes one of them (`join`)
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -38,14 +37,16 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.errors import HTTPError, answer_to, status_of
+from layershuffle.swarm.server.errors import LOG, HTTPError, answer_to, busy, status_of
 from layershuffle.swarm.server.images import takes_pairs
+from layershuffle.swarm.server.keys import Keys, Rate, key_in
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.page import PageFacts, facts_of, page_routes
 from layershuffle.swarm.server.requests import BODY_SCHEMA, Options, wrong_options
 from layershuffle.swarm.server.scheduler import RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
+from layershuffle.swarm.server.upkeep import Upkeep
 from layershuffle.swarm.state import retry_after
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _Admit = Callable[[Request], Awaitable[None]]
 _CLASSIFY = "/v1/classify"
-_SHORTEST_KEY = 16
+_LOGGED = 0.1, 10  # requests without an answer in the log, a second, and at once
 _REFUSALS = {
     401: "The API key is missing or wrong.",
     408: "The body took too long to arrive.",
@@ -78,10 +79,11 @@ def create_app(
     *,
     limits: GatewayLimits | None = None,
     calibration: Calibration | None = None,
-    keys: Sequence[str] = (),
+    keys: Keys | None = None,
     model: str = "",
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
+    upkeep: Upkeep | None = None,
     page: bool = False,
     min_accuracy: float | None = None,
     operate: Callable[[FastAPI, _Admit], None] | None = None,
@@ -92,11 +94,11 @@ def create_app(
 
     `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
     `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
-    disagreed; `page`: whether there is a page at /; `min_accuracy`: top-1 in percent that must be
-    expected for /readyz; `operate` adds the operator's routes, given the check of the rates;
-    `hosts`: the routes of hosts that dial in; `decoder_threads`: the executor that decodes images
-    (default: its own threads). Raises `UsageError` for short keys, and for a calibration of another
-    model.
+    disagreed; `upkeep`: of the gateway's files; `page`: whether there is a page at /;
+    `min_accuracy`: top-1 in percent that must be expected for /readyz; `operate` adds the
+    operator's routes, given the check of the rates; `hosts`: the routes of hosts that dial in;
+    `decoder_threads`: the executor that decodes images (default: its own threads). Raises
+    `UsageError` for a calibration of another model.
     """
     scheduler = RequestScheduler(
         remote_model,
@@ -105,10 +107,10 @@ def create_app(
         calibration=calibration,
         decoder_threads=decoder_threads,
     )
-    metrics = Metrics(remote_model.router, watching=watching, audits=audits)
+    metrics = Metrics(scheduler, model=model, watching=watching, audits=audits, upkeep=upkeep)
     gateway = _Gateway(
         scheduler,
-        keys=Keys(keys),
+        keys=keys or Keys(),
         model=model,
         metrics=metrics,
         min_accuracy=min_accuracy,
@@ -132,7 +134,7 @@ def create_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.keyed = bool(gateway.keys)
+    app.state.keys = gateway.keys
     _add_routes(app, gateway)
     if page:
         app.router.routes += _page_of(gateway)
@@ -167,6 +169,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         summary="Classify an image",
     )
     async def classify(request: Request, options: Annotated[Options, Query()]) -> Classification:
+        gateway.charge(request)
         answer = await gateway.scheduler.classify(request, options)
         gateway.metrics.count_answer(answer)
         return answer
@@ -253,6 +256,7 @@ class _Gateway:
         self.min_accuracy = min_accuracy
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
         self.router = scheduler.remote_model.router
+        self._logged = Rate(*_LOGGED)
 
     async def check_rate(self, request: Request) -> None:
         """Count a request against the rate of its client. Raises `HTTPError` (429)."""
@@ -262,13 +266,17 @@ class _Gateway:
         """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
         # Rates are checked before keys, so that guessing keys is slow too.
         await self.check_rate(request)
-        headers = request.headers
-        if not self.keys.accept(key_in(headers.get("authorization"), headers.get("x-api-key"))):
+        if not self.keys.accept(_key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
             )
+
+    def charge(self, request: Request) -> None:
+        """Count a request against the quota of its key. Raises `HTTPError` (429)."""
+        if wait := self.keys.wait(_key_of(request), now=self.scheduler.admission.clock()):
+            raise busy("The quota of your API key is used up", wait=wait)
 
     def readiness(self) -> Health:
         """The health; it is not ok if the accuracy to expect now is below `min_accuracy`."""
@@ -309,13 +317,18 @@ class _Gateway:
             return answer_to(error)
         if isinstance(error, RequestValidationError):
             error = wrong_options(error)
-        status, wait = status_of(error), None
+        status, wait, reference = status_of(error), None, None
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             self.metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            wait = retry_after(self.router.swarm, now=self.router.clock())
-        return answer_to(error, wait=wait)
+            now, reference = self.router.clock(), uuid.uuid4().hex
+            wait = retry_after(self.router.swarm, now=now)
+            # A night without hosts must not fill the disk.
+            if not self._logged.wait(now):
+                text = "Request %s was not answered: %s"
+                LOG.warning(text, reference, error, extra={"request": reference})
+        return answer_to(error, wait=wait, reference=reference)
 
 
 class HeadAsGet:
@@ -331,47 +344,8 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
-class Keys:
-    """The API keys that open the gateway; without any it is open to everybody.
-
-    Raises `UsageError` for keys that are short enough to be guessed.
-    """
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        if any(len(key) < _SHORTEST_KEY for key in keys):
-            raise UsageError(
-                f"An API key needs at least {_SHORTEST_KEY} characters",
-                hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
-            )
-        self._digests = tuple(_digest(key.encode()) for key in keys)
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def accept(self, key: bytes | None) -> bool:
-        """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
-        if not self._digests:
-            return True
-        if key is None:
-            return False
-        # Digests have equal length, and the loop never ends early: the time does not depend on the
-        # length of a key, its first letters, or its place in the list.
-        digest, matches = _digest(key), False
-        for valid in self._digests:
-            matches |= hmac.compare_digest(digest, valid)
-        return matches
-
-
-def key_in(authorization: str | None, x_api_key: str | None) -> bytes | None:
-    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
-    scheme, _, token = (authorization or "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip().encode("latin-1", "replace")
-    return None if x_api_key is None else x_api_key.strip().encode("latin-1", "replace")
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _key_of(request: Request) -> bytes | None:
+    return key_in(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
 
 def _labels(remote_model: RemoteModel, calibration: Calibration | None) -> tuple[str, ...]:

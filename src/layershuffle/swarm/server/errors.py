@@ -64,10 +64,13 @@ def error_body(cause: str, hint: str, *, reference: str | None = None) -> dict[s
     return ErrorAnswer(error=problem).model_dump(mode="json")
 
 
-def answer_to(error: Exception, *, wait: float | None = None) -> Response:
+def answer_to(
+    error: Exception, *, wait: float | None = None, reference: str | None = None
+) -> Response:
     """The response to a request that was refused, cannot be answered, or failed unexpectedly.
 
-    `wait`: seconds after which another try may help, where `error` does not say it.
+    `wait`: seconds after which another try may help, where `error` does not say it; `reference`:
+    the id of the request in the log.
     """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_GONE)
@@ -78,7 +81,7 @@ def answer_to(error: Exception, *, wait: float | None = None) -> Response:
     if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
         # The cause of an internal failure may name files and hosts: the client gets only an id.
         reference = uuid.uuid4().hex
-        LOG.error("Request %s failed", reference, exc_info=error)
+        LOG.error("Request %s failed", reference, exc_info=error, extra={"request": reference})
         hint = "give the operator this id: it is in the log"
         return JSONResponse(error_body("The gateway failed", hint, reference=reference), status)
     if isinstance(error, HTTPError):
@@ -88,4 +91,5 @@ def answer_to(error: Exception, *, wait: float | None = None) -> Response:
     if status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     place = f" ({error.place})" if error.place else ""
-    return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
+    body = error_body(error.cause + place, error.hint or "", reference=reference)
+    return JSONResponse(body, status, headers)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from platform import python_version
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from layershuffle._version import __version__
 from layershuffle.swarm.messages import Outcome, State, Visited
-from layershuffle.swarm.router import Router
 from layershuffle.swarm.server import schemas
+from layershuffle.swarm.server.scheduler import RequestScheduler
 from layershuffle.swarm.server.schemas import Audits, Classification, Health
+from layershuffle.swarm.server.upkeep import Upkeep
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -29,17 +37,23 @@ class Metrics(Collector):
     """The counters of one gateway, in a Prometheus registry of their own.
 
     `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
-    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed.
+    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed;
+    `model`: the name of what is served.
     """
 
     def __init__(
         self,
-        router: Router,
+        scheduler: RequestScheduler,
         *,
+        model: str = "",
         watching: Callable[[], bool] | None = None,
         audits: Callable[[], tuple[int, int]] | None = None,
+        upkeep: Upkeep | None = None,
     ) -> None:
+        router = scheduler.remote_model.router
         self._router, self._watching, self._audits = router, watching, audits
+        self._scheduler, self._upkeep = scheduler, upkeep
+        self._build = {"version": __version__, "python": python_version(), "model": model}
         # Not by prometheus_client, which never forgets a label: hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
@@ -64,7 +78,45 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
-        health, audits = self.health(), self.audits()
+        yield from self._counters()
+        yield from self._of_hosts()
+        health, (expected, _) = self.health(), self._scheduler.expected_now()
+        upkeep = self._upkeep
+        https = None if upkeep is None else upkeep.https
+        # `None`, what is not known, is omitted: an alarm on a zero would never stop.
+        gauges = [
+            ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),
+            ("depth", "Blocks of the model.", health.depth),
+            ("watching", "1 while hosts are watched and brought back.", health.watching),
+            ("open_requests", "Classifications under way.", self._scheduler.admission.open),
+            (
+                "expected_accuracy_ratio",
+                "Share of right answers to expect now, by the calibration.",
+                None if expected is None else expected.top1 / 100,
+            ),
+            ("certificate_days", "Days until it expires.", None if https is None else https.days),
+            (
+                "loop_lag_seconds",
+                "Longest recent delay of the event loop.",
+                None if upkeep is None else upkeep.lag,
+            ),
+            (
+                "free_bytes",
+                "Free on the disk of the state directory.",
+                None if upkeep is None else upkeep.free_bytes,
+            ),
+            (
+                "troubles",
+                "What /healthz says will fail if nobody acts.",
+                None if upkeep is None else len(upkeep.troubles()),
+            ),
+        ]
+        for name, text, value in gauges:
+            if value is not None:
+                yield GaugeMetricFamily(f"layershuffle_{name}", text, value=value)
+        yield InfoMetricFamily("layershuffle_build", "What runs.", value=self._build)
+
+    def _counters(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "layershuffle_requests", "Classifications asked for.", labels=["outcome"]
         )
@@ -78,16 +130,7 @@ class Metrics(Collector):
             for visit_outcome, count in outcomes.items():
                 hops.add_metric([host, visit_outcome], count)
         yield from (requests, hops)
-        # `watching` is omitted if unknown: an alarm on a zero would never stop.
-        gauges = [
-            ("usable_hosts", "Hosts that visits may go to.", health.usable_hosts),
-            ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),
-            ("watching", "1 while hosts are watched and brought back.", health.watching),
-        ]
-        for name, text, value in gauges:
-            if value is not None:
-                yield GaugeMetricFamily(f"layershuffle_{name}", text, value=value)
-        if audits is not None:
+        if (audits := self.audits()) is not None:
             repeated = "Visits computed again at the gateway and compared."
             differed = "Those whose answers differed."
             yield CounterMetricFamily("layershuffle_audits", repeated, value=audits.audited)
@@ -95,13 +138,35 @@ class Metrics(Collector):
                 "layershuffle_audits_disagreed", differed, value=audits.disagreed
             )
 
+    def _of_hosts(self) -> Iterator[Metric]:
+        condition = GaugeMetricFamily(
+            "layershuffle_host_condition", "1 for the current one.", labels=["host", "condition"]
+        )
+        texts = {
+            "blocks": "Blocks that it serves.",
+            "waiting": "Images sent to it and not answered yet.",
+            "compute_seconds": "Average time of a block and image.",
+            "link_seconds": "Average time of a visit beyond compute and queue.",
+        }
+        gauges = {
+            name: GaugeMetricFamily(f"layershuffle_host_{name}", text, labels=["host"])
+            for name, text in texts.items()
+        }
+        for host in self._router.swarm.values():
+            condition.add_metric([host.name, host.condition], 1)
+            values = (len(host.blocks), host.waiting, host.compute, host.link)
+            for gauge, value in zip(gauges.values(), values, strict=True):
+                if value is not None:
+                    gauge.add_metric([host.name], value)
+        yield from (condition, *gauges.values())
+
     def health(self) -> Health:
-        """Whether requests can be answered now."""
-        watching = None if self._watching is None else self._watching()
+        """Whether requests can be answered now, and what will fail if nobody acts."""
         return schemas.health(
             self._router.swarm,
             depth=self._router.depth,
-            watching=watching,
+            watching=None if self._watching is None else self._watching(),
+            troubles=() if self._upkeep is None else self._upkeep.troubles().values(),
         )
 
     def visits(self) -> dict[str, int]:

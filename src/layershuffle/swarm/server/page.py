@@ -128,7 +128,7 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
         routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
         exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
     )
-    app.state.keyed = False
+    app.state.keys = ()
     return app
 
 

@@ -48,12 +48,12 @@ async def serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
 
-    `port` 0 takes a free one. With `tls` (`tls.server_context`) the gateway accepts only https.
+    `port` 0 takes a free one. With `tls` (`tls.Https.context`) the gateway accepts only https.
     `trusted_proxies`: addresses or networks whose X-Forwarded-For is believed. Raises `UsageError`
     for an address that other machines reach if the app takes no API key, unless it is to be
     `public`; `LayerShuffleError` for a port in use.
     """
-    check_address(host, keyed=app.state.keyed, public=public)
+    check_address(host, keyed=bool(app.state.keys), public=public)
     # It logs every broken head: a client could fill the disk.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = GatewayLimits()

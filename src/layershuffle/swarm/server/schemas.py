@@ -5,7 +5,7 @@ It imports no torch and no web framework, because clients read answers with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -229,8 +229,10 @@ def hosts_of(swarm: Swarm, *, visits: Mapping[str, int], now: float) -> list[Hos
     ]
 
 
-def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
-    """Whether any block can be run at all, and whether the hosts are watched."""
+def health(
+    swarm: Swarm, *, depth: int, watching: bool | None = None, troubles: Iterable[str] = ()
+) -> Health:
+    """Whether any block can be run at all, whether the hosts are watched, and the `troubles`."""
     missing = unreachable(swarm, depth=depth)
     reachable = depth - len(missing)
     reasons = []
@@ -240,6 +242,7 @@ def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
         reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
     if watching is False:
         reasons.append("the hosts are not watched now: those that fail do not come back")
+    reasons += troubles
     return Health(
         # One block is enough for an answer, though a poor one, and answers need no watch.
         ok=reachable > 0,

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
 
+from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
-from layershuffle.swarm.children import Children, host_command
+from layershuffle.swarm.children import Children
 from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import Operated, add_operator
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.join import join_routes, runtime
+from layershuffle.swarm.server.keys import Keys
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
-from layershuffle.swarm.server.tls import check_secret
+from layershuffle.swarm.server.tls import Https, check_secret
+from layershuffle.swarm.server.upkeep import Upkeep
 from layershuffle.swarm.service import Service, running_service
 from layershuffle_host.wire import HEADER, MAX_TEXT_BYTES
 
 _MEMORY = 200_000_000
 """Bytes of weights that a host of this machine takes."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +41,9 @@ class Serving:
 
     `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
     nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
-    `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys. `wait`:
-    seconds after which the start is told without the hosts that are not up. `page`: whether to
-    serve the page. `certificate`: the file of that of `tls`; `trusted_proxies`: addresses of
-    reverse proxies, whose word on the client is taken;
+    `port` and `public` are those of `run.serve`, `keys` the clients' API keys. `wait`: seconds
+    after which the start is told without the hosts that are not up. `page`: whether to serve the
+    page. `trusted_proxies`: addresses of reverse proxies, whose word on the client is taken;
     `min_accuracy`: top-1 in percent that /readyz asks for.
     """
 
@@ -52,13 +55,24 @@ class Serving:
     host: str = "127.0.0.1"
     port: int = 8000
     public: bool = False
-    tls: ssl.SSLContext | None = None
-    keys: tuple[str, ...] = ()
+    https: Https | None = None
+    keys: Keys = field(default_factory=Keys)
     wait: float = 60.0
     page: bool = True
-    certificate: Path | None = None
     trusted_proxies: tuple[str, ...] = ()
     min_accuracy: float | None = None
+
+    def reload(self) -> None:
+        """Read API keys and certificate again. What cannot be read stays as it was."""
+        for what, part in (("API keys", self.keys), ("certificate", self.https)):
+            if not part:
+                continue
+            try:
+                part.load()
+            except UsageError as error:
+                _log.error("Of %s those of before stay in use. %s", what, error)
+            else:
+                _log.warning("Read again: %s", what)
 
 
 async def serve_swarm(
@@ -80,7 +94,7 @@ async def serve_swarm(
     token = token_in(serving.token_file)
     async with (
         running_service(settings, model, token=token) as service,
-        local_hosts(service, serving.hosts, token_file=serving.token_file, memory=serving.memory),
+        local_hosts(service, serving.hosts, memory=serving.memory),
     ):
         if serving.hosts:
             await service.coordinator.ready(serving.hosts, within=serving.wait, say=say)
@@ -96,7 +110,8 @@ async def serve_service(
     """Serve clients and the operator, until SIGINT or SIGTERM; `ready` is called with the address
     and the operator's key."""
     coordinator, health = service.coordinator, service.coordinator.health
-    operated = serving.operated
+    operated, https = serving.operated, serving.https
+    upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     app = create_app(
         service.remote_model,
         calibration=service.calibration,
@@ -105,21 +120,22 @@ async def serve_service(
         # Functions, because these change while the server runs.
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
+        upkeep=upkeep,
         page=serving.page,
         min_accuracy=serving.min_accuracy,
         operate=partial(add_operator, service=service, key=operated.key),
         hosts=[*service.members.routes(), *join_routes(runtime())],
     )
 
-    tasks: list[asyncio.Task[None]] = []
+    tasks = [asyncio.create_task(upkeep.run())]
 
     def open_at(url: str) -> None:
-        operated.publish(url, certificate=serving.certificate)
+        operated.publish(url, certificate=None if https is None else https.certificate)
         if serving.ray is not None:
             # Not above: the nodes dial to this address.
             from layershuffle.swarm.on_ray import hosts_on_ray
 
-            token = token_in(serving.token_file)
+            token = service.members.token
             work = hosts_on_ray(serving.ray, url=url, token=token, memory=serving.memory)
             tasks.append(asyncio.create_task(work))
         ready(url, operated.key)
@@ -130,7 +146,7 @@ async def serve_service(
             host=serving.host,
             port=serving.port,
             public=serving.public,
-            tls=serving.tls,
+            tls=None if https is None else https.context,
             trusted_proxies=serving.trusted_proxies,
             ws_bytes=message_bytes(coordinator.model),
             ready=open_at,
@@ -144,7 +160,7 @@ async def serve_service(
 
 @asynccontextmanager
 async def local_hosts(
-    service: Service, hosts: int, *, token_file: Path, memory: int = _MEMORY
+    service: Service, hosts: int, *, memory: int = _MEMORY
 ) -> AsyncIterator[Children]:
     """`hosts` child processes host-1, host-2 ... that hold blocks of `service`, ended after.
 
@@ -157,11 +173,13 @@ async def local_hosts(
     with GatewaySocket("127.0.0.1", port=0, limits=ways) as listener:
         size = message_bytes(coordinator.model)
         server = server_of(app, listener, ws_bytes=size)
-        command = host_command(
-            f"ws://127.0.0.1:{listener.getsockname()[1]}", token_file=token_file, memory=memory
+        coordinator.children = children = Children(
+            tuple(f"host-{number + 1}" for number in range(hosts)),
+            url=f"ws://127.0.0.1:{listener.getsockname()[1]}",
+            token=service.members.token,
+            memory=memory,
+            limits=limits,
         )
-        names = tuple(f"host-{number + 1}" for number in range(hosts))
-        coordinator.children = children = Children(names, command, limits=limits)
         tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(children.run())]
         try:
             yield children

@@ -6,13 +6,66 @@ It imports no web framework, because clients import it too.
 from __future__ import annotations
 
 import ipaddress
+import os
 import ssl
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from layershuffle.errors import UsageError
 
-_OTHERS = 0o077
+_DAY = 86_400
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which ssl has no name for
+
+
+class Https:
+    """The certificate of a gateway with its key, from two files, and the context that shows it.
+
+    Raises what `server_context` raises.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self.certificate, self._key = certificate, key
+        self.context = server_context(certificate, key)
+        self._expires = _expires(self.context, certificate)
+
+    @property
+    def days(self) -> float:
+        """Days until the certificate that is shown expires."""
+        return (self._expires - time.time()) / _DAY
+
+    def load(self) -> None:
+        """Read the files again, for new connections. Raises what `server_context` raises; then the
+        certificate of before stays."""
+        # First into another context: half of a pair would stay in the one that serves.
+        expires = _expires(server_context(self.certificate, self._key), self.certificate)
+        self.context.load_cert_chain(self.certificate, self._key)
+        self._expires = expires
+
+
+def _expires(context: ssl.SSLContext, certificate: Path) -> float:
+    """When the certificate of a server's context expires, in seconds since 1970."""
+    # ssl reads the certificate of a peer alone, so this is a handshake in memory.
+    trusting = pinned(certificate)
+    trusting.verify_flags |= _NO_CHECK_TIME
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = trusting.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True)
+    for end in (client, server, client):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    facts = client.getpeercert()
+    assert facts is not None
+    return ssl.cert_time_to_seconds(str(facts["notAfter"]))
+
+
+def pinned(certificate: Path) -> ssl.SSLContext:
+    """Trusts this certificate alone, whatever name the gateway is called by on its own machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(certificate)
+    return context
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
@@ -91,11 +144,15 @@ def is_loopback(host: str) -> bool:
 
 
 def check_secret(path: Path, *, what: str, hint: str) -> None:
-    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others."""
+    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others.
+
+    The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
+    """
     content = _read(path, what=what, hint=hint)
     if not content.strip():
         raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
-    if path.stat().st_mode & _OTHERS:
+    status = path.stat()
+    if status.st_mode & (0o077 if status.st_uid == os.getuid() else 0o037):
         raise UsageError(
             f"Other users may read or change the swarm's {what}",
             place=path,
