@@ -175,7 +175,7 @@ FLAGS = {
     "warmup weight-decay workers",
     "predict": "device image json model modes order seed threads top",
     "eval": "batch-size compile data device draw json max-images model modes num-orders order "
-    "precision resize seed skip-corrupt threads",
+    "precision resize seed skip-corrupt stop threads",
     "export": "data model order out precision whole",
     "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt threads",

@@ -51,10 +51,10 @@ class AnalyzeCommand(ComputingCommand):
                 failed[name] = error
             except (OSError, RuntimeError) as error:
                 # UMAP alone needs a cache that this user may write.
-                known = of_the_machine(error)
-                if known is None:
+                sentence = of_the_machine(error)
+                if sentence is None:
                     raise
-                failed[name] = known
+                failed[name] = sentence
         if len(failed) == len(ANALYSES):
             raise next(iter(failed.values()))
         print("\n".join(f"{name} has no answer: {error}" for name, error in failed.items()))
