@@ -14,9 +14,9 @@ from PIL import Image
 import layershuffle as ls
 from layershuffle import pixels as module
 from layershuffle.data import DataOptions, ImageView, open_data
-from layershuffle.data.transforms import pixel_tensor
+from layershuffle.data.transforms import PixelFinish, PlainTransform, pixel_tensor
 from layershuffle.errors import DataError, UsageError
-from layershuffle.pixels import extensions, formats, mode_for, read_image
+from layershuffle.pixels import extensions, formats, mode_for, normalised, read_image, view_pixels
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
 from pictures import file_of, noise
@@ -218,3 +218,19 @@ def test_other_channel_counts_are_refused() -> None:
     assert (mode_for(1), mode_for(3)) == ("L", "RGB")
     with refuses(UsageError):
         mode_for(4)
+
+
+@pytest.mark.parametrize("size", [(40, 30), (17, 90), (24, 24)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_gateway_prepares_images_as_training_does(size: tuple[int, int], channels: int) -> None:
+    """The same bits without torch as with it."""
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    image = Image.fromarray(values).convert(mode_for(channels))
+    view = ImageView(
+        channels=channels, height=24, width=24, mean=(0.485, 0.456, 0.406)[:channels],
+        std=(0.229, 0.224, 0.225)[:channels], crop_pct=0.9,
+    )  # fmt: skip
+    wanted = PixelFinish(view)(PlainTransform(view)(image)[None])[0].numpy()
+    got = normalised(view_pixels(image, view), view)
+    assert got.dtype == np.float32
+    assert got.tobytes() == wanted.tobytes()
