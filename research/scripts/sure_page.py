@@ -1,4 +1,4 @@
-# Ran at commit e98222b.
+# Ran at commit 143de8b.
 """Draw docs/sure.svg, and write the tables of how sure the shipped model's answers are.
 
     python research/scripts/sure_page.py

@@ -163,7 +163,8 @@ def measured_sureness(
     )
     chances, right = chances_of(logits, temperatures), logits.argmax(axis=-1) == labels
     raw = chances_of(logits, (1.0,) * len(temperatures))
-    stops = [(c, *ending_at(c, chances, right=right)) for c in _STOPS]
+    shown = sorted({*_STOPS} if confidence is None else {*_STOPS, confidence})
+    stops = [(c, *ending_at(c, chances, right=right)) for c in shown]
     return Sureness(
         split=_HELD_OUT,
         orders=len(permutations),

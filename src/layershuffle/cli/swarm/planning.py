@@ -256,4 +256,12 @@ class CalibrateCommand(ComputingCommand):
             f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "
             f"{independent}, {calibration.orders} orders each. In {path}"
         )
+        sure = calibration.sureness
+        default = None if sure is None else sure.confidence
+        for stop in () if sure is None else sure.stops:
+            note = " (the default of requests)" if stop.confidence == default else ""
+            print(
+                f"Ending at a chance of {100 * stop.confidence:g} %: {stop.blocks:.1f} blocks, "
+                f"{stop.top1:.1f} % right{note}"
+            )
         return 0
