@@ -56,7 +56,7 @@ def runtime(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[[], Awaitable[Any]]]]:
+async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[..., Awaitable[Any]]]]:
     """A gateway with the page, and what opens a tab as a host; no tab may see an error."""
     api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
     if CHROMIUM is None:
@@ -71,12 +71,12 @@ async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[[], Awai
         context = await browser.new_context(viewport=PHONE, color_scheme="light")
         context.set_default_timeout(1000 * HANGS)
 
-        async def tab() -> Any:
+        async def tab(token: str = TOKEN) -> Any:
             page = await context.new_page()
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.on("console", lambda line: line.type == "error" and errors.append(line.text))
             page.on("request", lambda asked: address[:-5] in asked.url or errors.append(asked.url))
-            await page.goto(f"{address}#{TOKEN}")
+            await page.goto(f"{address}#{token}")
             return page
 
         yield site, tab
@@ -128,9 +128,45 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             await site.until(lambda: site.members.get(name) not in (None, first))
             second = site.members[name]
             assert len(second.hello["held"]) == 1 + site.model.depth
-            await page.evaluate("() => window.dispatchEvent(new Event('pagehide'))")
+            # It leaves when a phone freezes it, and comes back with it.
+            await page.evaluate("() => document.dispatchEvent(new Event('freeze'))")
             await site.until(lambda: name not in site.members)
             assert second.draining
+            await page.evaluate("() => document.dispatchEvent(new Event('resume'))")
+            await site.until(lambda: len(ready(site)) == site.model.depth, seconds=HANGS)
+            (third,) = site.members.values()
+            await page.evaluate("() => window.dispatchEvent(new Event('pagehide'))")
+            await site.until(lambda: third.draining)
+
+    asyncio.run(work())
+
+
+def test_another_token_and_a_file_that_was_changed_are_said(
+    runtime: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    digest = digits().weights[3].digest
+    content = digits().files[digest].read_bytes()
+    (tmp_path / "changed").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    async def work() -> None:
+        async with browsing(runtime) as (site, tab):
+            page = await tab("another")
+            await page.locator("#why", has_text="Now: another token.").wait_for()
+            await page.close()
+            page = await tab("")
+            await page.locator("#why", has_text="The address lacks the token").wait_for()
+            with monkeypatch.context() as patch:
+                patch.setitem(digits().files, digest, tmp_path / "changed")
+                await tab()
+                refused = "cannot load block 3: a file is not the one of its digest"
+                await site.until(lambda: refused in caplog.text, seconds=HANGS)
+                await site.until(lambda: len(ready(site)) == site.model.depth - 1, seconds=HANGS)
+                assert 3 not in ready(site)
+            # It tries again until the file is whole.
+            await site.until(lambda: 3 in ready(site), seconds=HANGS)
 
     asyncio.run(work())
 

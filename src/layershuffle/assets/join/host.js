@@ -11,7 +11,7 @@ sessionStorage.setItem("host-token", token);
 window.history.replaceState(null, "", window.location.pathname);
 
 function missing() {
-  if (token === "") return "The address lacks the token: take the one that `layershuffle swarm up` prints, or its QR code.";
+  if (token === "") return "The address lacks the token: take the one that the gateway prints, or its QR code.";
   if (!window.isSecureContext) return "Browsers let only an https address do this: start the gateway with --https-certificate.";
   if (!canSpeak()) return "This browser is too old: it has no Float16Array.";
   return "";
@@ -25,7 +25,7 @@ function cannot(reason, state = "is no host") {
 
 function show({ why, name, held, wanted, served, ms }) {
   if (why) {
-    cannot(`Now: ${why}. It tries again.`, "is no host now");
+    cannot(`Now: ${why}.`, "is no host now");
   } else {
     say(at("state"), held.length < wanted ? "is loading its blocks" : "is a host");
     at("state").dataset.good = true;

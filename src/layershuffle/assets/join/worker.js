@@ -17,7 +17,8 @@ const BROKEN = 4400; // a browser lets us close with 1000 and from 3000 only
 ort.env.wasm.numThreads = 1; // more would need an isolated page, and a phone to stay cool
 ort.env.wasm.wasmPaths = new URL("./", import.meta.url).href;
 
-const random = (length) => Array.from(crypto.getRandomValues(new Uint8Array(length)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+const random = (length) => hex(crypto.getRandomValues(new Uint8Array(length)));
 const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 const keyOf = (block) => `${block.graph.sha256} ${block.weights.sha256}`;
 
@@ -33,17 +34,19 @@ let loads = Promise.resolve(); // they follow one another
 
 // --- visits --------------------------------------------------------------------------------------
 
-const send = (frame) => { if (socket?.readyState === WebSocket.OPEN) socket.send(frame); };
-const tell = (type, fields = {}) => send(JSON.stringify({ type, ...fields }));
+// A lost connection takes its visits with it: another one knows nothing of them.
+const send = (content, link) => { if (link?.readyState === WebSocket.OPEN) link.send(content); };
+const tell = (type, fields = {}) => send(JSON.stringify({ type, ...fields }), socket);
+const refuse = ({ header, link }, reason) => send(refusalOf(header, reason), link);
 
-function visited(frame) {
+function visited(frame, link) {
   const header = headerOf(frame);
   const block = blocks.get(slots.get(header.slot));
-  if (draining) send(refusalOf(header, WHY.draining));
-  else if (!block) send(refusalOf(header, WHY.unknown));
-  else if (queue.length >= MOST_WAITING) send(refusalOf(header, WHY.full));
+  if (draining) refuse({ header, link }, WHY.draining);
+  else if (!block) refuse({ header, link }, WHY.unknown);
+  else if (queue.length >= MOST_WAITING) refuse({ header, link }, WHY.full);
   else {
-    queue.push({ header, block, state: stateIn(frame, header, block.shape), arrived: performance.now() });
+    queue.push({ header, link, block, state: stateIn(frame, header, block.shape), arrived: performance.now() });
     if (!working) turn.port2.postMessage("");
     working = true;
   }
@@ -56,7 +59,7 @@ turn.port1.onmessage = async () => {
   const batch = nextBatch();
   if (batch.length && !await served(batch)) {
     // One state may have broken it for the others.
-    for (const visit of batch) if (batch.length === 1 || !await served([visit])) send(refusalOf(visit.header, WHY.failed));
+    for (const visit of batch) if (batch.length === 1 || !await served([visit])) refuse(visit, WHY.failed);
   }
   running = null;
   working = queue.length > 0;
@@ -70,7 +73,7 @@ function nextBatch() {
   for (const visit of queue.splice(0)) {
     const { header } = visit;
     if (visit.block !== block || images + header.images > MAX_IMAGES) others.push(visit);
-    else if (visit.arrived + header.time / 1000 < now) send(refusalOf(header, WHY.late));
+    else if (visit.arrived + header.time / 1000 < now) refuse(visit, WHY.late);
     else {
       batch.push(visit);
       images += header.images;
@@ -102,7 +105,8 @@ async function served(batch) {
   for (const visit of batch) {
     const added = after.slice(place, place += visit.state.length);
     if (visit.header.dtype !== FLOAT32) for (let i = 0; i < added.length; i += 1) added[i] -= visit.state[i];
-    send(answerTo(visit.header, added, { width: block.shape[1], together, micros: 1000 * ms, waited: 1000 * (begin - visit.arrived) }));
+    const times = { micros: 1000 * ms, waited: 1000 * (begin - visit.arrived) };
+    send(answerTo(visit.header, added, { width: block.shape[1], together, ...times }), visit.link);
   }
   spent.served += batch.length;
   spent.images += together;
@@ -114,7 +118,8 @@ async function served(batch) {
 async function run({ session, shape }, before, images) {
   const fed = new ort.Tensor("float32", before, [images, ...shape]);
   const { [session.outputNames[0]]: out } = await session.run({ [session.inputNames[0]]: fed });
-  if (out.type !== "float32" || String(out.dims) !== String(fed.dims) || !finite(out.data)) throw new Error("it gives no finite state of the shape that it got");
+  const same = out.type === "float32" && String(out.dims) === String(fed.dims);
+  if (!same || !finite(out.data)) throw new Error("it gives no finite state of the shape that it got");
   return out.data;
 }
 
@@ -157,7 +162,7 @@ async function loadAll(entries, signal) {
 async function load(block, signal) {
   const held = [...blocks.values()].reduce((sum, { bytes }) => sum + bytes, 0);
   if (held + block.weights.bytes > MEMORY) throw new Error(`no memory: ${held} of ${MEMORY} bytes are taken`);
-  const [graph, weights] = [await content(block.graph, signal), await content(block.weights, signal)];
+  const [graph, weights] = [await fileOf(block.graph, signal), await fileOf(block.weights, signal)];
   const session = await ort.InferenceSession.create(graph, {
     executionProviders: ["wasm"], externalData: [{ path: "weights", data: weights }],
     enableCpuMemArena: false, // it would keep what the largest batch took, for each block
@@ -170,12 +175,12 @@ async function load(block, signal) {
   return { ...loaded, seconds: (performance.now() - begin) / 1000 };
 }
 
-async function content({ sha256, bytes }, signal) {
+async function fileOf({ sha256, bytes }, signal) {
   const response = await fetch(new URL(`files/${sha256}`, GATEWAY), { headers: { Authorization: `Bearer ${token}` }, redirect: "error", signal });
   if (!response.ok) throw new Error(`the gateway answers ${response.status} for a file`);
   const data = new Uint8Array(await response.arrayBuffer());
   const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
-  if (data.length !== bytes || Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("") !== sha256) throw new Error("a file is not the one of its digest");
+  if (data.length !== bytes || hex(digest) !== sha256) throw new Error("a file is not the one of its digest");
   return data;
 }
 
@@ -211,7 +216,7 @@ function serve(hello) {
       heard = performance.now();
       try {
         if (typeof data !== "string") {
-          visited(data);
+          visited(data, here);
           return;
         }
         const message = JSON.parse(data);
@@ -235,7 +240,8 @@ function serve(hello) {
 }
 
 async function dial() {
-  const fields = { protocol: PROTOCOL, token, name, instance, version: "browser", runtime: `onnxruntime-web ${ort.env.versions.web}`, memory: MEMORY, speed: await speed() };
+  const runtime = `onnxruntime-web ${ort.env.versions.web}`;
+  const fields = { protocol: PROTOCOL, token, name, instance, version: "browser", runtime, memory: MEMORY, speed: await speed() };
   for (let delay = FIRST_DELAY; !draining;) {
     heard = performance.now();
     const held = [...new Set([...blocks.keys()].flatMap((key) => key.split(" ")))];
