@@ -45,11 +45,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
 # with the first worker. Most wait for processes and time-outs more than they compute; at the end of
 # the list the other workers would have nothing left to do meanwhile.
 FIRST = (
-    "test_ray_hosts",
-    "test_ray",
-    "test_ray_kills",
+    "test_on_ray",
     "test_three_machines",
-    "test_netns",
+    "test_coordinator",
     "test_swarm_up",
     # One server that imports everything once and forks processes (tests/forked.py).
     "test_distributed",

@@ -61,16 +61,12 @@ class Limits(Settings):
     """Share of visits that are computed again at the gateway, off the request's path, and compared;
     more of a new host's first ones. 0: none."""
 
-    watch_ms: Milliseconds = 500.0
-    """Time between two checks of the available machines."""
     start_ms: Milliseconds = 120_000.0
-    """Longest time for a host to start, or to load blocks."""
+    """Longest time for the first answer of a block that was loaded."""
 
-    channel_ms: Milliseconds = 2000.0
-    """Longest time to connect to a host's data channel, handshake and proof included."""
     lag_fade: Share = 0.005
     """Share by which a visit reduces the longest recent lag: it halves in 140 visits."""
-    # A start costs two seconds of processor time, which the other hosts would lack.
+    # A start costs half a second of processor time, which the other hosts would lack.
     restart_ms: Milliseconds = 200.0
     """Pause before a process that ended is restarted; doubled at every further end ..."""
     restart_max_ms: Milliseconds = 30_000.0
