@@ -190,8 +190,8 @@ FLAGS = {
     "classify": "address api-key api-key-file authority deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
-    "swarm up": "copies hosts https-certificate https-key keys listen memory-mb min-accuracy model "
-    "page port public ray routing state token-file trusted-proxy wire",
+    "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
+    "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
     "swarm demo": "deadline-ms hosts requests seed",
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "host state",

@@ -117,24 +117,6 @@ class Network:
                 start_new_session=True,
             )
 
-    def certify(self) -> None:
-        """Certificates for all hosts in "ca.pem", "cert.pem" and "key.pem"."""
-        place, days = self.directory, ("-days", "2")
-        names = ",".join(f"IP:{self.ip(name)}" for name in self.names)
-        elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        _openssl(
-            *("req", "-x509", *elliptic, *days, "-subj", "/CN=swarm"),
-            *("-keyout", place / "ca.key", "-out", place / "ca.pem"),
-        )
-        _openssl(
-            *("req", *elliptic, "-subj", "/CN=member", "-addext", f"subjectAltName={names}"),
-            *("-keyout", place / "key.pem", "-out", place / "request.pem"),
-        )
-        _openssl(
-            *("x509", "-req", "-in", place / "request.pem", *days, "-copy_extensions", "copy"),
-            *("-CA", place / "ca.pem", "-CAkey", place / "ca.key", "-out", place / "cert.pem"),
-        )
-
     def cut(self, name: str) -> None:
         """Disconnect the host."""
         self._ip("-n", f"{self.tag}-br", "link", "set", name, "down")
@@ -163,7 +145,3 @@ class Network:
         return subprocess.run(
             ["ip", *words], capture_output=True, text=True, check=True, timeout=HANGS
         )
-
-
-def _openssl(*words: object) -> None:
-    subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=HANGS)

@@ -19,16 +19,17 @@ def _memory(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The flags of `layershuffle-host`."""
     import socket
 
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("-._") or "host"
-    parser = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         prog="layershuffle-host",
         description="Lend this machine to a swarm: it dials in to gateways, fetches the blocks "
         "that they assign, and serves them until SIGTERM. Nothing listens here.",
     )
-    add = parser.add_argument
+    add = flags.add_argument
     add("urls", nargs="+", metavar="URL", help="gateways: ws://HOST:PORT, wss://HOST")
     add("--token-file", required=True, type=Path, metavar="F", help="the token of the swarm")
     add("--name", default=name, help="name in the swarm (default: %(default)s)")
@@ -36,13 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=1, help="threads of a block (default: %(default)s)")
     add("--cache", type=Path, help="where files stay (default: ~/.cache/layershuffle-host)")
     add("--ca", type=Path, metavar="FILE", help="certificate of a private authority, for wss")
-    return parser
+    return flags
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a host; returns the exit code."""
-    parser = _parser()
-    given = parser.parse_args(words)
+    flags = parser()
+    given = flags.parse_args(words)
     # Before numpy is there: its own threads would take memory and wait on a busy core.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(given.threads))
@@ -60,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("websockets").setLevel(logging.ERROR)
     if given.threads < 1 or re.fullmatch(NAME, given.name) is None:
-        parser.error("--threads is at least 1; --name has up to 40 letters, digits, '.', '_', '-'")
+        flags.error("--threads is at least 1; --name has up to 40 letters, digits, '.', '_', '-'")
 
     async def serve() -> None:
         host = Host(

@@ -91,8 +91,8 @@ def temperature_of(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> fl
         return -float(np.log(np.maximum(chances, np.finfo(np.float64).tiny)).mean())
 
     low, high = np.log(_TEMPERATURES)
-    found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4})
-    return float(np.exp(found.x))
+    best = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4})
+    return float(np.exp(best.x))
 
 
 def calibration_error(chances: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
