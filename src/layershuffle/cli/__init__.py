@@ -108,10 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
     # A service may have closed them, and libraries write to them all the same.
-    sys.stdout, sys.stderr = (
-        stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- open until the end
-        for stream in (sys.stdout, sys.stderr)
-    )
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         # A character that a shell cannot show must not lose the result of an hour.
         if isinstance(stream, io.TextIOWrapper):

@@ -43,11 +43,10 @@ def loss_along(
     """The loss of `images` `[n, channels, height, width]` and their logits `[n, classes]`, in fp32.
 
     Row i runs along `orders[i % len(orders)]`. The loss is `criterion` (the cross-entropy) of the
-    logits, plus the exit loss of the logits after `exit_after` steps, plus the position loss of a
-    model that predicts positions. The exit loss is `exit_weight` times the criterion, plus
-    `self_distillation` times the KL divergence from the softmax of the logits, which get no
-    gradient by it (as arXiv 2604.09168 does for loops). `model` may be inside wrappers of other
-    libraries.
+    logits, plus the position loss of a model that predicts positions, plus the loss of the logits
+    after `exit_after` steps: `exit_weight` times the criterion, and `self_distillation` times the
+    KL divergence from the softmax of the final logits, which get no gradient by it (as in arXiv
+    2604.09168 for loops). `model` may be inside wrappers of other libraries.
 
     A backbone that cannot run several orders in one batch, or has no state to take out between its
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,

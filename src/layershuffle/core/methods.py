@@ -33,7 +33,7 @@ PositionPart = Literal["none", "encode", "predict"]
 
 
 PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
-    # Ours. Every layer has an exit so in arXiv 2404.16710; the run's own answer teaches loops in
+    # Ours. Every layer has an exit so in arXiv 2404.16710, and loops learn from their own answer in
     # arXiv 2604.09168.
     "anyorder": (
         "arbitrary",
