@@ -33,8 +33,7 @@ PositionPart = Literal["none", "encode", "predict"]
 
 
 PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
-    # Ours. Every layer has an exit so in arXiv 2404.16710, and loops learn from their own answer in
-    # arXiv 2604.09168.
+    # Ours. Exits are those of arXiv 2404.16710, and their second teacher that of arXiv 2604.09168.
     "anyorder": (
         "arbitrary",
         {
