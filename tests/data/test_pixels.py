@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layershuffle.data.pixels import extensions, formats, mode_for, pixel_tensor, read_image
 from PIL import Image
 
 import layershuffle as ls
+from layershuffle import pixels as module
 from layershuffle.data import DataOptions, ImageView, open_data
-from layershuffle.data import pixels as module
+from layershuffle.data.transforms import PixelFinish, PlainTransform, pixel_tensor
 from layershuffle.errors import DataError, UsageError
+from layershuffle.pixels import extensions, formats, mode_for, normalised, read_image, view_pixels
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
 from pictures import file_of, noise
@@ -101,7 +102,7 @@ def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> 
     assert plain.top == rotated.top
     decoder = Decoder(view, GatewayLimits())
     first, second = (decoder.batch(Path(file).read_bytes()) for file in files)
-    assert torch.equal(first, second)
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA",
@@ -217,3 +218,19 @@ def test_other_channel_counts_are_refused() -> None:
     assert (mode_for(1), mode_for(3)) == ("L", "RGB")
     with refuses(UsageError):
         mode_for(4)
+
+
+@pytest.mark.parametrize("size", [(40, 30), (17, 90), (24, 24)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_gateway_prepares_images_as_training_does(size: tuple[int, int], channels: int) -> None:
+    """The same bits without torch as with it."""
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    image = Image.fromarray(values).convert(mode_for(channels))
+    view = ImageView(
+        channels=channels, height=24, width=24, mean=(0.485, 0.456, 0.406)[:channels],
+        std=(0.229, 0.224, 0.225)[:channels], crop_pct=0.9,
+    )  # fmt: skip
+    wanted = PixelFinish(view)(PlainTransform(view)(image)[None])[0].numpy()
+    got = normalised(view_pixels(image, view), view)
+    assert got.dtype == np.float32
+    assert got.tobytes() == wanted.tobytes()
