@@ -42,10 +42,7 @@ Key = tuple[str, str]
 
 
 def delays(draw: random.Random) -> Iterator[float]:
-    """Seconds to wait before the first, second, ... try: growing, and never together with others.
-
-    The longest is short, because a host that is back is wanted at once.
-    """
+    """Seconds before the first, second, ... try: they grow, apart from others, to a few at most."""
     for attempt in itertools.count():
         longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(attempt, 16))
         yield longest * draw.uniform(0.5, 1.0)
@@ -53,13 +50,17 @@ def delays(draw: random.Random) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A visit that waits since `arrived`, on the monotonic clock."""
+    """A visit that came at `arrived`, with the outbox of its connection, which alone knows it."""
 
-    link: _Link
+    outbox: asyncio.Queue[str | bytes]
     header: Header
     state: State
     block: Block
     arrived: float
+
+    def refuse(self, why: Why) -> None:
+        """Send the reason why it has no answer."""
+        self.outbox.put_nowait(_refusal(self.header, why))
 
 
 class Host:
@@ -150,9 +151,9 @@ class Host:
     def take(self, visit: _Waiting) -> None:
         """Put a visit into the queue, or refuse it."""
         if self.draining:
-            visit.link.refuse(visit.header, Why.DRAINING)
+            visit.refuse(Why.DRAINING)
         elif len(self.waiting) >= _MOST_WAITING or self.waiting_bytes > _MOST_WAITING_BYTES:
-            visit.link.refuse(visit.header, Why.FULL)
+            visit.refuse(Why.FULL)
         else:
             self.waiting.append(visit)
             self.waiting_bytes += visit.state.nbytes
@@ -170,7 +171,7 @@ class Host:
                     # One state may have broken it for the others.
                     for visit in batch:
                         if len(batch) == 1 or not await self._served([visit]):
-                            visit.link.refuse(visit.header, Why.FAILED)
+                            visit.refuse(Why.FAILED)
                 self.busy = 0
                 # So that what has arrived meanwhile can join the next batch.
                 await asyncio.sleep(0)
@@ -196,7 +197,7 @@ class Host:
                 state = state - visit.state
             waited = int(1e6 * (begin - visit.arrived))
             header = Header(Kind.ANSWER, *visit.header[1:5], together, micros, waited)
-            visit.link.send(wire.frame(header, state))
+            visit.outbox.put_nowait(wire.frame(header, state))
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -209,7 +210,7 @@ class Host:
                 continue
             self.waiting_bytes -= visit.state.nbytes
             if visit.arrived + 1e-6 * visit.header.time < now:
-                visit.link.refuse(visit.header, Why.LATE)
+                visit.refuse(Why.LATE)
                 continue
             batch.append(visit)
             images += len(visit.state)
@@ -245,10 +246,6 @@ class _Link:
         """Send as soon as the gateway takes it; without a connection nobody wants it."""
         if self._socket is not None:
             self._outbox.put_nowait(content)
-
-    def refuse(self, header: Header, why: Why) -> None:
-        """Send the reason why a visit has no answer."""
-        self.send(wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0)))
 
     async def close(self) -> None:
         """Close the connection as the protocol asks."""
@@ -335,10 +332,9 @@ class _Link:
             raise WireError("it sends visits and reads no answers")
         block = self._host.blocks.get(self.slots.get(header.slot, ("", "")))
         if block is None:
-            self.refuse(header, Why.UNKNOWN_BLOCK)
-            return
+            return self.send(_refusal(header, Why.UNKNOWN_BLOCK))
         state = wire.state_in(content, header, shape=block.shape)
-        self._host.take(_Waiting(self, header, state, block, time.monotonic()))
+        self._host.take(_Waiting(self._outbox, header, state, block, time.monotonic()))
 
     def _told(self, message: dict[str, Any]) -> None:
         if message["type"] != "assign":
@@ -392,6 +388,10 @@ class _Link:
         )
         tokens, width = block["shape"]
         return Block(graph, weights, shape=(tokens, width), threads=self._host.threads)
+
+
+def _refusal(header: Header, why: Why) -> bytes:
+    return wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0))
 
 
 def _key(block: dict[str, Any]) -> Key:

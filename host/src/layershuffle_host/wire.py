@@ -147,21 +147,16 @@ _slot = _number(0xFFFF, kinds=(int,))
 _file = _fields(sha256=_digest, bytes=_number(MAX_FILE_BYTES, kinds=(int,)))
 _shape = _list(_number(1 << 20, least=1, kinds=(int,)), 2, least=2)
 _block = _fields(slot=_slot, graph=_file, weights=_file, shape=_shape)
+# docs/host-protocol.md says who sends which, and what the fields mean.
 _MESSAGES: dict[str, Check] = {
-    # Host to gateway, first: `memory` in bytes of weights, `speed` in GFLOP/s, `held` digests of
-    # files, `instance` drawn when the process starts.
     "hello": _fields(
         protocol=_text, token=_text, name=_matches(NAME), instance=_text, version=_text,
         runtime=_text, memory=_number(1 << 50, kinds=(int,)), speed=_number(1e9),
         held=_list(_digest, MAX_HELD),
     ),
-    # Gateway to host: all blocks that it should hold from now on; `shape` (tokens, width).
     "assign": _fields(blocks=_list(_block, MAX_BLOCKS)),
-    # Host to gateway: a block is loaded and takes `seconds` for one image.
     "ready": _fields(slot=_slot, seconds=_number(1e6)),
-    # Host to gateway: a block cannot be loaded. The host tries again while it is assigned.
     "failed": _fields(slot=_slot, why=_text),
-    # Host to gateway: it answers what waits, takes no more, and leaves.
     "drain": _fields(),
 }  # fmt: skip
 
