@@ -187,8 +187,8 @@ FLAGS = {
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
     "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
-    "classify": "address api-key api-key-file authority confidence deadline-ms image json min-blocks "
-    "top",
+    "classify": "address api-key api-key-file authority confidence deadline-ms image json "
+    "min-blocks top",
     "completion": "shell",
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "

@@ -30,7 +30,7 @@ def test_metrics():
         'layershuffle_blocks_used_bucket{le="4.0"} 2.0',
         "layershuffle_request_seconds_count 2.0",
         'layershuffle_host_condition{condition="suspect",host="b"} 1.0',
-        'layershuffle_host_blocks{host="a"} 2.0',
+        'layershuffle_host_waiting{host="a"} 0.0',
         "layershuffle_open_requests 0.0",
         "layershuffle_reachable_blocks 3.0",
     } <= lines

@@ -18,7 +18,7 @@ from gateway_site import certify, picture, run
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.swarm.server import upkeep as upkeep_of
-from layershuffle.swarm.server.tls import Https, pinned
+from layershuffle.swarm.server.tls import Https, check_secret, pinned
 from layershuffle.swarm.server.upkeep import Upkeep
 from pictures import file_of
 from refusals import refuses
@@ -229,3 +229,21 @@ class Saying(logging.Handler):
 
     def emit(self, record):
         self.said.append(record.getMessage())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(
+    ("owner", "mode", "taken"),
+    [(0, 0o400, True), (0, 0o440, False), (1000, 0o440, True), (1000, 0o444, False)],
+)
+def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
+    """They belong to another user, and the group may read them."""
+    path = tmp_path / "token"
+    path.write_text("a token")
+    path.chmod(mode)
+    os.chown(path, owner, 0)
+    if taken:
+        check_secret(path, what="token", hint="")
+    else:
+        with pytest.raises(UsageError, match="Other users may read"):
+            check_secret(path, what="token", hint="")

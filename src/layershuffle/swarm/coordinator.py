@@ -183,7 +183,7 @@ class Coordinator:
     def _say(self) -> None:
         """Log what has become of the hosts, of each at most a line in `_QUIET` seconds."""
         now, swarm = self.router.clock(), self.router.swarm
-        self._said = {k: line for k, line in self._said.items() if k.partition(" ")[0] in swarm}
+        self._said = {n: last for n, last in self._said.items() if n.partition(" ")[0] in swarm}
         for host in swarm.values():
             before, at = self._said.get(host.name, ("", -math.inf))
             if host.condition == before or now - at < _QUIET:

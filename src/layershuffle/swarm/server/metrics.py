@@ -143,7 +143,6 @@ class Metrics(Collector):
             "layershuffle_host_condition", "1 for the current one.", labels=["host", "condition"]
         )
         texts = {
-            "blocks": "Blocks that it serves.",
             "waiting": "Images sent to it and not answered yet.",
             "compute_seconds": "Average time of a block and image.",
             "link_seconds": "Average time of a visit beyond compute and queue.",
@@ -154,7 +153,7 @@ class Metrics(Collector):
         }
         for host in self._router.swarm.values():
             condition.add_metric([host.name, host.condition], 1)
-            values = (len(host.blocks), host.waiting, host.compute, host.link)
+            values = (host.waiting, host.compute, host.link)
             for gauge, value in zip(gauges.values(), values, strict=True):
                 if value is not None:
                     gauge.add_metric([host.name], value)

@@ -67,16 +67,16 @@ class Upkeep:
 
     async def run(self) -> None:
         """Measure the lag, and log each trouble when it begins and every day."""
-        loop, warned = asyncio.get_running_loop(), dict[str, float]()
+        loop, logged = asyncio.get_running_loop(), dict[str, float]()
         while True:
             begun = loop.time()
             troubles = self.troubles()
             for kind, trouble in troubles.items():
-                if begun - warned.get(kind, -_REMIND) >= _REMIND:
-                    warned[kind] = begun
+                if begun - logged.get(kind, -_REMIND) >= _REMIND:
+                    logged[kind] = begun
                     _log.warning("%s", trouble[0].upper() + trouble[1:])
-            for kind in warned.keys() - troubles:
-                del warned[kind]
+            for kind in logged.keys() - troubles:
+                del logged[kind]
                 _log.warning("There is no trouble with the %s any more", kind)
             begun = loop.time()
             await asyncio.sleep(_LOOK)
