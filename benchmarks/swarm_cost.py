@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -30,7 +29,7 @@ from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, server_of
-from layershuffle.swarm.server.start import local_hosts, token_in
+from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import Service, running_service
 
 CLIENTS, PLENTY = 2, 100_000.0
@@ -79,17 +78,14 @@ def megabytes(pid: int) -> float:
 @asynccontextmanager
 async def swarm_of(model: str, hosts: int) -> AsyncIterator[Service]:
     """A swarm of processes of this machine, all of them up."""
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "token"
-        token = token_in(file)
-        served = ServedModel(served_directory(model))
-        async with (
-            running_service(SwarmSettings(model=model), served, token=token) as service,
-            local_hosts(service, hosts, token_file=file),
-        ):
-            missing = await service.coordinator.ready(hosts, within=120, say=lambda _: None)
-            assert not missing, missing
-            yield service
+    served = ServedModel(served_directory(model))
+    async with (
+        running_service(SwarmSettings(model=model), served, token="of a benchmark") as service,
+        local_hosts(service, hosts),
+    ):
+        missing = await service.coordinator.ready(hosts, within=120, say=lambda _: None)
+        assert not missing, missing
+        yield service
 
 
 @asynccontextmanager

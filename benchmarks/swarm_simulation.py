@@ -14,7 +14,7 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
-from layershuffle.swarm.plan import SwarmPlan, even_plan
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing, decide
 from layershuffle.swarm.rounds import QUEUE
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
@@ -44,7 +44,8 @@ def play(plan: SwarmPlan, requests: int, routing: Routing) -> SimulationOutcome:
 
 def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
     """Visits per second of processor time, and what came of the requests under every routing."""
-    plan = scaled(even_plan(DEPTH, 10), hosts)
+    ten = {f"host-{h + 1}": HostPlan(blocks=tuple(range(h, DEPTH, 10))) for h in range(10)}
+    plan = scaled(SwarmPlan(hosts=ten), hosts)
     speeds, walls = [], []
     for _ in range(repeats):
         began, wall = time.process_time(), time.perf_counter()

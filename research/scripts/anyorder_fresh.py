@@ -1,4 +1,4 @@
-# Ran at commit COMMIT.
+# Ran at commit b5d608cd.
 """Score the models of digits-anyorder on test pairs that no choice was made on, for docs/results.md.
 
     layershuffle reproduce research/recipes/digits-anyorder.yaml
@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 import layershuffle as ls
-from layershuffle.data.digits import DIGIT_VIEW, LEVELS, PAIRS, DigitPairs
+from layershuffle.data.digits import LEVELS, PAIRS, DigitPairs
 from layershuffle.data.transforms import PixelFinish
+from layershuffle.models import image_view
 from layershuffle.stats import compare, estimate, mean
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -54,13 +55,14 @@ def before() -> dict[tuple[str, str], dict[int, list[float]]]:
 def main(study: Path) -> None:
     """Score, write and print."""
     first = PAIRS["test"]
-    pairs, finish = DigitPairs("test", first + FRESH), PixelFinish(DIGIT_VIEW, LEVELS)
+    pairs = DigitPairs("test", first + FRESH)
+    finish = PixelFinish(image_view(ls.load("bundled:digits")), LEVELS)
     images, labels = finish(pairs.canvases[first:]), pairs.labels[first:]
     batches = list(zip(images.split(250), labels.split(250), strict=True))
     rows, now = [], {}
     for arm in ARMS:
         for seed in SEEDS:
-            model = ls.load(f"dir:{study}/runs/{arm}-seed{seed}/model").eval()
+            model = ls.load(f"dir:{study}/runs/{arm}-seed{seed}/fit/model").eval()
             scores = ls.evaluate(model, batches, modes=list(MODES.values()), num_orders=ORDERS)
             for label, mode in MODES.items():
                 values = [score.top1 for score in scores if str(score.mode) == mode]

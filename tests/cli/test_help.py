@@ -119,6 +119,8 @@ OTHERS = {
     "--rdzv-id",  # of torchrun
     "performance.md": "--smoke",  # of benchmarks/
     "getting-started.md": "--index-url",  # of pip
+    "deploy.md": "--detach --memory --now",  # of docker, layershuffle-host and systemctl
+    "pis.md": "--memory --ca",
 }
 """Flags of other programs, by the page that names them."""
 INVOCATION = re.compile(r"layershuffle ((?:swarm )?[a-z]+)\b((?:[^`\n|&;#]|\\\n)*)")

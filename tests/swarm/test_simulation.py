@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.swarm.chaos import KINDS, Fault, crashes
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
@@ -34,8 +34,14 @@ PROFILE = Profile(every=TIMES)
 ACCURACY = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
 
 
-def spread(hosts=DEPTH, limits=QUIET, **fields):
-    return even_plan(DEPTH, hosts, **fields).model_copy(update={"limits": limits})
+def spread(hosts=DEPTH, limits=QUIET, replicas=1):
+    """Block b on the hosts b, b + 1, ... modulo their number, each block on `replicas` of them."""
+    blocks = {
+        f"host-{host + 1}": [b for b in range(DEPTH) if (host - b) % hosts < replicas]
+        for host in range(hosts)
+    }
+    plans = {name: HostPlan(blocks=tuple(own)) for name, own in blocks.items()}
+    return SwarmPlan(hosts=plans, limits=limits)
 
 
 def run(plan_, requests=100, **options):
