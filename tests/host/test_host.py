@@ -269,6 +269,31 @@ def test_a_host_comes_back_and_keeps_its_blocks_while_it_is_alone(
     asyncio.run(main())
 
 
+def test_an_answer_goes_to_the_connection_that_asked(gateway: Gateway, tmp_path: Path) -> None:
+    """A gateway cuts a host whose answer it never asked for."""
+
+    async def main() -> None:
+        async with gateway.listening(), hosting(gateway, cache=tmp_path) as host:
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            await end.load(gateway.blocks[0])
+            wanted = await end.visit(0, states(1))
+            (block,) = host.blocks.values()
+            run, free = block.run, threading.Event()
+            block.seconds, block.run = 1.0, lambda state: free.wait(20) and run(state)
+            asked = asyncio.create_task(end.ask(0, states(1), visit=7))
+            await until(lambda: host.busy > 0)
+            await end.socket.close()
+            asked.cancel()
+            again = await asyncio.wait_for(gateway.hosts.get(), 20)
+            await again.assign(gateway.blocks[0])
+            await again.hear("ready")
+            free.set()
+            assert (await again.visit(0, states(1), visit=8)).tobytes() == wanted.tobytes()
+            assert not again.closed.is_set()
+
+    asyncio.run(main())
+
+
 def test_a_refused_host_tries_again(gateway: Gateway, tmp_path: Path) -> None:
     gateway.refuse = (Close.BAD_TOKEN, "another token")
 
