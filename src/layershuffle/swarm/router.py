@@ -208,9 +208,11 @@ class Router:
                 newest = call.version == len(walk.progress.done)
                 walk.state = after if newest else walk.state + (after - call.before)
                 walk.progress = walk.progress.after(call.visit.block, version=call.version)
-                if walk.chance is not None:
+                kept = len(set(walk.progress.done))
+                # With fewer blocks it does not end, however sure it is.
+                if walk.chance is not None and kept >= walk.progress.min_blocks:
                     # Here and not in a thread: a head takes less time than a hop.
-                    chance = walk.chance(walk.state, len(set(walk.progress.done)))
+                    chance = walk.chance(walk.state, kept)
                     walk.progress = replace(walk.progress, chance=chance)
         for call in [call for call in walk.calls if not self._counts(walk, call)]:
             call.task.cancel()
