@@ -12,7 +12,7 @@ help: ## list the targets
 quickstart: $(VENV)/.installed ## see the paper's effect on this machine: 7 to 11 minutes after installing
 	$(BIN)/layershuffle reproduce digits-quick --out runs/digits-quick
 
-swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
+swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: half a minute after installing
 	$(BIN)/layershuffle swarm demo
 
 demo: $(VENV)/.tests-installed ## take a model apart on a page, and watch it answer: seconds after installing

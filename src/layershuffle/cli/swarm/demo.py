@@ -1,4 +1,4 @@
-"""`layershuffle swarm demo`: what a swarm does when a third of its hosts dies, in two minutes."""
+"""`layershuffle swarm demo`: what a swarm does when a third of its hosts dies."""
 
 from __future__ import annotations
 
