@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from gateway_site import listening
@@ -18,7 +19,6 @@ from layershuffle.swarm.drill import Reply
 from layershuffle.swarm.messages import Answer, Visit
 from layershuffle.swarm.scenarios import (
     MAY_FAIL,
-    SCENARIOS,
     Scenario,
     play,
     scenario_json,
@@ -27,6 +27,7 @@ from layershuffle.swarm.scenarios import (
 from layershuffle.swarm.server.limits import GatewayLimits
 
 HOSTS = ("a", "b", "c")
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 
 
 class Mending:

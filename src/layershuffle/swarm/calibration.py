@@ -28,7 +28,12 @@ from layershuffle.manifest import CALIBRATION
 from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
-from layershuffle.swarm.sureness import CalibrationPart, Sureness, measured_sureness
+from layershuffle.swarm.sureness import (
+    CalibrationPart,
+    Sureness,
+    batches_for,
+    measured_sureness,
+)
 from layershuffle.text import Progress, unheard
 
 if TYPE_CHECKING:
@@ -230,17 +235,9 @@ def _measure(
 
     from layershuffle.core.evaluation import evaluate
     from layershuffle.core.stack import depth_of
-    from layershuffle.data.batches import DeviceBatches
-    from layershuffle.data.loading import loader_processes
 
     split = data.splits[SPLIT]
-    batches = DeviceBatches(
-        split,
-        data.finish,
-        batch_size=batch_size,
-        device=next(host.parameters()).device,
-        processes=loader_processes(data.spec),
-    )
+    batches = batches_for(host, data, split=split, batch_size=batch_size)
     depth, groups = depth_of(host), split.groups
     cells = cells_of(depth, parallel=parallel)
     ages = range(1, depth if parallel > 1 else 1)

@@ -39,7 +39,6 @@ _SAID = {
 _JOINED = logging.INFO, "has joined"
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
-_STATUS = "layershuffle swarm status shows the hosts"
 
 
 class Coordinator:

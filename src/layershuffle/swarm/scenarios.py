@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import FaultKind
@@ -22,7 +22,6 @@ from layershuffle.text import counted, table
 Scenario = Literal[
     "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar", "unread",
 ]  # fmt: skip
-SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 LIES: dict[Scenario, FaultKind] = {
     "liar": "wrong",
     "rare-liar": "wrong-rarely",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from layershuffle.data import ImageData, Split
+    from layershuffle.data.batches import DeviceBatches
 
 Chance = Annotated[float, Field(gt=0, le=1)]
 
@@ -182,6 +183,22 @@ def _errors(chances: NDArray[np.float64], right: NDArray[np.bool_]) -> tuple[flo
     return tuple(calibration_error(chances[:, n].ravel(), right[:, n].ravel()) for n in places)
 
 
+def batches_for(
+    host: nn.Module, data: ImageData, *, split: Split, batch_size: int
+) -> DeviceBatches:
+    """The images of a split of `data`, prepared and on the device of `host`."""
+    from layershuffle.data.batches import DeviceBatches
+    from layershuffle.data.loading import loader_processes
+
+    return DeviceBatches(
+        split,
+        data.finish,
+        batch_size=batch_size,
+        device=next(host.parameters()).device,
+        processes=loader_processes(data.spec),
+    )
+
+
 def answers_by_blocks(
     host: nn.Module,
     data: ImageData,
@@ -199,19 +216,11 @@ def answers_by_blocks(
     from layershuffle.core.runs import in_eval
     from layershuffle.core.sharing import forget
     from layershuffle.core.stack import depth_of, stack_of
-    from layershuffle.data.batches import DeviceBatches
-    from layershuffle.data.loading import loader_processes
 
     depth = depth_of(host)
     orders = [ExecutionOrder(blocks, depth) for blocks in permutations]
     cuts = [order.beginning(count) for order in orders for count in range(1, depth + 1)]
-    batches = DeviceBatches(
-        split,
-        data.finish,
-        batch_size=batch_size,
-        device=next(host.parameters()).device,
-        processes=loader_processes(data.spec),
-    )
+    batches = batches_for(host, data, split=split, batch_size=batch_size)
     parts: list[NDArray[np.float32]] = []
     truth: list[NDArray[np.int64]] = []
     forget(stack_of(host))

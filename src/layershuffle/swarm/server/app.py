@@ -327,8 +327,7 @@ class _Gateway:
             # A night without hosts must not fill the disk.
             if not self._logged.wait(now):
                 text = "Request %s was not answered: %s"
-                # The words of a host may be no text: half a surrogate pair.
-                why = str(error).encode("utf-8", "replace").decode()
+                why = schemas.encodable(str(error))
                 LOG.warning(text, reference, why, extra={"request": reference})
         return answer_to(error, wait=wait, reference=reference)
 

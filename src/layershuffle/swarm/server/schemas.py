@@ -26,8 +26,15 @@ if TYPE_CHECKING:
 
 _MILLI = 1000.0
 
-Reason = Annotated[str, AfterValidator(lambda text: text.encode("utf-8", "replace").decode())]
-"""Text from hosts, made encodable: a file name in an error may hold characters that JSON cannot."""
+
+def encodable(text: str) -> str:
+    """Text from hosts without half surrogate pairs, which a file name in an error may hold: JSON
+    and logs cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
+Reason = Annotated[str, AfterValidator(encodable)]
+"""Text from hosts, made encodable."""
 
 
 class Guess(BaseModel):
