@@ -34,6 +34,8 @@ def test_what_becomes_of_a_host_is_a_line_each(tmp_path, lines, monkeypatch):
     async def go():
         async with gateway() as site, hosting(site.url, cache=tmp_path, name="pi"):
             await site.until(lambda: min(site.holders()) == 1)
+            # Longer than the time between two looks, or nobody might see the suspicion.
+            site.router.limits = site.router.limits.model_copy(update={"suspect_ms": 1000.0})
             site.router.report(hop("pi", "late", "no answer in time"))
             await site.until(lambda: "Host pi is back" in lines())  # its probe was answered
             site.members.cut("pi")
