@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,13 +47,3 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def good(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A fresh copy of a good directory."""
     return lambda name: shutil.copytree(originals / name, tmp_path / name)
-
-
-@pytest.fixture
-def bounded() -> Iterator[None]:
-    """Limits the processor time and memory of each test, for any numbers in files."""
-    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 400 * 1024, f"{grown // 1024} MiB more"
-    assert time.process_time() - start < 30

@@ -144,19 +144,6 @@ def test_missing_weights_offline_name_the_command(spec: str, next_step: str) -> 
     assert "\n" not in text
 
 
-def test_a_network_failure_is_reported(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def down(*_: Any, **__: Any) -> None:
-        raise LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("layershuffle.models.hub.snapshot_download", down)
-    with pytest.raises(ModelFileError) as caught:
-        ls.load("timm:test_vit")
-    assert caught.value.place == "huggingface.co/timm/test_vit.r160_in1k"
-
-
 def test_torchvision_weights_are_read_with_the_hash_checked_and_tensors_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

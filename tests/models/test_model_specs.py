@@ -15,7 +15,7 @@ from common import CLASSES, FAMILIES, global_generators_untouched, images, redra
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import StackError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.models import image_view, num_classes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.spec import parse_spec
@@ -76,14 +76,6 @@ def test_bad_specs_are_usage_errors(spec: str) -> None:
         ls.load(spec)
     assert BAD_SPECS[spec] in str(caught.value)
     assert len(str(caught.value)) < 600
-
-
-def test_swin_is_refused_with_the_reason() -> None:
-    with refuses(StackError):
-        ls.load(
-            "timm:swin_tiny_patch4_window7_224?pretrained=false&embed_dim=8&depths=2,2,6,2"
-            "&num_heads=1,1,1,1"
-        )
 
 
 def test_an_impossible_head_is_refused_before_anything_is_built() -> None:
@@ -154,14 +146,6 @@ def test_the_same_number_of_classes_keeps_the_head(
     model = ls.load(f"hf:{hf_directory}", num_classes=CLASSES)
     assert_same_model(model, FAMILIES["hf-vit"].wrapped())
     assert caplog.text == ""
-
-
-def test_the_warning_is_seen_without_any_logging_set_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
-    ls.load(f"timm:vit_tiny_patch16_224?{TINY}", num_classes=3)
-    assert "1000 -> 3 classes" in capsys.readouterr().err
 
 
 def test_logits_of_every_kind_of_output() -> None:

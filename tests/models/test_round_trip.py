@@ -240,13 +240,6 @@ def test_a_model_that_was_never_wrapped_replaces_an_older_one_below_a_run(tmp_pa
         assert_same_model(ls.load(str(spec)), newer)
 
 
-def test_saving_does_not_delete_files_of_others(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with refuses(UsageError, tmp_path):
-        ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     model = FAMILIES["timm-vit"].wrapped()

@@ -1,8 +1,8 @@
 """Read and write the files of a saved model: JSON and safetensors.
 
-A model directory may come from anyone. So nothing is ever unpickled, JSON is limited in size and in
-its numbers before it is used, and the names and shapes in the header of a safetensors file are
-compared with the model before memory is taken for it. Every fault becomes one `ModelFileError`.
+A model directory may come from anyone. So nothing is ever unpickled, and the names and shapes in
+the header of a safetensors file are compared with the model before memory is taken for it. Every
+fault becomes one `ModelFileError`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".tar", ".ckpt", ".pkl", ".p
 # What DataParallel and torch.compile put before the names of the model inside of them.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
-MAX_JSON_BYTES = 1 << 20
-# Larger than any vision transformer. A model is built from its configuration before its weights are
-# compared, and these three kinds of numbers decide how much time and memory that takes.
-_MAX_NUMBER, _MAX_BLOCKS, _MAX_CLASSES = 1 << 24, 1024, 1 << 20
 _AGAIN = "take the model from its source again"
 # What libraries raise for files and arguments that they cannot use.
 REFUSALS = (
@@ -86,43 +82,12 @@ def refused_by(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `ModelFileError` for other content, or beyond 1 MiB."""
+    """The JSON object in `path`. Raises `ModelFileError` for other content."""
     with refused_by("json", path, hint=_AGAIN):
-        with path.open("rb") as file:
-            # One more byte than allowed shows that the file is too large.
-            raw = file.read(MAX_JSON_BYTES + 1)
-        if len(raw) > MAX_JSON_BYTES:
-            raise ValueError(f"the file is larger than {MAX_JSON_BYTES // 1024} KiB")
-        data = json.loads(raw)
+        data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError("the file is no JSON object")
     return data
-
-
-def entries(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key and value in nested JSON; the elements of a list have the key of the list."""
-    # Not recursive, because a hostile file may be nested deeper than Python's stack.
-    left: list[tuple[str, Any]] = list(data.items())
-    while left:
-        key, value = left.pop()
-        yield key, value
-        if isinstance(value, Mapping):
-            left += value.items()
-        elif isinstance(value, list | tuple):
-            left += [(key, element) for element in value]
-
-
-def check_numbers(data: Mapping[str, Any], place: Path) -> None:
-    """Raises `ModelFileError` for numbers so large that a model would fill the memory."""
-    for key, value in entries(data):
-        most = _MAX_CLASSES if re.search("labels|classes", key) else _MAX_NUMBER
-        most = _MAX_BLOCKS if re.search("depth|layers|blocks", key) else most
-        if isinstance(value, int | float) and abs(value) > most:
-            raise ModelFileError(
-                f"{key} = {str(value)[:20]} is beyond any vision transformer (at most {most})",
-                place=place,
-                hint=_AGAIN,
-            )
 
 
 def weight_files(directory: Path) -> list[Path]:

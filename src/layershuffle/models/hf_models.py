@@ -7,6 +7,7 @@ a repository is never run, and only safetensors are read.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,6 @@ from layershuffle.models.files import (
     CONFIG,
     LOG,
     WRAPPERS,
-    check_numbers,
-    entries,
-    read_json,
     refused_by,
     say_dtype,
     tensor_headers,
@@ -233,32 +231,30 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
 
 
 def checked_config(directory: Path) -> Any:
-    """transformers' configuration. Raises `ModelFileError` for harmful or invalid content."""
+    """transformers' configuration. Raises `ModelFileError` for one that names code elsewhere."""
     place = directory / CONFIG
-    data = read_json(place)
-    check_numbers(data, place)
-    for key, value in entries(data):
-        refused = None
-        if key.endswith("attn_implementation") and value is not None:
+    pairs: list[tuple[str, Any]] = []
+
+    def noted(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        pairs.extend(entries)
+        return dict(entries)
+
+    with refused_by("json", place, hint=_HINT):
+        json.loads(place.read_bytes(), object_pairs_hook=noted)  # of nested objects, too
+    for key, value in pairs:
+        attention = key.endswith("attn_implementation") and value is not None
+        if (
             # In a nested configuration it may be an object, an entry for each part.
-            if str(value) not in _ATTENTION:
-                refused = "asks for code from elsewhere"
-        elif key in ("quantization_config", "use_kernels") and value:
-            refused = "is not of plain weights"
-        elif key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys():
-            refused = "makes timm read other files"
-        elif key == "id2label" and not isinstance(value, dict | None):
-            refused = "does not name the classes by number"
-        if refused:
+            (attention and str(value) not in _ATTENTION)
+            or (key == "use_kernels" and value)
+            or (key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys())
+        ):
             raise ModelFileError(
-                f"The configuration {refused} ({key} = {str(value)[:80]!r})",
+                f"The configuration asks for code or files from elsewhere ({key} = "
+                f"{str(value)[:80]!r})",
                 place=place,
                 hint=f"correct {key} in the file, or take the model from its source again",
             )
-    if (directory / "adapter_config.json").exists():
-        raise ModelFileError(
-            "This is an adapter, not a model", place=directory, hint="merge it into its base first"
-        )
     with refused_by(NAME, directory, hint=_HINT), quiet():
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 

@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, ViTImageProcessor
 
 from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView, Resize, uncropped_size
-from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS, check_numbers, read_json
+from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS
 from layershuffle.models.origin import Backbone, per_channel, size_pair, sketched
 from layershuffle.models.timm_view import view_of_config
 from layershuffle.text import one_line
@@ -76,8 +76,6 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
     if not paths or hasattr(backbone, "timm_model"):  # timm's settings are in config.json
         return None
-    for path in paths:
-        check_numbers(read_json(path), path)
     size, channels = _input_of(backbone)
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.models.files import check_numbers, read_json
+from layershuffle.models.files import read_json
 from layershuffle.text import one_line
 
 METADATA_FILE = "layershuffle.json"
@@ -75,9 +75,6 @@ def read_record(directory: str | Path) -> dict[str, Any]:
 
 def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
     """The metadata in `data`. Raises `ModelFileError` with the first invalid key."""
-    # Checked before anything is built, because a hostile number would cost memory and time.
-    built_from = ("model_args", "position", "num_classes", "depth")
-    check_numbers({key: data.get(key) for key in built_from}, path)
     try:
         # As JSON, in which the strict types of a tuple and of a dataclass are lists and objects.
         return ModelMetadata.model_validate_json(json.dumps(data))
