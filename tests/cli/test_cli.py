@@ -12,7 +12,6 @@ from layershuffle.cli import main
 from layershuffle.errors import SettingsError
 from layershuffle.extras import EXTRAS
 from layershuffle.stats import wilson_interval
-from without import run_without
 
 MODEL = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
@@ -127,17 +126,6 @@ def test_doctor(capsys):
     assert "Next: layershuffle predict" in out
     for name, extra in EXTRAS.items():
         assert re.search(rf"ok  extra {name} +{extra.brings}\n", out)
-
-
-def test_doctor_runs_without_torch(tmp_path):
-    """Missing extras are no error either (tests/test_package.py)."""
-    ask = "import sys\nfrom layershuffle.cli import main\nsys.exit(main(['doctor']))"
-    absent = {module for extra in EXTRAS.values() for module in extra.modules}
-    done = run_without(
-        {*absent, "torch", "timm", "transformers", "huggingface_hub"}, ask, at=tmp_path
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "cannot be loaded without torch, timm" in done.stdout
 
 
 @pytest.mark.parametrize("words", [[], ["fit", "--help"]])

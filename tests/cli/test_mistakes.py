@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # values
         (f"{FIT} --lr -1 --out x", "lr: Input should be greater than 0"),
         (f"{FIT} --epochs 3 --out x", "steps and epochs exclude each other"),
-        (f"{EVAL} --threads 0", "--threads must be at least 1"),
+        (f"{EVAL} --threads 0", 'Invalid value "0" for --threads. Must be >= 1.'),
         (f"eval {MODEL} --data folder:none --modes kept:9", "Cannot keep 9 blocks"),  # before data
         (f"{EVAL} --modes shuffled", "'shuffled' is not an evaluation mode"),
         (f"{EVAL} --order 0,7", "7 is not a block"),

@@ -228,7 +228,6 @@ MISFITS = {
     "constants": with_other_constants,
     "dtype": lambda: changed(VIT).bfloat16(),
     "position": lambda: ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval(),
-    "training": lambda: changed(VIT).train(),
     "base": lambda: with_record(changed(VIT), method="m", provenance={"base": "b", "data": "d"}),
     "base weights": lambda: with_record(
         changed(VIT), method="m", provenance={"base": "a", "base_sha256": "1", "data": "d"}
@@ -249,7 +248,7 @@ def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
         MergeGroup([first, make()])
     if name in ("method", "data"):
         MergeGroup([first, make()], mixed=True)
-    elif name not in ("training",):
+    else:
         with refuses(UsageError):
             ls.uniform_soup([first, make()])
 

@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Literal
 
 from layershuffle.bench.settings import BenchSettings
-from layershuffle.cli.command import Command, Inline, threads_of
+from layershuffle.cli.command import Command, Inline
+from layershuffle.machine import torch_threads
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class BenchCommand(Command):
         from layershuffle.cli.progress import shown_progress
 
         title = f"bench {self.kind}"
-        with threads_of(self.settings.threads), shown_progress(title) as progress:
+        with torch_threads(self.settings.threads), shown_progress(title) as progress:
             report = bench(self.kind, resolve(self.settings), progress=progress)
         print(json.dumps(asdict(report), indent=2) if self.json else report_text(report))
         return 0

@@ -7,14 +7,14 @@ cyclopts makes the flags and the help text of the fields and their docstrings. A
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from layershuffle.errors import UsageError
 from layershuffle.machine import Device, torch_threads
 from layershuffle.text import Progress
 
@@ -23,6 +23,7 @@ Inline = Annotated[AnySettings, Parameter(name="*")]
 """Settings whose fields are flags without a prefix: `--seed`, not `--settings.seed`."""
 MACHINE = Parameter(group="Machine")
 """Flags that come last in `--help`."""
+AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 Models = Annotated[tuple[str, ...], Parameter(name="--model")]
 """One model or several."""
 ImageFiles = Annotated[tuple[Path, ...], Parameter(name="--image")]
@@ -44,7 +45,7 @@ class ComputingCommand(Command):
 
     device: Annotated[Device, MACHINE] = "auto"
     """Where to compute; auto takes a GPU if there is one."""
-    threads: Annotated[int | None, MACHINE] = None
+    threads: Annotated[AtLeastOne | None, MACHINE] = None
     """CPU threads of torch (default: torch's own choice)."""
 
     @contextmanager
@@ -52,16 +53,5 @@ class ComputingCommand(Command):
         """Compute with the requested number of threads, and show the progress under `title`."""
         from layershuffle.cli.progress import shown_progress
 
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(
-                f"--threads must be at least 1, got {self.threads}",
-                hint="leave it out for as many as there are cores",
-            )
-        with threads_of(self.threads), shown_progress(title) as progress:
+        with torch_threads(self.threads), shown_progress(title) as progress:
             yield progress
-
-
-def threads_of(number: int | None) -> AbstractContextManager[None]:
-    """Set torch's threads to `number` in the `with` block; `None` keeps torch's own choice."""
-    # `None` sets nothing, because torch's choice depends on the machine and may change.
-    return torch_threads(number) if number else nullcontext()

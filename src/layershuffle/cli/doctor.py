@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from layershuffle.cli.command import Command
@@ -82,10 +81,6 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
     driver = _NVIDIA.read_text(encoding="utf-8").splitlines()[0] if _NVIDIA.is_file() else ""
     yield "gpu driver", True, " ".join(driver.split()) or "none of NVIDIA"
-    if find_spec("torch") is None:
-        yield "gpu", False, "not known without torch"
-        return
-
     import torch
 
     from layershuffle.machine import cpu_has_bf16
@@ -105,10 +100,6 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
 
 
 def _bundled() -> tuple[bool, str]:
-    lacking = [name for name in ("torch", "timm", "safetensors") if find_spec(name) is None]
-    if lacking:
-        return False, f"cannot be loaded without {', '.join(lacking)}"
-
     from layershuffle.core.stack import depth_of
     from layershuffle.errors import ModelFileError
     from layershuffle.models import load

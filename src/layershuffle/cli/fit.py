@@ -25,14 +25,14 @@ class _Training(Command):
 
     def run(self) -> int:
         """Train, then print the result and the next command."""
-        from layershuffle.cli.progress import progress_listener
+        from layershuffle.cli.progress import shown_progress, training_listener
         from layershuffle.training import fit, is_first_process
 
         if not is_first_process():  # torchrun starts several processes; only the first one prints
             fit(self.settings, self.out)
             return 0
-        with progress_listener() as listener:
-            result = fit(self.settings, self.out, on_event=listener)
+        with shown_progress("fit") as shown:
+            result = fit(self.settings, self.out, on_event=training_listener(shown))
         print(
             f"{result.method}, seed {result.seed}: best {result.selected['metric']} "
             f"{result.selected['value']:.4f} at step {result.selected['step']} of {result.steps}, "

@@ -192,13 +192,6 @@ class EnsembleCommand(ComputingCommand):
             f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "
             f"{how.ensemble_combine}, {how.ensemble_orders} orders, {how.precision}"
         )
-        print(
-            "\n".join(
-                [
-                    head,
-                    score_table([(how.modes, len(models), report)], columns=("mode", "models")),
-                    *notes,
-                ]
-            )
-        )
+        scored = score_table([(how.modes, len(models), report)], columns=("mode", "models"))
+        print("\n".join([head, scored, *notes]))
         return 0

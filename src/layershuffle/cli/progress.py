@@ -1,6 +1,6 @@
 """Progress on standard error: a bar on a terminal, a line every 20 seconds elsewhere.
 
-What counts calls `shown_progress` alone. A training (`progress_listener`) and the tasks of a study
+What counts calls `shown_progress` alone. A training (`training_listener`) and the tasks of a study
 (`study_watcher`) also say what has happened, each in a line above the bar.
 """
 
@@ -112,16 +112,9 @@ def shown_progress(title: str, *, clock: Clock = time.monotonic) -> Iterator[Sho
         yield Shown(draw, say, every=_DRAW_SECONDS, clock=clock)
 
 
-@contextmanager
-def progress_listener() -> Iterator[Listener]:
-    """A listener for `layershuffle.training`: steps and held-out images with the loss behind them,
-    and a line for what is scored or saved."""
-    with shown_progress("fit") as shown:
-        yield training_listener(shown)
-
-
 def training_listener(shown: Shown) -> Listener:
-    """The listener that shows a training by `shown`."""
+    """A listener for `layershuffle.training`: `shown` gets steps and held-out images with the loss
+    behind them, and a line for what is scored or saved."""
     steps, note = 0, ""
 
     def listen(event: dict[str, Any]) -> None:

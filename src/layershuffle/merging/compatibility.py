@@ -51,8 +51,6 @@ def check_compatible(
             f"At least two models are needed, got {len(donors)}", hint="name two or more"
         )
     for name, donor in zip(names, donors, strict=True):
-        if any(module.training for module in donor.modules()):
-            raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
         if isinstance(backbone_of(donor), ExportedModel):
             hint = "merge the models that they were exported from"
             raise UsageError("Exported files cannot be merged", place=name, hint=hint)

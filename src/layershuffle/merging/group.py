@@ -106,10 +106,9 @@ class MergeGroup:
             )
         tensor = _end_tensors(self._base).get(name)
         if tensor is None or tensor.shape != like.shape:
-            shape = None if tensor is None else tuple(tensor.shape)
             raise UsageError(
-                "Stem or head cannot come from the base checkpoint: the shape of its "
-                f"{name} is {shape}, that of the donors' {tuple(like.shape)}",
+                f"Stem or head cannot come from the base checkpoint: its {name} is not one of "
+                f"{tuple(like.shape)} numbers, as that of the donors",
                 hint="choose other ends (the base was made for other classes or images)",
             )
         return tensor

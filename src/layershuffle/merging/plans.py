@@ -82,7 +82,19 @@ def sample_plans(
     may give several, but never all. The donors of the blocks do not depend on `end` and `slots`, so
     merges can be compared one by one. Raises `UsageError` for impossible counts.
     """
-    _check_count(num_donors, depth, count, replacement)
+    if num_donors < depth and not replacement:
+        raise UsageError(
+            f"A merge of {depth} blocks, no two from one model, needs {depth} donors: "
+            f"{num_donors} were given",
+            hint=f"give {depth - num_donors} more, or let models give several (--replacement)",
+        )
+    # There are no more distinct plans, so drawing would not end.
+    possible = num_donors**depth - num_donors if replacement else math.perm(num_donors, depth)
+    if not 1 <= count <= possible:
+        raise UsageError(
+            f"{count} merges were asked for, {num_donors} donors of {depth} blocks make {possible}",
+            hint=f"ask for 1 to {possible}",
+        )
     plans: dict[tuple[int, ...], None] = {}
     for attempt in counting():
         stream = Stream(seed, attempt, rank=_BLOCKS)
@@ -112,19 +124,3 @@ def sample_plans(
 def orders_seed(seed: int, group: int, *, index: int) -> int:
     """The seed of the execution orders of model `index` of a `group` (merges, donors, ...)."""
     return Stream(seed, index, rank=_ORDERS + group).below(1 << 32)
-
-
-def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
-    if num < depth and not replacement:
-        raise UsageError(
-            f"A merge of {depth} blocks, no two from one model, needs {depth} donors: {num} were "
-            "given",
-            hint=f"give {depth - num} more, or let models give several blocks (--replacement)",
-        )
-    # There are no more distinct plans, so drawing would not end.
-    possible = num**depth - num if replacement else math.perm(num, depth)
-    if not 1 <= count <= possible:
-        raise UsageError(
-            f"{count} merges were asked for, {num} donors of {depth} blocks make {possible}",
-            hint=f"ask for 1 to {possible}",
-        )

@@ -86,7 +86,9 @@ def new_state(job: Job) -> TrainState:
     """The state before the first step. Seeds torch's global generator, which dropout draws from."""
     settings, on_gpu = job.settings, job.device == "cuda"
     unused = job.has_unused_parameters
-    # accelerate keeps one state per process and refuses another precision in a second run.
+    # accelerate keeps one state per process: a second run would be refused another precision, and
+    # would stay on the device of the first. It has no public way to begin anew; transformers'
+    # TrainingArguments calls this one for the same reason.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=not on_gpu,
