@@ -29,6 +29,11 @@ torch.set_num_threads(1)
 
 DEPTH, WIDTH, SIZE, PATCH, HEADS, CLASSES = 4, 32, 32, 8, 2, 5
 
+# A tiny model of digit pairs: what commands, runs and studies of the tests take.
+DIGITS_VIT = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
+)
 SEQUENTIAL = (0, 1, 2, 3)
 PERMUTED = (2, 0, 3, 1)
 PRUNED = (3, 1)

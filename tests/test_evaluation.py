@@ -103,14 +103,6 @@ def test_the_data_are_read_once():
     assert reads == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_of_the_model_comes_back(training):
-    model = VIT.wrapped().train(training)
-    evaluate(model, BATCHES, modes=parse_modes("sequential"))
-    assert model.training is training
-    assert all(block.training is training for block in ls.blocks_of(model))
-
-
 def test_every_module_comes_back_in_its_own_mode():
     """A part in eval mode stays in eval mode in a model in training mode."""
     model = VIT.wrapped().train()
@@ -310,14 +302,6 @@ def test_orders_that_do_not_fit_are_refused():
         evaluate(VIT.wrapped(), BATCHES, orders=["4,0"])
     with refuses(UsageError):
         evaluate(VIT.wrapped(), BATCHES, orders=[ls.ExecutionOrder.sequential(3)])
-
-
-def test_modes_as_text():
-    model = VIT.wrapped()
-    text = "sequential,kept:2:arbitrary"
-    assert evaluate(model, BATCHES, modes=text, num_orders=2) == evaluate(
-        model, BATCHES, modes=parse_modes(text), num_orders=2
-    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -153,12 +153,6 @@ def test_every_group_of_every_forward_has_a_draw_of_its_own(
     assert method.orders(12, **place) == wanted, "a pure function"
 
 
-def test_one_of_four_orders_is_sequential_in_every_batch() -> None:
-    for step in range(20):
-        orders = Method("anyorder").orders(12, step=step)
-        assert orders.count(ls.ExecutionOrder.sequential(12)) == 1
-
-
 def test_exits_are_uniform_and_leave_something_to_run() -> None:
     method = Method("layershuffle", exit_weight=0.3, seed=3)
     orders = method.orders(12, step=0)

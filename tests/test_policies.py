@@ -232,12 +232,6 @@ def test_spaced_against_fractions(depth: int, data: st.DataObject) -> None:
     assert wanted[-1] == (depth - 1 if k > 1 else 0)
 
 
-def test_fixed_and_sequential() -> None:
-    order = ls.ExecutionOrder((2, 2, 0), 3)
-    assert ls.Fixed(order).draw(3, seed=1, step=2) is order
-    assert ls.Sequential().draw(3, seed=1, step=2) == ls.ExecutionOrder.sequential(3)
-
-
 # --- stored as JSON -------------------------------------------------------------------------------
 
 
@@ -276,12 +270,6 @@ def test_every_nth_order_is_sequential(groups: int) -> None:
             assert order == (sequential if (step + group) % 3 == 0 else wanted)
     assert sum(per_step) == 12 * groups // 3
     assert max(per_step) - min(per_step) <= (groups % 3 != 0), "as even over steps as can be"
-
-
-def test_a_sequential_order_among_others_runs_every_block_one_by_one() -> None:
-    for options in ({"drop": 0.5}, {"depth": (3, 4)}, {"parallel": (3, 3)}):
-        order = ls.Shuffled(sequential_every=2, **options).draw(12, seed=0, step=4)
-        assert order == ls.ExecutionOrder.sequential(12)
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import layershuffle as ls
-from common import FAMILIES, images, logits_of, redraw
+from common import DIGITS_VIT, FAMILIES, images, logits_of, redraw
 from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Tally, evaluate, micro_batches
@@ -19,10 +19,7 @@ from layershuffle.settings import EvalSettings
 
 BATCHES = [(images(8, seed=s), torch.arange(8) % 5) for s in range(2)]
 MODES = "sequential,arbitrary,kept:2:arbitrary"
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=3&num_heads=2&mlp_ratio=2"
-)
+MODEL = DIGITS_VIT.replace("depth=4", "depth=3")
 DATA = "digit-pairs?train=8&validation=8&test=10"
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.core.policies import parse_modes
 from layershuffle.errors import DataError, StackError, UsageError
 from refusals import refuses
 
@@ -40,21 +38,6 @@ def test_invalid_models_and_orders(call: Any) -> None:
 def test_batches_without_labels(batch: Any) -> None:
     with refuses(DataError):
         ls.evaluate(VIT.wrapped(), [batch], modes="sequential")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "sequental",
-        "arbitary",
-        "kep:2:arbitrary",
-        "kept",
-        "fast",
-    ],
-)
-def test_misspelt_modes(text: str) -> None:
-    with refuses(UsageError):
-        parse_modes(text)
 
 
 # --- types ----------------------------------------------------------------------------------------
@@ -91,8 +74,3 @@ def test_types_are_kept_and_misspelt_names_are_found(repository: Path, tmp_path:
     assert [line.partition("error: ")[2] for line in errors] == [
         'Module has no attribute "wrapp"; maybe "wrap"?  [attr-defined]'
     ], done.stdout
-
-
-def test_wrap_returns_the_very_model() -> None:
-    model: nn.Module = VIT.plain()
-    assert ls.unwrap(ls.wrap(model)) is model

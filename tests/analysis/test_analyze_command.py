@@ -8,6 +8,7 @@ from html import escape
 import pandas
 import pytest
 
+from common import DIGITS_VIT
 from layershuffle.analysis import (
     ANALYSES,
     AnalysisSettings,
@@ -19,10 +20,7 @@ from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from refusals import refuses
 
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
-)
+MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=64&test=48"
 WORDS = ["--data", DATA, "--max-images", "48", "--batch-size", "24", "--neighbours", "5"]
 

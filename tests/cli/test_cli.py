@@ -8,15 +8,13 @@ import sys
 
 import pytest
 
+from common import DIGITS_VIT
 from layershuffle.cli import main
 from layershuffle.errors import SettingsError
 from layershuffle.extras import EXTRAS
 from layershuffle.stats import wilson_interval
 
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
-)
+MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=32&test=32"
 FIT = ["fit", "--method", "layershuffle", "--model", MODEL, "--data", DATA, "--steps", "2"]
 
@@ -148,16 +146,8 @@ def test_without_an_output_nothing_fails(monkeypatch):
 
 def test_a_shell_that_lacks_characters_or_an_end_shows_the_rest():
     """Rules of tables are no ASCII, and a service may have closed its standard error."""
-    words = [
-        sys.executable,
-        "-m",
-        "layershuffle",
-        "eval",
-        "bundled:digits",
-        "--data",
-        "digit-pairs",
-    ]
-    words += ["--max-images", "20", "--modes", "sequential", "--batch-size", "20"]
+    words = [sys.executable, "-m", "layershuffle", "eval", "bundled:digits"]
+    words += ["--data", "digit-pairs", "--max-images", "20", "--modes", "sequential"]
     shell = ["sh", "-c", '"$@" 2>&-', "sh"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*shell, *words], capture_output=True, text=True, env=env, check=True)

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 import layershuffle as ls
+from common import DIGITS_VIT
 from layershuffle.cli import main
 
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
-)
+MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=40&validation=30&test=20"
 NEW = f"fit --method layershuffle --model {MODEL} --steps 1 --batch-size 4"
 FIT = f"{NEW} --data {DATA}"

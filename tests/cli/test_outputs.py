@@ -10,15 +10,12 @@ import yaml
 from test_help import FLAGS
 
 import layershuffle as ls
-from common import redraw
+from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
 from layershuffle.models.output import directory_of
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
-SPEC = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"
-)
+SPEC = DIGITS_VIT.replace("depth=4", "depth=2")
 SHORT = ["--steps", "1", "--batch-size", "8"]
 STUDY = {
     "name": "s", "model": "dir:runs/a", "data": DATA, "fit": {"steps": 1, "batch_size": 8},

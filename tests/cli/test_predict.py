@@ -13,15 +13,12 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 import layershuffle as ls
-from common import redraw
+from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
 from layershuffle.core.policies import Kept
 from layershuffle.models import set_class_names, truncate
 
-SPEC = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
-)
+SPEC = DIGITS_VIT.replace("classes=100", "classes=3")
 NAMES = ("cat", "dog", "fox")
 
 

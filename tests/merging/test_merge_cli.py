@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -14,25 +15,25 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import layershuffle as ls
-from common import redraw
+from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.errors import SettingsError, UsageError
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
+from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
 from layershuffle.merging.scoring import score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.models import image_view
 from layershuffle.results import MergingRow, read_rows, write_rows
 from layershuffle.stats import wilson_interval
+from refusals import refuses
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
-SPEC = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=3&num_heads=2&mlp_ratio=2"
-)
+SPEC = DIGITS_VIT.replace("depth=4", "depth=3")
 RECIPE = """
 slices:
   - model: runs/a
@@ -110,29 +111,23 @@ def test_base_ends_and_the_directory_of_a_fit(capsys, work, made):
 
 
 @pytest.mark.parametrize(
-    ("text", "phrase"),
+    ("old", "new"),
     [
-        ("slises: []", "'slises' is not a setting, did you mean 'slices'? Where: m.yaml"),
-        (RECIPE.replace("- model", "- modle", 1), "'modle' is not a setting, did you mean 'model'"),
-        (RECIPE.replace("blocks: [1]", "blocks: [2]"), "give the blocks 0, 2, 2, which"),
-        (
-            RECIPE.replace("blocks: [1]", "blocks: [3]"),
-            "the blocks 0, 2, 3, which do not",
-        ),
-        (RECIPE.replace("[0, 2]", "[0, 2, 3]"), "give the blocks 0, 1, 2, 3, which"),
-        (RECIPE.replace("head: runs/b", "head: runs/d"), "'runs/d'; did you mean 'runs/"),
-        (RECIPE.replace("average", "avrage"), "'avrage'; did you mean 'average'?"),
-        (RECIPE.replace("model: runs/b", "model: runs/x"), "runs/x"),
-        (RECIPE.replace("[1]", "1"), "blocks: Input should be a list. Where: m.yaml"),
-        ("[]", "A recipe must be a YAML mapping"),
+        ("slices", "slises"),
+        ("- model: runs/a", "- modle: runs/a"),
+        ("blocks: [1]", "blocks: [2]"),
+        ("blocks: [1]", "blocks: [3]"),
+        ("[0, 2]", "[0, 2, 3]"),
+        ("head: runs/b", "head: runs/d"),
+        ("average", "avrage"),
+        ("model: runs/b", "model: runs/x"),
+        ("[1]", "1"),
     ],
 )
-def test_recipes_that_are_wrong(capsys, work, text, phrase):
-    (work / "m.yaml").write_text(text)
-    code, _, err = run(capsys, "merge", "m.yaml", "--out", "merged")
-    assert code == 2
-    assert phrase in err
-    assert err.count("\n") == 1
+def test_recipes_that_are_wrong(work, old, new):
+    (work / "m.yaml").write_text(RECIPE.replace(old, new))
+    with refuses((SettingsError, UsageError)):
+        merge_recipe(read_merge_recipe(Path("m.yaml")), work / "merged")
     assert not (work / "merged").exists()
 
 
@@ -291,32 +286,18 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "phrase"),
+    ("words", "phrase"),
     [
-        (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
-        (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
-        (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
-        ([*RANDOM[:3], *RANDOM[4:]], 2, "merge needs RECIPE.yaml"),
-        ([*RANDOM[:5]], 2, "merge --random needs --data SPEC"),
-        (["merge", "runs/a", *RANDOM[3:]], 2, "At least two models are needed"),
-        (["merge", "runs/a", "runs/a", *RANDOM[3:]], 2, "runs/a is named twice"),
-        (
-            [*RANDOM[:3], "--random", "7", *RANDOM[5:], "--replacement"],
-            2,
-            "2 donors of 3 blocks make 6",
-        ),
-        (
-            [*RANDOM[:3], "--random", "0", *RANDOM[5:]],
-            2,
-            "merges: Input should be greater than or equal to 1",
-        ),
-        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks (3 and 12)"),
-        (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
+        (["merge", "m.yaml"], "merge needs RECIPE.yaml and --out DIR"),
+        (["merge", "m.yaml", "--out", "x"], "m.yaml"),
+        (RANDOM, "needs 3 donors: 2 were given. Next: give 1 more"),
+        (["merge", "runs/a", *RANDOM[3:]], "At least two models are needed"),
+        (["merge", "runs/a", "runs/a", *RANDOM[3:]], "runs/a is named twice"),
+        ([*RANDOM[:4], "0", *RANDOM[5:]], "merges: Input should be greater than or equal to 1"),
+        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], "number of blocks (3 and 12)"),
     ],
 )
-def test_errors_are_one_paragraph(capsys, work, words, code, phrase):
-    got, out, err = run(capsys, *words)
-    assert (got, phrase in err) == (code, True), err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in out + err
+def test_errors_are_one_paragraph(capsys, work, words, phrase):
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert phrase in err

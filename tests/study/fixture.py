@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from common import DIGITS_VIT
 from layershuffle.results import MergingRow, ScoreRow
 from layershuffle.study.plan import plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
@@ -32,8 +33,7 @@ CONDITIONS = [
 # Unlike the made-up study, this one is small enough to be run.
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "model": "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2",
+    "model": DIGITS_VIT,
     "data": "digit-pairs?train=64&validation=32&test=32",
     "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
     "fit": {"steps": 4, "batch_size": 16, "lr": 1e-3, "eval_every": 2, "log_every": 1},

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from common import DIGITS_VIT
 from layershuffle.settings import FitSettings
 
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2&proj_drop_rate=0.1"
-)
-NO_DROPOUT = MODEL.replace("proj_drop_rate=0.1", "proj_drop_rate=0")
+MODEL, NO_DROPOUT = f"{DIGITS_VIT}&proj_drop_rate=0.1", f"{DIGITS_VIT}&proj_drop_rate=0"
 DATA = "digit-pairs?train=96&validation=32&test=32"
 BASE = {
     "model": MODEL,

@@ -215,14 +215,6 @@ def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
     assert weights(tmp_path / "two").keys() == weights(out).keys()
 
 
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_bf16_on_a_cpu_without_it_is_reported(tmp_path, monkeypatch, caplog, has_bf16):
-    monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
-    result = fit(settings(steps=1, precision="bf16", device="cpu"), tmp_path / "run")
-    assert result.hardware["precision"] == "bf16"
-    assert ("several times slower" in caplog.text) is not has_bf16
-
-
 def test_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refuses(UsageError):
