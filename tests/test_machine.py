@@ -1,11 +1,10 @@
 """The garbage collector during measurements and imports."""
 
-import atexit
 import gc
 
 import pytest
 
-from layershuffle.machine import collector_paused, imports_stay
+from layershuffle.machine import collector_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -18,16 +17,3 @@ def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-def test_the_collector_leaves_alone_what_was_imported() -> None:
-    before = gc.get_freeze_count()
-    try:
-        with imports_stay():
-            assert not gc.isenabled()
-            imported = [[number] for number in range(1000)]
-        assert gc.isenabled()
-        assert gc.get_freeze_count() >= before + len(imported)
-        assert not any(seen is imported for seen in gc.get_objects())
-    finally:
-        atexit.unregister(gc.unfreeze)

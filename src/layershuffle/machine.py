@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import os
@@ -49,19 +48,6 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def imports_stay() -> Iterator[None]:
-    """As `collector_paused`, for the imports of a process that is ours alone.
-
-    The collector does not look at it afterwards, either: a training asks for that, and each time
-    takes half a second. When Python ends, libraries count what nobody collected, and complain.
-    """
-    with collector_paused():
-        yield
-        gc.freeze()
-    atexit.register(gc.unfreeze)
 
 
 @contextmanager

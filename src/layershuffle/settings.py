@@ -24,7 +24,6 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device
 from layershuffle.text import nearest, one_line
 
-_MAX_RECIPE_BYTES = 1 << 20
 _HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
@@ -279,12 +278,10 @@ class _EveryKeyOnce(yaml.SafeLoader):
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises `UsageError` if the file cannot be read, is larger than 1 MiB, names a key twice, or
-    holds something other than a mapping with text keys.
+    Raises `UsageError` if the file cannot be read, names a key twice, or holds something other
+    than a mapping with text keys.
     """
     try:
-        if path.stat().st_size > _MAX_RECIPE_BYTES:
-            raise UsageError("A recipe must be a small YAML file, but this file is not", place=path)
         # A byte order mark is what some editors of Windows begin a file with.
         content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
     except FileNotFoundError as error:

@@ -18,7 +18,6 @@ from layershuffle.analysis import (
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
-from refusals import refuses
 
 MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=64&test=48"
@@ -101,10 +100,3 @@ def test_all_answers_what_it_can_and_lists_the_rest(capsys, tmp_path, monkeypatc
     assert text.count(f"has no answer: {cause}") == len(ANALYSES) - 1
     assert "attention has no answer" in text
     assert [path.name for path in tmp_path.iterdir()] == ["norms"]
-
-
-def test_other_files_are_not_deleted(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with refuses(UsageError):
-        run_analysis("norms", MODEL, data_spec=DATA, settings=AnalysisSettings(), out=tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"

@@ -104,16 +104,6 @@ def test_timm_never_falls_back_to_the_pickle_in_the_cache(hub: Path, tmp_path: P
     assert (tmp_path / "ran").exists()
 
 
-def test_a_hub_model_with_a_pickle_alone_is_refused(hub: Path, tmp_path: Path) -> None:
-    place = snapshot(hub, "someone/model")
-    FAMILIES["hf-vit"].plain().config.save_pretrained(place)
-    poison(place / "pytorch_model.bin", tmp_path / "ran")
-    with pytest.raises(ModelFileError) as caught:
-        ls.load("hf:someone/model")
-    assert caught.value.place == place / "pytorch_model.bin"
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_hub_model_in_the_cache_is_read_like_a_directory(hub: Path, tmp_path: Path) -> None:
     save_for_hf(
         FAMILIES["timm-vit"].plain(), snapshot(hub, "someone/timm"), safe_serialization=True

@@ -232,13 +232,6 @@ def test_a_claim_is_of_one_process_alone(tmp_path):
         assert again
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("ten years")
-    with refuses(UsageError, tmp_path):
-        run_study(StudySettings(**RECIPE), tmp_path, watch=watch)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_a_recipe_that_differs_waits_until_nobody_works(tmp_path):
     """A task of both plans would otherwise end with the settings of the other."""
     study = StudySettings(**RECIPE)

@@ -57,13 +57,6 @@ def test_a_kept_study_is_the_same_without_its_work(tmp_path: Path):
         assert (kept / name).read_bytes() == (out / name).read_bytes(), name
 
 
-def test_half_done_study(tmp_path: Path):
-    failed = {"layerdrop-seed0": "The loss became NaN.\n"}
-    study = read_study(write_study(tmp_path, orders=2, undone=[RUN], failed=failed))
-    assert study.unfinished == {RUN: "", "layerdrop-seed0": "The loss became NaN."}
-    assert [task.arm for task, _ in study.runs] == ["baseline", "layershuffle-depth"]
-
-
 def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
     """Its rows may be there already; the next result that is recorded takes them out."""
     path = out / "tasks.jsonl"
@@ -83,11 +76,6 @@ def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
     stored["recipe"]["seeds"] = [0, 1]
     (out / "plan.json").write_text(json.dumps(stored))
     assert "merging-layershuffle" in read_study(out).unfinished
-
-
-def test_no_study_at_all(tmp_path: Path):
-    with refuses(UsageError, tmp_path):
-        read_study(tmp_path)
 
 
 def edit(out: Path, **fields: Any) -> None:

@@ -15,10 +15,7 @@ import torch
 from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
-import layershuffle as ls
 from forked import SERVER
-from layershuffle.core.stack import blocks_of
-from layershuffle.core.tying import places_tied
 from layershuffle.errors import Interrupted, TrainingError, UsageError
 from layershuffle.machine import processor
 from layershuffle.training import fit
@@ -118,13 +115,6 @@ def test_a_finished_run_is_not_repeated(undisturbed):
     assert not (out / "checkpoints").exists()
 
 
-def test_tied_places_stay_tied(undisturbed):
-    model = ls.load(f"dir:{undisturbed['tied'][0]}")
-    places = places_tied(blocks_of(model))
-    assert places is not None
-    assert len(set(places)) == 2
-
-
 def test_golden_losses(undisturbed):
     """Per-step losses as they were when the file was written (python tests/golden/write.py).
 
@@ -179,14 +169,6 @@ def test_settings_of_a_run_that_never_began_may_change(tmp_path):
     (tmp_path / "settings.yaml").write_text("lr: [")
     with refuses(UsageError):
         fit(settings(steps=1), tmp_path)
-
-
-def test_a_directory_of_something_else(tmp_path):
-    (tmp_path / "thesis.tex").write_text("ten years")
-    with refuses(UsageError):
-        fit(settings(), tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "ten years"
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):

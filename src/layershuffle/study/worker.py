@@ -7,6 +7,8 @@ process, and then somebody else continues the task from its checkpoint.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -23,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import explained, write_text
-from layershuffle.machine import imports_stay
+from layershuffle.machine import collector_paused
 from layershuffle.study.plan import plan_of, read_plan
 from layershuffle.study.store import FAILURE_FILE, read_facts, record
 from layershuffle.study.tasks import AnyTask, Task
@@ -31,9 +33,7 @@ from layershuffle.text import one_line
 
 LOG_FILE, PROGRESS_FILE, CLAIM_FILE = "log.txt", "progress.json", "claim.lock"
 _ATTEMPTS_FILE = "attempts.txt"
-_MOST_ATTEMPTS = (
-    3  # a task that needs too much memory would otherwise end one process after another
-)
+_MOST_ATTEMPTS = 3  # a task that needs too much memory would end one process after another
 _POLL_SECONDS = 0.5
 
 
@@ -128,8 +128,12 @@ def attempt(task: AnyTask, out: Path) -> None:
 
     say("starting", 0.0)
     try:
-        with imports_stay():
+        with collector_paused():
             import layershuffle.scoring  # noqa: F401
+
+            # The collector leaves alone what was imported: a training asks for it again and again.
+            gc.freeze()
+        atexit.register(gc.unfreeze)  # at the end libraries complain of what nobody collected
         record(task, out, say=say)
     except Interrupted:
         raise
