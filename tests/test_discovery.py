@@ -93,75 +93,36 @@ def _mixed_classes() -> nn.Module:
     return Host(nn.Sequential(Block(), nn.Sequential(nn.Linear(4, 4)), Block()))
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "timm swin": (_swin_timm, "stand in 2 places (layers.0.blocks, layers.1.blocks)"),
-    "torchvision swin": (_swin_torchvision, "SwinTransformerBlock blocks of SwinTransformer stand"),
-    "hf swin": (
-        _swin_hf,
-        "blocks 0 and 1 of ModuleList 'swin.encoder.layers' differ: parameter blocks.0",
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "timm swin": _swin_timm,
+    "torchvision swin": _swin_torchvision,
+    "hf swin": _swin_hf,
+    "timm convnext": lambda: timm.create_model(
+        "convnext_atto", depths=(1, 1, 6, 2), dims=(4, 4, 8, 8)
     ),
-    "timm convnext": (
-        lambda: timm.create_model("convnext_atto", depths=(1, 1, 6, 2), dims=(4, 4, 8, 8)),
-        "ConvNeXtBlock blocks of ConvNeXt stand in 2 places (stages.2.blocks, stages.3.blocks)",
-    ),
-    "timm sam": (_sam, "The blocks 0 and 1 of Sequential 'blocks' differ"),
-    "timm hiera": (
-        lambda: timm.create_model("hiera_tiny_224", img_size=64, embed_dim=8),
-        "differ: parameter",
-    ),
-    "timm rope mixed": (_rope_mixed, "hands learned rotary frequencies to blocks by position"),
-    "own forward": (lambda: Host(Doubling(Block(), Block())), "no stack of two or more blocks"),
-    "no stack": (lambda: nn.Linear(2, 2), "Linear has no stack of two or more blocks"),
-    "linear layers": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        "no stack of two or more blocks of one class",
-    ),
-    "one block": (lambda: _blocks({}), "no stack of two or more blocks"),
-    "mixed classes": (_mixed_classes, "no stack of two or more blocks of one class"),
-    "other width": (
-        lambda: _blocks({}, {"width": 5}),
-        "parameter linear.bias is 4 in one and 5 in the other",
-    ),
-    "other heads": (lambda: _blocks({}, {}, {"heads": 1}), "heads is 2 in one and 1 in the other"),
-    "other window": (
-        lambda: _blocks({"window": (2, 2)}, {"window": (0, 0)}),
-        "window is (2, 2) in one and (0, 0) in the other",
-    ),
-    "window or none": (
-        lambda: _blocks({"window": None}, {"window": 7}),
-        "window is None in one and 7 in the other",
-    ),
+    "timm sam": _sam,
+    "timm hiera": lambda: timm.create_model("hiera_tiny_224", img_size=64, embed_dim=8),
+    "timm rope mixed": _rope_mixed,
+    "own forward": lambda: Host(Doubling(Block(), Block())),
+    "no stack": lambda: nn.Linear(2, 2),
+    "linear layers": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+    "one block": lambda: _blocks({}),
+    "mixed classes": _mixed_classes,
+    "two towers": lambda: nn.ModuleDict({"a": _blocks({}, {"heads": 1}), "b": _blocks({}, {})}),
+    "other width": lambda: _blocks({}, {"width": 5}),
+    "other heads": lambda: _blocks({}, {}, {"heads": 1}),
+    "other window": lambda: _blocks({"window": (2, 2)}, {"window": (0, 0)}),
+    "window or none": lambda: _blocks({"window": None}, {"window": 7}),
 }
 
 
-@pytest.mark.parametrize(("make", "phrase"), REFUSED.values(), ids=list(REFUSED))
-def test_refused_with_the_reason(make: Callable[[], nn.Module], phrase: str) -> None:
+@pytest.mark.parametrize("make", REFUSED.values(), ids=list(REFUSED))
+def test_refused_with_the_reason(make: Callable[[], nn.Module]) -> None:
     model = make()
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(StackError) as caught:
+    with refuses(StackError):
         ls.wrap(model)
-    assert phrase in str(caught.value)
-    assert "Next: " in str(caught.value)
     assert [type(module) for module in model.modules()] == classes, "a refusal changes nothing"
-
-
-HINTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "one block": (lambda: _blocks({}), "wrap(model, blocks='blocks') takes it as it is"),
-    "own forward": (lambda: Host(Doubling(Block(), Block())), "make it an nn.ModuleList"),
-    "mixed classes": (_mixed_classes, "give all of them one class"),
-    "nothing": (lambda: nn.Linear(2, 2), "into one nn.ModuleList"),
-    "towers": (
-        lambda: nn.ModuleDict({"a": _blocks({}, {"heads": 1}), "b": _blocks({}, {})}),
-        "wrap(model, blocks='b.blocks')",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "hint"), HINTS.values(), ids=list(HINTS))
-def test_hints_lead_somewhere(make: Callable[[], nn.Module], hint: str) -> None:
-    with pytest.raises(StackError) as caught:
-        ls.wrap(make())
-    assert hint in caught.value.hint
 
 
 def test_following_the_hints_works() -> None:
@@ -170,13 +131,6 @@ def test_following_the_hints_works() -> None:
         assert single(torch.ones(1, 4)).shape == (1, 4)
     towers = nn.ModuleDict({"a": _blocks({}, {"heads": 1}), "b": _blocks({}, {})})
     assert ls.depth_of(ls.wrap(towers, blocks="b.blocks")) == 2
-    assert "wrap(model" not in str(_error(_swin_timm())), "no stage of a Swin could be named"
-
-
-def _error(model: nn.Module) -> StackError:
-    with pytest.raises(StackError) as caught:
-        ls.wrap(model)
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -206,17 +160,6 @@ def test_the_chosen_of_several_stacks_is_reported(
     caplog.clear()
     find_blocks(make(), path)
     assert not caplog.records, "what was named need not be said"
-
-
-def test_shifted_windows_are_refused_by_path_too() -> None:
-    """One stage of a Swin has blocks of one shape, but every second one shifts its windows."""
-    with refuses(StackError):
-        ls.wrap(_swin_timm(), blocks="layers.0.blocks")
-
-
-def test_difference_further_down_is_named() -> None:
-    with refuses(StackError):
-        ls.wrap(_blocks({}, {}, {"heads": 1}))
 
 
 def test_differences_that_are_allowed() -> None:
@@ -258,30 +201,19 @@ def test_path_and_container(family: Any) -> None:
     assert find_blocks(model, family.path) == (path, container)
 
 
-WRONG_PATHS = {
-    "head": "'head' is a Linear, not a Sequential or ModuleList of blocks",
-    "nowhere": "VisionTransformer has no module 'nowhere'. Next: stacks found: blocks",
-    "blocks.0": "'blocks.0' is a Block, not a Sequential",
-    "blocks.9": "has no module 'blocks.9'",
-    "": "'' is a VisionTransformer, not a Sequential",
+WRONG_PATHS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    **{path: (FAMILIES["timm-vit"].plain, path) for path in ("head", "nowhere", "blocks.0", "")},
+    # One stage of a Swin has blocks of one shape, but every second one shifts its windows.
+    "shifted windows": (_swin_timm, "layers.0.blocks"),
+    "own forward": (lambda: Host(Doubling(Block(), Block())), "blocks"),
+    "rope mixed": (_rope_mixed, "blocks"),
 }
 
 
-@pytest.mark.parametrize(("path", "phrase"), WRONG_PATHS.items(), ids=repr)
-def test_wrong_explicit_path(path: str, phrase: str) -> None:
-    with pytest.raises(StackError) as caught:
-        ls.wrap(FAMILIES["timm-vit"].plain(), blocks=path)
-    assert phrase in str(caught.value)
-
-
-def test_own_forward_is_refused_by_path_too() -> None:
+@pytest.mark.parametrize(("make", "path"), WRONG_PATHS.values(), ids=list(WRONG_PATHS))
+def test_wrong_paths(make: Callable[[], nn.Module], path: str) -> None:
     with refuses(StackError):
-        ls.wrap(Host(Doubling(Block(), Block())), blocks="blocks")
-
-
-def test_rope_mixed_is_refused_by_path_too() -> None:
-    with refuses(StackError):
-        ls.wrap(_rope_mixed(), blocks="blocks")
+        ls.wrap(make(), blocks=path)
 
 
 def test_two_towers_by_path() -> None:

@@ -114,22 +114,21 @@ def test_every_module_comes_back_in_its_own_mode():
 
 
 WRONG_LABELS = {
-    "one-hot": (torch.eye(CLASSES)[:3], "float32 of shape (3, 5)"),
-    "whole one-hot": (torch.eye(CLASSES, dtype=torch.int64)[:3], "int64 of shape (3, 5)"),
-    "fractions": (torch.tensor([0.0, 1.0, 2.0]), "float32 of shape (3,)"),
-    "truths": (torch.tensor([True, False, True]), "bool of shape (3,)"),
-    "column": (torch.tensor([[0], [1], [2]]), "int64 of shape (3, 1)"),
-    "too few": (torch.tensor([0, 1]), "int64 of shape (2,)"),
-    "too high": (torch.tensor([0, CLASSES, 2]), "1 of 3 labels are not class numbers"),
-    "ignored by torch": (torch.tensor([0, -100, -1]), "2 of 3 labels are not class numbers"),
+    "one-hot": torch.eye(CLASSES)[:3],
+    "whole one-hot": torch.eye(CLASSES, dtype=torch.int64)[:3],
+    "fractions": torch.tensor([0.0, 1.0, 2.0]),
+    "truths": torch.tensor([True, False, True]),
+    "column": torch.tensor([[0], [1], [2]]),
+    "too few": torch.tensor([0, 1]),
+    "too high": torch.tensor([0, CLASSES, 2]),
+    "ignored by torch": torch.tensor([0, -100, -1]),
 }
 
 
-@pytest.mark.parametrize(("labels", "words"), WRONG_LABELS.values(), ids=list(WRONG_LABELS))
-def test_labels_that_are_no_classes_are_refused(labels, words):
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize("labels", WRONG_LABELS.values(), ids=list(WRONG_LABELS))
+def test_labels_that_are_no_classes_are_refused(labels):
+    with refuses(DataError):
         evaluate(VIT.wrapped(), [(images(3), labels)], modes="sequential")
-    assert words in str(caught.value)
 
 
 def test_labels_of_any_whole_type_score_alike():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -360,24 +361,34 @@ def _guess_without_prediction() -> None:
         pass
 
 
-BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "encoding beyond": (_run(LONGER, encoding=ls.EncodingForm()), "encoding has 4 positions"),
-    "prediction beyond": (_run(LONGER, prediction=MEAN), "prediction has 4 positions"),
-    "loss of nothing": (_no_forward("loss"), "No position was predicted"),
-    "accuracy of nothing": (_no_forward("accuracy"), "No position was predicted"),
-    "no prediction": (_guess_without_prediction, "has no position prediction"),
-    "table": (lambda: ls.EncodingForm(table="own"), "no table='own'"),  # type: ignore[arg-type]
-    "init": (lambda: ls.EncodingForm(table_init="x"), "one of normal, zero"),  # type: ignore[arg-type]
-    "pooling": (lambda: ls.PredictionForm(pooling="max"), "one of class, mean"),  # type: ignore[arg-type]
-    "loss": (lambda: ls.PredictionForm(loss="max"), "one of sum, mean"),  # type: ignore[arg-type]
+def _positioned_of(name: str) -> object:
+    form = ls.PredictionForm(pooling="class")
+    return ls.add_position(FAMILIES[name].wrapped(), prediction=form)
+
+
+BAD: dict[str, Callable[[], object]] = {
+    "encoding beyond": _run(LONGER, encoding=ls.EncodingForm()),
+    "prediction beyond": _run(LONGER, prediction=MEAN),
+    "loss of nothing": _no_forward("loss"),
+    "accuracy of nothing": _no_forward("accuracy"),
+    "no prediction": _guess_without_prediction,
+    "table": lambda: ls.EncodingForm(table="own"),  # type: ignore[arg-type]
+    "init": lambda: ls.EncodingForm(table_init="x"),  # type: ignore[arg-type]
+    "pooling": lambda: ls.PredictionForm(pooling="max"),  # type: ignore[arg-type]
+    "loss": lambda: ls.PredictionForm(loss="max"),  # type: ignore[arg-type]
+    "features": lambda: ls.EncodingForm(features=0),
+    "dropout": lambda: ls.EncodingForm(dropout=1.0),
+    **{
+        f"class of {name}": partial(_positioned_of, name)
+        for name in ("timm-mixer", "timm-xcit", "hf-siglip")
+    },
 }
 
 
-@pytest.mark.parametrize(("make", "phrase"), BAD.values(), ids=list(BAD))
-def test_refused_with_the_reason(make: Callable[[], object], phrase: str) -> None:
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.parametrize("make", BAD.values(), ids=list(BAD))
+def test_refused_with_the_reason(make: Callable[[], object]) -> None:
+    with refuses(UsageError):
         make()
-    assert phrase in str(caught.value)
 
 
 def test_unknown_width_is_refused() -> None:
@@ -394,19 +405,6 @@ def test_unknown_width_is_refused() -> None:
 def test_class_tokens_are_known() -> None:
     without = {name for name, family in FAMILIES.items() if not has_class_token(family.wrapped())}
     assert without == {"timm-xcit", "timm-mixer", "hf-siglip"}
-
-
-@pytest.mark.parametrize("name", ["timm-mixer", "timm-xcit", "hf-siglip"])
-def test_class_pooling_needs_a_class_token(name: str) -> None:
-    with refuses(UsageError):
-        ls.add_position(FAMILIES[name].wrapped(), prediction=ls.PredictionForm(pooling="class"))
-
-
-def test_impossible_forms() -> None:
-    with refuses(UsageError):
-        ls.EncodingForm(features=0)
-    with refuses(UsageError):
-        ls.EncodingForm(dropout=1.0)
 
 
 def test_a_second_forward_does_not_double_the_loss() -> None:

@@ -238,24 +238,20 @@ def test_functions_need_a_wrapped_model() -> None:
 
 
 BAD_ORDERS = {
-    "unknown": ([0, 4], "4 is not a block of this model"),
-    "negative": ([-1], "-1 is not a block"),
-    "empty": ([], "at least one block"),
-    "text": ("2,x", "'x' in the execution order '2,x' is not a block id"),
-    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, but the model has 4"),
-    "one of several": (
-        [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
-        "made for 5 blocks",
-    ),
-    "fractions": (torch.tensor([0.0, 1.0]), "is not a block"),
+    "unknown": [0, 4],
+    "negative": [-1],
+    "empty": [],
+    "text": "2,x",
+    "other depth": ls.ExecutionOrder((0, 1), 5),
+    "one of several": [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
+    "fractions": torch.tensor([0.0, 1.0]),
 }
 
 
-@pytest.mark.parametrize(("order", "phrase"), BAD_ORDERS.values(), ids=list(BAD_ORDERS))
-def test_bad_orders(model: nn.Module, order: Any, phrase: str) -> None:
-    with pytest.raises(UsageError) as caught, ls.running(model, order):
+@pytest.mark.parametrize("order", BAD_ORDERS.values(), ids=list(BAD_ORDERS))
+def test_bad_orders(model: nn.Module, order: Any) -> None:
+    with refuses(UsageError), ls.running(model, order):
         pass
-    assert phrase in str(caught.value)
     assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))
 
 
