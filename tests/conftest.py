@@ -73,8 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: accelerate collects all garbage before every `fit`, which looks
-    through it, half a second each time."""
+    """What was imported stays: to look through it takes the collector half a second each time."""
     gc.collect()
     gc.freeze()
 

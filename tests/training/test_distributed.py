@@ -101,8 +101,6 @@ def work(rank, port, models, out, results):
     gc.freeze()  # see conftest.py
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    # Otherwise accelerate gives each process two threads, which wait for each other by spinning.
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")

@@ -161,7 +161,7 @@ def training_state(
 
 def training_steps(state: TrainState, workload: Workload, *, timer: PhaseTimer) -> TakeSteps:
     """Steps of the training loop of `fit` on the batch of `workload`."""
-    device = state.accelerator.device
+    device = state.device
 
     def batches(steps: Iterable[object]) -> Iterator[list[TrainingBatch]]:
         for _ in steps:

@@ -131,7 +131,7 @@ def attempt(task: AnyTask, out: Path) -> None:
         with collector_paused():
             import layershuffle.scoring  # noqa: F401
 
-            # The collector leaves alone what was imported: a training asks for it again and again.
+            # To look through what was imported takes the collector half a second each time.
             gc.freeze()
         atexit.register(gc.unfreeze)  # at the end libraries complain of what nobody collected
         record(task, out, say=say)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from layershuffle.core.policies import OrderMode, policy_to_json
@@ -25,6 +27,7 @@ from layershuffle.settings import FitSettings, digest
 from layershuffle.text import unheard
 from layershuffle.training.checkpoints import (
     DATA_FILE,
+    LOGS,
     SETTINGS_FILE,
     check_data,
     latest_checkpoint,
@@ -151,7 +154,8 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
             return
         if kind == "history":
             history.add(facts)
-            state.accelerator.log({k: v for k, v in facts.items() if k != "step"}, facts["step"])
+            if tracking is not None:
+                tracking.log({k: v for k, v in facts.items() if k != "step"}, facts["step"])
         on_event({"kind": kind, **facts})
 
     def keep_best(model: nn.Module, scores: dict[str, float]) -> None:
@@ -161,11 +165,7 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
     history = History(job.out / HISTORY)
     if job.ranks.first:
         history.begin(at=state.step)
-    if job.settings.log_with is not None:
-        settings = job.settings.model_dump(mode="json")
-        # Trackers take numbers and words alone.
-        config = {name: str(value) for name, value in settings.items()}
-        state.accelerator.init_trackers("layershuffle", config=config)
+    tracking = _trackers(job) if job.settings.log_with is not None else None
     why = [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
     tell("data", text=_describe_data(job), notes=(*job.data.notes, *why))
     tell("start", steps=job.steps, at=state.step)
@@ -182,7 +182,7 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
             if out_of_memory:
                 raise too_large(state)
     tell("end", step=state.step)
-    for tracker in state.accelerator.trackers:
+    for tracker in () if tracking is None else tracking.trackers:
         tracker.finish()
     if state.step < job.steps:
         raise Interrupted(
@@ -191,6 +191,17 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
             hint="run the same command again to continue",
         )
     return job.ranks.from_first(lambda: _finish(state))
+
+
+def _trackers(job: Job) -> Accelerator:
+    """The trackers that accelerate has, begun with the settings of the run."""
+    place = ProjectConfiguration(logging_dir=str(job.out / LOGS))
+    tracking = Accelerator(log_with=job.settings.log_with, project_config=place)
+    settings = job.settings.model_dump(mode="json")
+    # Trackers take numbers and words alone.
+    config = {name: str(value) for name, value in settings.items()}
+    tracking.init_trackers("layershuffle", config=config)
+    return tracking
 
 
 def _describe_data(job: Job) -> str:

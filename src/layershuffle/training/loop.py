@@ -1,7 +1,6 @@
 """The training loop: batches, orders, forward, backward, optimiser, scores and checkpoints.
 
-`train` is the whole of it, from top to bottom. accelerate gives it mixed precision, DDP and data
-loaders that share batches between processes; it decides nothing here.
+`train` is the whole of it, from top to bottom.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Sampler
 
 from layershuffle.core.draws import Stream
@@ -66,9 +66,10 @@ def train(
     Raises `TrainingError` for a loss that is not finite and `torch.OutOfMemoryError` for a batch
     that does not fit.
     """
-    job, settings, accelerator = state.job, state.job.settings, state.accelerator
+    job, settings = state.job, state.job.settings
+    model = state.model if state.ddp is None else state.ddp
     checkpoint_every = settings.checkpoint_every or job.eval_every
-    sums = _Sums(accelerator.device, step=state.step)
+    sums = _Sums(state.device, step=state.step)
     # By the host's clock: asking the GPU would make every step wait for it. The host is enough,
     # because one that runs ahead of its GPU is held back where it launches work.
     waited, seconds_before = 0.0, state.step_seconds
@@ -89,17 +90,18 @@ def train(
             orders = job.method.orders(job.depth, **place)
             # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
             # each one, or those of a block that the last one leaves out would be lost.
-            reduces = micro_batch == len(micro_batches) - 1 or job.sharded
+            is_last = micro_batch == len(micro_batches) - 1
             with (
                 state.recomputing(),
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
-                nullcontext() if reduces else accelerator.no_sync(state.wrapped),
+                state.ddp.no_sync() if state.ddp is not None and not is_last else nullcontext(),
             ):
-                forward = partial(job.method.loss_and_logits, state.wrapped, images, labels)
-                loss, logits = job.compiler.or_eager(partial(forward, **place))
+                forward = partial(job.method.loss_and_logits, model, images, labels)
+                with state.autocast():
+                    loss, logits = job.compiler.or_eager(partial(forward, **place))
                 loss = loss / len(micro_batches)
                 on_phase("backward", state.step)
-                accelerator.backward(loss)
+                torch.autograd.backward(loss)
             sums.add(loss.detach(), logits, labels)
 
         on_phase("optimizer", state.step)
@@ -150,9 +152,7 @@ def _finish_row(
 
 def _update(state: TrainState) -> tuple[Tensor, float]:
     """Take the step with the gradients that are there; their norm and the learning rate."""
-    norm = state.accelerator.clip_grad_norm_(
-        state.model.parameters(), state.job.settings.clip or math.inf
-    )
+    norm = clip_grad_norm_(state.model.parameters(), state.job.settings.clip or math.inf)
     state.optimizer.step()
     learning_rate = float(state.scheduler.get_last_lr()[0])
     state.scheduler.step()
@@ -207,7 +207,7 @@ def _score_and_keep(
     model = state.scored_model()
     total = state.job.selection_batches.split.size
     try:
-        with state.accelerator.autocast(), torch.no_grad():
+        with state.autocast(), torch.no_grad():
             metrics = state.job.compiler.or_eager(
                 lambda: score(
                     state.job,
@@ -294,33 +294,33 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
 
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
-    job, accelerator, accumulate = state.job, state.accelerator, state.job.settings.accumulate
-    dataset = job.data.splits["train"].dataset
-    sampler = EpochSampler(dataset, job.settings.seed)
-    loader = accelerator.prepare_data_loader(
-        DataLoader(
+    job, accumulate = state.job, state.job.settings.accumulate
+    dataset, ranks, images = job.data.splits["train"].dataset, job.ranks, job.images_per_forward
+    sampler, together = EpochSampler(dataset, job.settings.seed), images * ranks.count
+    forwards = math.ceil(len(sampler) / together)
+    epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
+    while True:
+        sampler.set_epoch(epoch)
+        rows = list(sampler)
+        if ranks.count > 1:  # all have as many: the first rows fill up the last batch
+            rows = list(islice(cycle(rows), forwards * together))
+        # Every process takes its part of the rows of a forward.
+        own = range(images * ranks.rank + together * accumulate * done, len(rows), together)
+        loader = DataLoader(
             dataset,
-            batch_size=job.images_per_forward,
-            sampler=sampler,
+            batch_sampler=[rows[start : start + images] for start in own],
             num_workers=job.workers,
             pin_memory=job.device == "cuda",
         )
-    )
-    epoch, done = divmod(state.step, math.ceil(len(loader) / accumulate))
-    while True:
-        sampler.set_epoch(epoch)
-        rest = accelerator.skip_first_batches(loader, done * accumulate) if done else loader
-        rest.set_epoch(epoch)
-        # accelerate forgets this in a loader that skips, so every copy would block.
-        rest._non_blocking = accelerator.non_blocking
-        iterator = iter(rest)
-        while True:
-            # At the start of an epoch, torch's loader draws a seed for its processes. If the epoch
-            # started before the checkpoint, the checkpoint's random state includes that draw.
-            with torch.random.fork_rng(devices=[]) if done else nullcontext():
-                micro_batches = list(islice(iterator, accumulate))
-            if not micro_batches:
-                break
-            done = 0
+        # At the start of an epoch, torch's loader draws a seed for its processes. If the epoch
+        # started before the checkpoint, the checkpoint's random state includes that draw.
+        with torch.random.fork_rng(devices=[]) if done else nullcontext():
+            iterator = iter(loader)
+        # Not blocking: otherwise the host waits until each batch has been copied to the GPU.
+        on_device = (
+            (pixels.to(state.device, non_blocking=True), labels.to(state.device, non_blocking=True))
+            for pixels, labels in iterator
+        )
+        while micro_batches := list(islice(on_device, accumulate)):
             yield micro_batches
         epoch, done = epoch + 1, 0

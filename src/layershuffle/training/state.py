@@ -8,14 +8,13 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+import torch
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from transformers import get_scheduler, set_seed
 from transformers.trainer_pt_utils import get_parameter_names
 
 from layershuffle.core.position import PositionedModel
@@ -32,17 +31,17 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 class TrainState:
     """The state of a run.
 
-    `model` is saved and scored; `wrapped` is the same model inside the wrappers that average
-    gradients over processes (DDP) and cast (autocast). `ema` averages the weights of `model`, and
-    `whole` is a copy with room for all weights if every process holds only a part of them. `best`
-    is the lowest held-out cross-entropy so far, `seconds_before` the time before the last resume.
+    `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
+    processes. `ema` averages the weights of `model`, and `whole` is a copy with room for all
+    weights if every process holds only a part of them. `best` is the lowest held-out cross-entropy
+    so far, `seconds_before` the time before the last resume.
     `images_trained` counts those of all processes so far, in steps that took `step_seconds`.
     """
 
     job: Job
-    accelerator: Accelerator
+    device: torch.device
     model: PositionedModel
-    wrapped: nn.Module
+    ddp: DistributedDataParallel | None
     optimizer: Optimizer
     scheduler: LRScheduler
     ema: ModelEmaV3 | None
@@ -64,6 +63,11 @@ class TrainState:
             return gathered(self.model, into=self.whole)
         return self.model if self.ema is None else self.ema.module
 
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forwards: in the precision of the run."""
+        enabled = self.job.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
     def recomputing(self) -> AbstractContextManager[None]:
         """Around forward and backward: with activation checkpointing, run the blocks again."""
         again = self.job.settings.activation_checkpointing
@@ -84,24 +88,10 @@ class TrainState:
 
 def new_state(job: Job) -> TrainState:
     """The state before the first step. Seeds torch's global generator, which dropout draws from."""
-    settings, on_gpu = job.settings, job.device == "cuda"
-    unused = job.has_unused_parameters
-    # accelerate keeps one state per process: a second run would be refused another precision, and
-    # would stay on the device of the first. It has no public way to begin anew; transformers'
-    # TrainingArguments calls this one for the same reason.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(
-        cpu=not on_gpu,
-        mixed_precision="bf16" if job.precision == "bf16" else "no",
-        # Otherwise the host waits until each batch has been copied to the GPU.
-        dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu),
-        log_with=settings.log_with,
-        project_config=ProjectConfiguration(logging_dir=str(job.out / "logs")),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
-    )
+    settings, device, unused = job.settings, torch.device(job.device), job.has_unused_parameters
     # Each process has its own dropout. Seeds of numpy are below 2 ** 32.
     set_seed((settings.seed + job.ranks.rank) % (1 << 32))
-    model = job.model.to(accelerator.device)
+    model = job.model.to(device)
     ema = ModelEmaV3(model, decay=settings.ema) if settings.ema is not None else None
     # Before `shard`, because afterwards no process holds a whole model to copy.
     whole = copy.deepcopy(model) if job.sharded else None
@@ -111,8 +101,10 @@ def new_state(job: Job) -> TrainState:
     if job.sharded:
         shard(model)
     optimizer = _optimizer(job)
-    # accelerate would wrap the model into DDP: a sharded one reduces its gradients by itself.
-    wrapped = accelerator.prepare_model(model, evaluation_mode=job.sharded)
+    ddp = None
+    if job.ranks.count > 1 and not job.sharded:  # shards reduce their gradients by themselves
+        devices = [torch.cuda.current_device()] if job.device == "cuda" else None
+        ddp = DistributedDataParallel(model, devices, find_unused_parameters=unused)
     scheduler = get_scheduler(
         # The schedule that transformers calls "constant" ignores the warm-up.
         "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
@@ -122,9 +114,9 @@ def new_state(job: Job) -> TrainState:
     )
     return TrainState(
         job=job,
-        accelerator=accelerator,
+        device=device,
         model=model,
-        wrapped=wrapped,
+        ddp=ddp,
         optimizer=optimizer,
         scheduler=scheduler,
         ema=ema,

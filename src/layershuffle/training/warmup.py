@@ -63,7 +63,7 @@ def try_forward(state: TrainState, images: int) -> None:
     buffers and random generators are unchanged. Raises the errors of a training step.
     """
     model, data = state.model, state.job.data.splits["train"].dataset
-    device = state.accelerator.device
+    device = state.device
     pixels, labels = (tensor.to(device) for tensor in default_collate([data[0]] * images))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
@@ -85,7 +85,9 @@ def try_forward(state: TrainState, images: int) -> None:
                     self_distillation=job.method.self_distillation or 0.0,
                 )
                 with state.recomputing():
-                    state.accelerator.backward(job.compiler.or_eager(forward)[0])
+                    with state.autocast():
+                        loss, _ = job.compiler.or_eager(forward)
+                    torch.autograd.backward(loss)
 
 
 def warmup_orders(job: Job) -> tuple[tuple[ExecutionOrder, ...], ...]:
