@@ -88,13 +88,10 @@ def train(
             images = job.data.finish(pixels)
             place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
             orders = job.method.orders(job.depth, **place)
-            # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
-            # each one, or those of a block that the last one leaves out would be lost.
-            is_last = micro_batch == len(micro_batches) - 1
             with (
                 state.recomputing(),
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
-                state.ddp.no_sync() if state.ddp is not None and not is_last else nullcontext(),
+                state.averaging(last=micro_batch == len(micro_batches) - 1),
             ):
                 forward = partial(job.method.loss_and_logits, model, images, labels)
                 with state.autocast():

@@ -68,6 +68,14 @@ class TrainState:
         enabled = self.job.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
+    def averaging(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: DDP averages gradients with the last one.
+
+        Shards reduce theirs with each one, or those of a block that the last one leaves out would
+        be lost.
+        """
+        return nullcontext() if self.ddp is None or last else self.ddp.no_sync()
+
     def recomputing(self) -> AbstractContextManager[None]:
         """Around forward and backward: with activation checkpointing, run the blocks again."""
         again = self.job.settings.activation_checkpointing
