@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fixture import LEVELS, facts, run_of, run_rows, tell, write_study
+from fixture import CONDITIONS, LEVELS, facts, run_of, run_rows, tell, write_study
 
 from layershuffle.stats import compare, estimate
 from layershuffle.study.paper.report import gain, report_text, write_report
@@ -19,11 +19,6 @@ from layershuffle.study.paper.tables import flatten
 from layershuffle.study.store import read_study
 
 VOID = {"meta", "br", "img", "hr"}
-CONDITIONS = [
-    ("sequential", 12),
-    ("arbitrary", 12),
-    *((mode, kept) for mode in ("arbitrary", "sequential") for kept in (9, 6, 3)),
-]
 
 
 class Page(HTMLParser):

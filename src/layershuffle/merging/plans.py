@@ -114,10 +114,9 @@ def sample_plans(
             "first": donors[0], "last": donors[-1], "donor": drawn,
             "average": "average", "base": "base",
         }  # fmt: skip
-        source = sources[end]
         drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
         blocks = drawn_slots if slots == "random" else None
-        merges.append(MergePlan(donors, source, source, blocks))
+        merges.append(MergePlan(donors, sources[end], sources[end], blocks))
     return merges
 
 
