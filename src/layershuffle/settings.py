@@ -143,6 +143,9 @@ class FitSettings(Settings):
     resize: Literal["crop", "squash"] | None = None
     """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
     the model's own configuration says."""
+    classes: Path | None = None
+    """File that names the outputs of a model without names of classes, one per line in their order
+    (default: the order of the data; for checkpoints of timm, natural order)."""
     holdout: Share = 0.05
     """Share of the training data that is held out to pick the checkpoint."""
     paper_protocol: bool = False
@@ -242,6 +245,9 @@ class ScoreSettings(Settings):
     the model was trained."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
+    classes: Path | None = None
+    """File that names the outputs of models without names of classes, one per line in their order
+    (default: the order of the data; for checkpoints of timm, natural order)."""
 
 
 class EvalSettings(ScoreSettings):
