@@ -358,15 +358,17 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
         cause = f"The names of the classes cannot be read ({one_line(error)})"
         raise UsageError(cause, place=file, hint=hint) from error
     names = tuple(name.strip() for name in text.split("\n"))
-    own, outputs, cause = class_names_of(model), num_classes_of(model), None
+    own, outputs = class_names_of(model), num_classes_of(model)
     if len(names) != outputs or "" in names:
-        cause = f"There are {counted(len(names), 'name')} for the {outputs} outputs of {place}"
-        cause = "A line is empty" if "" in names else cause
-    elif own not in (None, names, tuple(map(str, range(outputs)))):
-        cause = f"{place} names its classes itself, and otherwise ({shortened(own or ())})"
-        hint = "leave out --classes, or correct the names in the model's files"
-    if cause is not None:
+        number = f"{counted(len(names), 'name')} for the {outputs} outputs of {place}"
+        cause = "A line is empty" if "" in names else f"There are {number}"
         raise UsageError(cause, place=file, hint=hint)
+    if own not in (None, names, tuple(map(str, range(outputs)))):
+        raise UsageError(
+            f"{place} names its classes itself, and otherwise ({shortened(own or ())})",
+            place=file,
+            hint="leave out --classes, or correct the names in the model's files",
+        )
     set_class_names(model, names)
 
 
