@@ -63,7 +63,8 @@ def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
 
 
 def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -> None:
-    """Links to the folder itself and to the same file, pipes, hidden folders, other files."""
+    """Links to the folder itself, to the same file and to another class, pipes, hidden folders,
+    other files."""
     ant = root / "val" / "ant"
     picture(ant / "deep" / "x.PNG", 3)
     picture(ant / ".thumbnails" / "1.png", 4)
@@ -73,6 +74,8 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     (ant / "again.png").symlink_to("900.png")
     (ant / "gone.png").symlink_to("nowhere")
     os.mkfifo(ant / "pipe.png")
+    (ant / "bees").symlink_to("../bee")
+    os.link(ant / "900.png", root / "val" / "bee" / "hard.png")
     picture(root / "elsewhere" / "y.png", 5)
     (ant / "linked").symlink_to(root / "elsewhere")
     data = opened(f"folder:{root}")

@@ -180,8 +180,11 @@ def folder_table(
     labels: list[int] = []
     sizes: list[int] = []
     left_out: list[str] = []
+    folders = {split / name for name in classes}
+    above = {parent for folder in folders for parent in folder.resolve().parents}
+    seen = {(status.st_dev, status.st_ino) for status in map(os.stat, folders | above)}
     for label, name in enumerate(classes):
-        images, others = image_files(split / name)
+        images, others = image_files(split / name, seen)
         if not images:
             content = f"only other files, such as {others[0]}" if others else "no files"
             raise DataError(
@@ -197,17 +200,15 @@ def folder_table(
     return FolderTable(split, files, labels, sizes, channels=channels), left_out
 
 
-def image_files(folder: Path) -> tuple[dict[str, int], list[str]]:
+def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int], list[str]]:
     """(bytes by path of an image, paths of what was left out) anywhere below a folder, sorted.
 
     Links are followed, as in torchvision's ImageFolder, but every file and folder counts once, by
-    its device and inode: a link back to a folder above would give its images again and again.
+    its device and inode, and `seen` gets them: a link back to a folder above would give its images
+    again and again, and one to another class the labels of two.
     """
     images: dict[str, int] = {}
     others: list[str] = []
-    # The folders above have the images of other classes.
-    above = map(os.stat, (folder, *folder.resolve().parents))
-    seen = {(status.st_dev, status.st_ino) for status in above}
 
     def refuse(error: OSError) -> None:
         raise _unlisted(error) from error
