@@ -273,12 +273,16 @@ class _EveryKeyOnce(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML would take the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
+        keys: list[Any] = []
+        for place, _ in node.value:
+            # `<<` brings keys that the others may replace.
+            merges = place.tag == "tag:yaml.org,2002:merge"
+            key = place.value if merges else self.construct_object(place, deep=True)
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key!r} is there twice", problem_mark=node.value[place][0].start_mark
+                    problem=f"{key!r} is there twice", problem_mark=place.start_mark
                 )
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,21 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     assert {"ant/deep/x.PNG", "ant/linked/y.png"} <= set(names)
     (note,) = [note for note in data.notes if "left out" in note]
     assert "ant/.DS_Store" in note
+
+
+def test_a_shell_that_reads_names_as_ascii_is_named(root: Path) -> None:
+    """And not the names, which are UTF-8."""
+    for split in ("train", "val"):
+        (root / split / "bee").rename(root / split / "b\u00e9e")
+    words = f"from layershuffle.data.folder import *; class_folders(Path({str(root / 'val')!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", words],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "reads names of files as ascii, not as UTF-8" in ran.stderr
 
 
 def test_a_test_folder_without_classes_is_left_out(root: Path) -> None:

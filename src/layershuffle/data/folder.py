@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -155,18 +156,22 @@ def class_folders(split: Path) -> tuple[str, ...]:
             names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
         raise _unlisted(error) from error
-    if broken := [os.fsencode(name) for name in names if not _is_text(name)]:
+    # From bytes, because Python reads them as the shell says, and models store text.
+    try:
+        decoded = tuple(os.fsencode(name).decode("utf-8") for name in names)
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"the folder name {broken[0]!r} is not UTF-8",
+            f"the folder name {error.object!r} is not UTF-8",
             place=split,
             hint="rename it, as by convmv -r -f latin1 -t utf-8 --notest DIR",
+        ) from error
+    if decoded != tuple(names):
+        raise DataError(
+            f"this shell reads names of files as {sys.getfilesystemencoding()}, not as UTF-8",
+            place=split,
+            hint="export PYTHONUTF8=1, or LC_ALL=C.UTF-8",
         )
-    return tuple(names)
-
-
-def _is_text(name: str) -> bool:
-    # Python stands bytes that are no UTF-8 by surrogates, which no file of a model takes.
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return decoded
 
 
 def folder_table(

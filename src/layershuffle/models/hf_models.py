@@ -249,6 +249,8 @@ def checked_config(directory: Path) -> Any:
             refused = "makes timm read other files"
         elif key == "id2label" and not isinstance(value, dict | None):
             refused = "does not name the classes by number"
+        elif key == "id2label" and value and not set(map(str, range(len(value)))) >= value.keys():
+            refused = f"does not name the {len(value)} classes from 0 on"
         if refused:
             raise ModelFileError(
                 f"The configuration {refused} ({key} = {str(value)[:80]!r})",
@@ -281,7 +283,7 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
                 place=directory,
                 hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
             )
-    say_dtype({dtype for dtype, _ in headers.values()}, directory)
+    say_dtype({name: dtype for name, (dtype, _) in headers.items()}, directory)
     # The seed is for missing heads.
     with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone, info = kind.from_pretrained(
