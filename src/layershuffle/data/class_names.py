@@ -153,6 +153,11 @@ class RenumberedImages(Dataset[Item]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    def contents(self, classes: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """As `Images.contents`; empty if the data set is made and not read."""
+        named = [classes[index] for index in self.indices]
+        return self.dataset.contents(named) if hasattr(self.dataset, "contents") else {}
+
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch declares no length
 

@@ -16,6 +16,7 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,20 +36,15 @@ GROUPS_FILE = "groups.csv"
 _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]` and `sizes[i]` bytes."""
 
-    def __init__(
-        self,
-        root: Path,
-        files: Sequence[str],
-        labels: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        channels: int,
-    ) -> None:
-        self.root, self.files, self.labels, self.sizes = root, files, labels, sizes
-        self.channels = channels
+    root: Path
+    channels: int
+    files: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
@@ -181,10 +177,7 @@ def folder_table(
 
     Raises DataError for a class without images.
     """
-    files: list[str] = []
-    labels: list[int] = []
-    sizes: list[int] = []
-    left_out: list[str] = []
+    table, left_out = FolderTable(root=split, channels=channels), list[str]()
     folders = {split / name for name in classes}
     above = {parent for folder in folders for parent in folder.resolve().parents}
     seen = {(status.st_dev, status.st_ino) for status in map(os.stat, folders | above)}
@@ -198,11 +191,11 @@ def folder_table(
                 hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
                 "split",
             )
-        files += images
-        sizes += images.values()
-        labels += [label] * len(images)
+        table.files.extend(images)
+        table.sizes.extend(images.values())
+        table.labels.extend([label] * len(images))
         left_out += [f"{name}/{other}" for other in others]
-    return FolderTable(split, files, labels, sizes, channels=channels), left_out
+    return table, left_out
 
 
 def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int], list[str]]:
