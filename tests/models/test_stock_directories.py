@@ -114,9 +114,13 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The model is inside of a module that has a loss, too; nobody knows the order of classes."""
+    """The model is compiled, inside of a module that has a loss, too; nobody knows the order of
+    classes."""
     stock = FAMILIES["timm-vit"].plain()
-    tensors = {f"net.model.{name}": tensor for name, tensor in stock.state_dict().items()}
+    tensors = {
+        f"net._orig_mod.model.{name.replace('blocks.1.', 'blocks.1._orig_mod.')}": tensor
+        for name, tensor in stock.state_dict().items()
+    }
     path = checkpoint(tmp_path / "last.ckpt", state_dict={**tensors, "loss.weight": torch.ones(5)})
     model = ls.load(f"{SPEC}&checkpoint={path}")
     assert_same_model(model, ls.wrap(stock))

@@ -24,6 +24,7 @@ from layershuffle.models.files import (
     CONFIG,
     LOG,
     WEIGHTS,
+    WRAPPERS,
     check_download,
     check_numbers,
     read_json,
@@ -156,7 +157,8 @@ def _from_checkpoint(
         "was trained with, as in ?checkpoint=FILE&num_classes=10"
     )
     with refused_by("torch", path, hint=hint):
-        tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+        stored = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+        tensors = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
 
         def make() -> Backbone:
             return timm.create_model(name, **args)
