@@ -45,6 +45,7 @@ class HubTable:
         self, data: Any, labels: Sequence[int], *, column: str, channels: int, place: str
     ) -> None:
         self.labels, self.column, self.channels, self.place = labels, column, channels, place
+        self.size = sum(Path(file["filename"]).stat().st_size for file in data.cache_files)
         names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
         # Reading a row reads all of its columns, so the others are dropped.
         self.data = data.select_columns(names).cast_column(column, datasets.Image(decode=False))
@@ -67,8 +68,8 @@ class HubTable:
         return f"row {index} of {self.place}" + (f" ({path})" if path else "")
 
     def identity(self, index: int) -> str:
-        """The row: to know more of it is to read it."""
-        return str(index)
+        """The row, and the bytes of its split: to know more of it is to read it."""
+        return f"{index} of {self.size}"
 
 
 def open_source(request: SourceRequest) -> ImageData:
