@@ -52,7 +52,11 @@ def test_a_long_cause_loses_its_middle():
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "shared", None),
         (RuntimeError("unable to write to file </torch_7_42>: No space left"), "shared", None),
         (OSError("AF_UNIX path too long"), "too long for this system", None),
-        (PermissionError(errno.EACCES, "Permission denied", "/cache"), "may not write", "/cache"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/cache"),
+            "may not",
+            "/cache",
+        ),
         (
             RuntimeError("cannot cache function 'f': no locator available for file 'a'"),
             "numba",

@@ -84,6 +84,16 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path):
     assert "line 3" in str(caught.value)
 
 
+def test_a_key_that_is_there_twice_inside_is_refused_and_one_that_replaces_another_is_not(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("encoding: {features: 4, table: shared, features: 5}\n")
+    with refuses(UsageError, path) as caught:
+        read_recipe(path)
+    assert "'features' is there twice in" in str(caught.value)
+    path.write_text("one: &a {x: 1, y: 2}\nother: {<<: *a, y: 3}\n")
+    assert read_recipe(path)["other"] == {"x": 1, "y": 3}
+
+
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xef\xbb\xbfsteps: 5\n")

@@ -113,11 +113,11 @@ def of_the_machine(error: BaseException) -> LayerShuffleError | None:
 # Most special first: full shared memory is "no space" or a bus error, too.
 _OF_THE_MACHINE = (
     (
-        r"Bus error|/dev/shm|/torch_\d|shared memory",
+        r"Bus error|(No space left|Errno 28).*/dev/shm|/torch_\d|shared memory",
         "The shared memory of this machine or container is full, in which loader processes hand "
         "over batches",
-        "start the container with --shm-size=2g or --ipc=host, or give fewer --workers or a "
-        "smaller --batch-size",
+        "start the container with --shm-size=2g or --ipc=host; a smaller --batch-size needs less, "
+        "and so do fewer --workers of fit",
     ),
     (r"No space left|Errno 28|os error 28", "The disk is full", _ROOM),
     (r"Disk quota|Errno 122", "The quota of this disk is used up", _ROOM),
@@ -132,8 +132,8 @@ _OF_THE_MACHINE = (
         "set NUMBA_CACHE_DIR to one, such as /tmp/numba",
     ),
     (
-        r"Read-only file system|Permission denied",
-        "This user may not write there",
+        r"Read-only file system|Permission denied|Operation not permitted",
+        "This user may not read or write there",
         "give another place; for caches set HF_HOME, MPLCONFIGDIR and XDG_CACHE_HOME",
     ),
     (

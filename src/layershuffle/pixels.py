@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import MAX_PIXELS, ImageView, resized_size
+from layershuffle.text import one_line
 
 # What it warns of, `read_image` refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -87,8 +88,10 @@ def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Ima
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {MAX_PIXELS}")
             return decoded(image, channels, place=place)
     except (Image.DecompressionBombError, *DECODE_ERRORS) as error:
-        # The text of an OSError repeats the place.
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        # The text of an OSError repeats the place, or names a buffer of this process.
+        reason = getattr(error, "strerror", None) or one_line(error)
+        if isinstance(error, UnidentifiedImageError):
+            reason = "it is of no known format"
         raise DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,15 +17,21 @@ from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.class_names import have_names
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, choose_precision, device_of
-from layershuffle.models import class_names_of, image_view, load, num_classes_of, output_names
+from layershuffle.models import (
+    class_names_of,
+    image_view,
+    load,
+    name_classes,
+    name_outputs,
+    num_classes_of,
+)
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
-from layershuffle.text import Progress, shortened, unheard
+from layershuffle.text import Progress, unheard
 
 _IN_MEMORY_BYTES = 1 << 30
 
@@ -64,7 +70,7 @@ def evaluate_spec(
     # Modes that do not fit are refused before the data are opened, which may take minutes.
     modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
     options = DataOptions(train=False)
-    data = open_scored(model, data_spec, settings=settings, options=options, name=model_spec)
+    data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
     place, split = placed(settings, device), data.splits["test"]
     compiler = compiler_for(settings)
     prepare(model.to(place), settings.precision, compiler=compiler)
@@ -90,23 +96,28 @@ def evaluate_spec(
 
 
 def open_scored(
-    model: nn.Module, spec: str, *, settings: ScoreSettings, options: DataOptions, name: str
+    models: Sequence[nn.Module],
+    spec: str,
+    *,
+    settings: ScoreSettings,
+    options: DataOptions,
+    names: Sequence[str],
 ) -> ImageData:
-    """The data `spec` as `model`, which is called `name`, wants them.
+    """The data `spec` as the first of `models` wants them; models without names of classes get
+    some.
 
-    Raises `DataError` if their classes are not those of the model.
+    `names` are those of the models. Raises `DataError` if the classes are not those of a model,
+    `UsageError` for names in `settings` that do not fit.
     """
     options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
-    data = open_data(spec, resized_as(image_view(model), settings.resize), options=options)
-    names = output_names(model, data.classes)
-    if class_names_of(model) is None and have_names(data.classes):
-        order = "theirs" if names is None else "natural, as timm sorts folders"
-        note = (
-            f"{name} names no classes, so its outputs are taken for those of the data; the order "
-            f"is {order} ({shortened(names or data.classes)})"
-        )
-        data = replace(data, notes=(*data.notes, note))
-    return matched(model, data, name=name)
+    for model, name in zip(models, names, strict=True):
+        name_classes(model, settings.classes, place=name)
+    data = open_data(spec, resized_as(image_view(models[0]), settings.resize), options=options)
+    notes = name_outputs(models[0], data.classes, place=names[0])
+    data = matched(models[0], data, name=names[0])
+    for model, name in zip(models[1:], names[1:], strict=True):
+        notes += name_outputs(model, data.classes, place=name, of=names[0])
+    return replace(data, notes=(*data.notes, *notes))
 
 
 def matched(model: nn.Module, data: ImageData, *, name: str) -> ImageData:
@@ -114,8 +125,7 @@ def matched(model: nn.Module, data: ImageData, *, name: str) -> ImageData:
 
     With other classes, or in another order, scores would be meaningless. Raises `DataError`.
     """
-    names = output_names(model, data.classes)
-    return match_classes(data, names, outputs=num_classes_of(model), place=name)
+    return match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
 
 
 def batches_of(

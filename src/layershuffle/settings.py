@@ -142,6 +142,9 @@ class FitSettings(Settings):
     resize: Literal["crop", "squash"] | None = None
     """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
     the model's own configuration says."""
+    classes: Path | None = None
+    """File that names the outputs of a model without names of classes, one per line in their order
+    (default: the order of the data; for checkpoints of timm, natural order)."""
     holdout: Share = 0.05
     """Share of the training data that is held out to pick the checkpoint."""
     paper_protocol: bool = False
@@ -241,6 +244,9 @@ class ScoreSettings(Settings):
     the model was trained."""
     skip_corrupt: bool = False
     """Skip unreadable images and report them, instead of stopping at the first one."""
+    classes: Path | None = None
+    """File that names the outputs of models without names of classes, one per line in their order
+    (default: the order of the data; for checkpoints of timm, natural order)."""
 
 
 class EvalSettings(ScoreSettings):
@@ -266,12 +272,16 @@ class _EveryKeyOnce(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML would take the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
+        keys: list[Any] = []
+        for place, _ in node.value:
+            # `<<` brings keys that the others may replace.
+            merges = place.tag == "tag:yaml.org,2002:merge"
+            key = place.value if merges else self.construct_object(place, deep=True)
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key!r} is there twice", problem_mark=node.value[place][0].start_mark
+                    problem=f"{key!r} is there twice", problem_mark=place.start_mark
                 )
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 

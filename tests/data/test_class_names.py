@@ -78,6 +78,7 @@ def test_data_follow_the_order_of_the_model(
 def test_data_without_names_are_matched_by_index() -> None:
     matched = match_classes(data_of("0", "1", "2"), ("c", "a", "b"), outputs=3, place="dir:m")
     assert (matched.classes, labels_of(matched)) == (("c", "a", "b"), [0, 1, 2])
+    assert matched.notes == ("the data have no names of classes, so number 0 is c, and so on",)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -96,6 +97,7 @@ def test_a_model_whose_names_are_numbers_in_order_has_no_names() -> None:
     data = data_of("disk", "grid", "stripe")
     matched = match_classes(data, ("0", "1", "2"), outputs=3, place="dir:m")
     assert (matched.classes, labels_of(matched)) == (("disk", "grid", "stripe"), [0, 1, 2])
+    assert matched.notes == ("the model has no names of classes, so number 0 is disk, and so on",)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,8 @@ def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
 
 
 def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -> None:
-    """Links to the folder itself and to the same file, pipes, hidden folders, other files."""
+    """Links to the folder itself, to the same file and to another class, pipes, hidden folders,
+    other files."""
     ant = root / "val" / "ant"
     picture(ant / "deep" / "x.PNG", 3)
     picture(ant / ".thumbnails" / "1.png", 4)
@@ -73,6 +76,8 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     (ant / "again.png").symlink_to("900.png")
     (ant / "gone.png").symlink_to("nowhere")
     os.mkfifo(ant / "pipe.png")
+    (ant / "bees").symlink_to("../bee")
+    os.link(ant / "900.png", root / "val" / "bee" / "hard.png")
     picture(root / "elsewhere" / "y.png", 5)
     (ant / "linked").symlink_to(root / "elsewhere")
     data = opened(f"folder:{root}")
@@ -81,6 +86,21 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     assert {"ant/deep/x.PNG", "ant/linked/y.png"} <= set(names)
     (note,) = [note for note in data.notes if "left out" in note]
     assert "ant/.DS_Store" in note
+
+
+def test_a_shell_that_reads_names_as_ascii_is_named(root: Path) -> None:
+    """And not the names, which are UTF-8."""
+    for split in ("train", "val"):
+        (root / split / "bee").rename(root / split / "b\u00e9e")
+    words = f"from layershuffle.data.folder import *; class_folders(Path({str(root / 'val')!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", words],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "reads names of files as ascii, not as UTF-8" in ran.stderr
 
 
 def test_a_test_folder_without_classes_is_left_out(root: Path) -> None:

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from made import CLASSES, opened, rows, sample, saved, shard
 
 from layershuffle.data import ImageData
+from layershuffle.data.transforms import Images
 from layershuffle.errors import DataError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
@@ -35,6 +38,35 @@ def test_validation_beside_test_is_the_holdout(tmp_path: Path) -> None:
         image, _ = data.splits[name].dataset[row]
         assert image.permute(1, 2, 0).numpy().tobytes() == noise(seed).tobytes()
     assert sizes(opened(f"hf:{place}", train=False, max_test=4)) == {"test": 4}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_images_of_a_parquet_file_that_does_not_say_so(plain: bool, tmp_path: Path) -> None:
+    """As dask and pandas write them: bytes and a path, or bytes alone."""
+    files = [file_of(noise(seed)) for seed in range(6)]
+    cells = files if plain else [{"bytes": file, "path": "x.png"} for file in files]
+    for split in ("train", "test"):
+        table = pa.table({"image": cells, "label": [0, 1, 2] * 2})
+        pq.write_table(table, tmp_path / f"{split}.parquet")
+    data = opened(f"hf:{tmp_path}", holdout=0.5)
+    assert sizes(data) == {"train": 3, "holdout": 3, "test": 6}
+    image, label = data.splits["test"].dataset[4]
+    assert (image.permute(1, 2, 0).numpy().tobytes(), label) == (noise(4).tobytes(), 1)
+
+
+def test_other_images_in_the_same_rows_are_noticed(tmp_path: Path) -> None:
+    """By the size of the files of their split, which are not read for it."""
+    digests = []
+    for name, seed, side in (("a", 0, 8), ("b", 0, 8), ("c", 30, 9)):
+        images = [file_of(noise(seed + row, size=(side, 8))) for row in range(6)]
+        for split in ("train", "test"):
+            table = pa.table({"image": images, "label": [0, 1, 2] * 2})
+            (tmp_path / name).mkdir(exist_ok=True)
+            pq.write_table(table, tmp_path / name / f"{split}.parquet")
+        tested = opened(f"hf:{tmp_path / name}", holdout=0.5).splits["test"].dataset
+        assert isinstance(tested, Images)
+        digests.append(tested.contents(("0", "1", "2")))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_test_split_without_labels_does_not_count(tmp_path: Path) -> None:

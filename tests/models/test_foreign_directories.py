@@ -16,10 +16,11 @@ from saved_models import (
     without_the_last_block,
 )
 from timm.models import save_for_hf
-from torch import nn
+from torch import Tensor, nn
 
 import layershuffle as ls
 from common import FAMILIES
+from layershuffle.errors import ModelFileError
 from layershuffle.models import (
     class_names_of,
     num_classes_of,
@@ -27,6 +28,7 @@ from layershuffle.models import (
 from layershuffle.models.files import (
     weight_files,
 )
+from refusals import refuses
 
 
 def test_a_backbone_without_a_head_gets_one_loudly(
@@ -94,6 +96,59 @@ def test_names_that_begin_with_those_of_a_wrapper(
     (tmp_path / "training_args.bin").write_bytes(b"pickle")
     assert_same_model(ls.load(str(tmp_path)), FAMILIES[name].wrapped())
     assert caplog.text == ""
+
+
+def test_names_with_a_wrapper_around_one_block(hf_directory: Path) -> None:
+    """As torch.compile saves blocks that were compiled one by one."""
+    wanted = ls.load(f"hf:{hf_directory}")
+    rename = {"layer.0.": "layer.0._orig_mod.", "layer.1.": "layer.1._orig_mod."}
+
+    def wrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for plain, name in rename.items():
+            tensors = {key.replace(plain, name): value for key, value in tensors.items()}
+        return tensors
+
+    retensor(WEIGHTS, wrapped)(hf_directory)
+    assert_same_model(ls.load(f"hf:{hf_directory}"), wanted)
+
+
+def test_one_name_with_and_without_a_wrapper_is_refused(hf_directory: Path) -> None:
+    def twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, **{f"module.{name}": value + 1 for name, value in tensors.items()}}
+
+    retensor(WEIGHTS, twice)(hf_directory)
+    with refuses(ModelFileError, hf_directory / WEIGHTS):
+        ls.load(f"hf:{hf_directory}")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["timm-vit", "hf-vit"])
+def test_quantised_weights_are_refused(dtype: torch.dtype, name: str, tmp_path: Path) -> None:
+    """Without their scales they would be another model, in silence."""
+    stock = FAMILIES[name].plain()
+    if name == "timm-vit":
+        save_for_hf(stock, tmp_path, safe_serialization=True)
+    else:
+        stock.save_pretrained(tmp_path)
+    retensor(
+        WEIGHTS,
+        lambda tensors: {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()},
+    )(tmp_path)
+    with refuses(ModelFileError, tmp_path):
+        ls.load(str(tmp_path))
+
+
+def test_a_pointer_of_git_lfs_is_named(hf_directory: Path) -> None:
+    (hf_directory / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1")
+    with refuses(ModelFileError, hf_directory / WEIGHTS):
+        ls.load(f"hf:{hf_directory}")
+
+
+def test_names_of_classes_that_do_not_begin_with_0_are_refused(hf_directory: Path) -> None:
+    """The last of them would be lost, and all others move."""
+    edit("config.json", "id2label", value={str(n + 1): f"c{n}" for n in range(5)})(hf_directory)
+    with refuses(ModelFileError, hf_directory / "config.json"):
+        ls.load(f"hf:{hf_directory}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

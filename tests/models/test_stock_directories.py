@@ -22,6 +22,7 @@ from common import CLASSES, DEPTH, FAMILIES, WIDTH, assert_close, images, redraw
 from layershuffle.core.position_forms import AUTHORS_PREDICTION
 from layershuffle.errors import ModelFileError
 from layershuffle.models import class_names_of, image_view
+from layershuffle.models.origin import origin_of
 from refusals import refuses
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
@@ -102,6 +103,21 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
         ls.load(f"{SPEC}&checkpoint={path}")
     assert caught.value.place == path
     assert not trap.exists()
+
+
+def test_a_checkpoint_of_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The model is compiled, inside of a module that has a loss, too; nobody knows the order of
+    classes."""
+    stock = FAMILIES["timm-vit"].plain()
+    tensors = {
+        f"net._orig_mod.model.{name.replace('blocks.1.', 'blocks.1._orig_mod.')}": tensor
+        for name, tensor in stock.state_dict().items()
+    }
+    path = checkpoint(tmp_path / "last.ckpt", state_dict={**tensors, "loss.weight": torch.ones(5)})
+    model = ls.load(f"{SPEC}&checkpoint={path}")
+    assert_same_model(model, ls.wrap(stock))
+    assert "not used: loss.weight" in caplog.text
+    assert not origin_of(model).natural_classes
 
 
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def test_a_single_class_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_run_goes_on_with_the_images_that_it_began_with(data: Path, tmp_path: Path) -> None:
     """A renamed class permutes labels, and a new image moves the holdout: neither in silence."""
-    model, images, out = base(tmp_path / "base", FOLDERS), tmp_path / "data", tmp_path / "run"
+    # In the order of its model, because the numbers of classes must not hide the files.
+    model, images, out = base(tmp_path / "base", BASE), tmp_path / "data", tmp_path / "run"
     shutil.copytree(data, images)
 
     settings = FitSettings(

@@ -25,7 +25,8 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
-from layershuffle.models import image_view, load, num_classes_of, output_names
+from layershuffle.models import class_names_of, image_view, load, name_outputs, num_classes_of
+from layershuffle.models.files import LOG
 from layershuffle.models.origin import trained_with
 from layershuffle.scoring import matched
 from layershuffle.stats import ImageGroups
@@ -195,7 +196,9 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
     )
     view = resized_as(image_view(model), settings.resize)
     data = open_data(spec, view, options=options)
-    names = output_names(model, data.classes)
+    for note in name_outputs(model, data.classes, place="the model"):
+        LOG.warning(note)
+    names = class_names_of(model)
     # Most analyses do not use the classes; the others check them (`require_classes`).
     fits = class_difference(data.classes, names, outputs=num_classes_of(model)) is None
     return in_order_of(data, names) if fits else data

@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Removed by hand, because parsing itself may fail.
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
+    # Commands draw into files, and that of a notebook, which its shells inherit, may not be there.
+    os.environ["MPLBACKEND"] = "agg"
     # A service may have closed them, and libraries write to them all the same.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):

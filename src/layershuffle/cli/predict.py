@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import KW_ONLY, asdict, dataclass
+from pathlib import Path
 
 from layershuffle.cli.command import ComputingCommand, ImageFiles
 from layershuffle.errors import DataError, UsageError
@@ -35,6 +36,9 @@ class PredictCommand(ComputingCommand):
     """Seed of the drawn order."""
     top: int = 5
     """Classes to name per image."""
+    classes: Path | None = None
+    """File that names the outputs of a model without names of classes, one per line in their
+    order."""
     json: bool = False
     """Print JSON."""
 
@@ -45,10 +49,11 @@ class PredictCommand(ComputingCommand):
 
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
-        from layershuffle.models import load
+        from layershuffle.models import load, name_classes
         from layershuffle.predict import order_for, predict
 
         model = load(self.model)
+        name_classes(model, self.classes, place=self.model)
         depth = depth_of(model)
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)

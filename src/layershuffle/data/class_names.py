@@ -83,16 +83,20 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
 def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
     """`data` with its classes numbered in the order of `names`, a permutation of its own names.
 
-    Nothing changes if the model has no names; data without names get those of the model.
+    Nothing changes if the model has no names; data without names get those of the model, and a note
+    says so.
     """
     if names is None:
         return data
     # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
     indices = _indices(data.classes, names)
-    if indices is None and not have_names(names):
-        return data
+    if indices is None:
+        unnamed = "the model has" if have_names(data.classes) else "the data have"
+        classes = data.classes if have_names(data.classes) else tuple(names)
+        note = f"{unnamed} no names of classes, so number 0 is {classes[0]}, and so on"
+        return replace(data, classes=classes, notes=(*data.notes, note))
     splits = data.splits
-    if indices is not None and indices != list(range(len(names))):
+    if indices != list(range(len(names))):
         splits = {
             name: replace(split, dataset=RenumberedImages(split.dataset, indices))
             for name, split in splits.items()
@@ -148,6 +152,11 @@ class RenumberedImages(Dataset[Item]):
         """Use the augmentation of `epoch`, if the data set has any."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    def contents(self, classes: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """As `Images.contents`; empty if the data set is made and not read."""
+        named = [classes[index] for index in self.indices]
+        return self.dataset.contents(named) if hasattr(self.dataset, "contents") else {}
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch declares no length

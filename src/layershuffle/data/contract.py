@@ -93,8 +93,7 @@ class ImageData:
     """Labelled images, fitted to a view.
 
     `finish` converts a batch of items to float32 [n, *view], normalised.
-    `notes` are sentences for the report (where the holdout came from, what was skipped);
-    `skipped` counts the unreadable images that `skip_corrupt` dropped.
+    `notes` are sentences for the report (where the holdout came from, what was skipped).
     """
 
     spec: str
@@ -102,7 +101,6 @@ class ImageData:
     splits: Mapping[str, Split]
     finish: BatchFinish
     notes: tuple[str, ...] = ()
-    skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

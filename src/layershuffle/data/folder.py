@@ -14,7 +14,9 @@ from __future__ import annotations
 import csv
 import os
 import stat
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,20 +36,15 @@ GROUPS_FILE = "groups.csv"
 _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]` and `sizes[i]` bytes."""
 
-    def __init__(
-        self,
-        root: Path,
-        files: Sequence[str],
-        labels: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        channels: int,
-    ) -> None:
-        self.root, self.files, self.labels, self.sizes = root, files, labels, sizes
-        self.channels = channels
+    root: Path
+    channels: int
+    files: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
@@ -155,18 +152,22 @@ def class_folders(split: Path) -> tuple[str, ...]:
             names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
         raise _unlisted(error) from error
-    if broken := [os.fsencode(name) for name in names if not _is_text(name)]:
+    # From bytes, because Python reads them as the shell says, and models store text.
+    try:
+        decoded = tuple(os.fsencode(name).decode("utf-8") for name in names)
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"the folder name {broken[0]!r} is not UTF-8",
+            f"the folder name {error.object!r} is not UTF-8",
             place=split,
             hint="rename it, as by convmv -r -f latin1 -t utf-8 --notest DIR",
+        ) from error
+    if decoded != tuple(names):
+        raise DataError(
+            f"this shell reads names of files as {sys.getfilesystemencoding()}, not as UTF-8",
+            place=split,
+            hint="export PYTHONUTF8=1, or LC_ALL=C.UTF-8",
         )
-    return tuple(names)
-
-
-def _is_text(name: str) -> bool:
-    # Python stands bytes that are no UTF-8 by surrogates, which no file of a model takes.
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return decoded
 
 
 def folder_table(
@@ -176,12 +177,12 @@ def folder_table(
 
     Raises DataError for a class without images.
     """
-    files: list[str] = []
-    labels: list[int] = []
-    sizes: list[int] = []
-    left_out: list[str] = []
+    table, left_out = FolderTable(root=split, channels=channels), list[str]()
+    folders = {split / name for name in classes}
+    above = {parent for folder in folders for parent in folder.resolve().parents}
+    seen = {(status.st_dev, status.st_ino) for status in map(os.stat, folders | above)}
     for label, name in enumerate(classes):
-        images, others = image_files(split / name)
+        images, others = image_files(split / name, seen)
         if not images:
             content = f"only other files, such as {others[0]}" if others else "no files"
             raise DataError(
@@ -190,24 +191,22 @@ def folder_table(
                 hint="add images (jpg, png, webp, tif and others) or remove the folder from every "
                 "split",
             )
-        files += images
-        sizes += images.values()
-        labels += [label] * len(images)
+        table.files.extend(images)
+        table.sizes.extend(images.values())
+        table.labels.extend([label] * len(images))
         left_out += [f"{name}/{other}" for other in others]
-    return FolderTable(split, files, labels, sizes, channels=channels), left_out
+    return table, left_out
 
 
-def image_files(folder: Path) -> tuple[dict[str, int], list[str]]:
+def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int], list[str]]:
     """(bytes by path of an image, paths of what was left out) anywhere below a folder, sorted.
 
     Links are followed, as in torchvision's ImageFolder, but every file and folder counts once, by
-    its device and inode: a link back to a folder above would give its images again and again.
+    its device and inode, and `seen` gets them: a link back to a folder above would give its images
+    again and again, and one to another class the labels of two.
     """
     images: dict[str, int] = {}
     others: list[str] = []
-    # The folders above have the images of other classes.
-    above = map(os.stat, (folder, *folder.resolve().parents))
-    seen = {(status.st_dev, status.st_ino) for status in above}
 
     def refuse(error: OSError) -> None:
         raise _unlisted(error) from error

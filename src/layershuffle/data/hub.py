@@ -22,7 +22,7 @@ from PIL import Image
 from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import DataError, UsageError, of_the_machine
 from layershuffle.pixels import SKIP_HINT, read_image
 from layershuffle.text import one_line, shortened
 
@@ -45,6 +45,7 @@ class HubTable:
         self, data: Any, labels: Sequence[int], *, column: str, channels: int, place: str
     ) -> None:
         self.labels, self.column, self.channels, self.place = labels, column, channels, place
+        self.size = sum(Path(file["filename"]).stat().st_size for file in data.cache_files)
         names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
         # Reading a row reads all of its columns, so the others are dropped.
         self.data = data.select_columns(names).cast_column(column, datasets.Image(decode=False))
@@ -67,8 +68,8 @@ class HubTable:
         return f"row {index} of {self.place}" + (f" ({path})" if path else "")
 
     def identity(self, index: int) -> str:
-        """The row: to know more of it is to read it."""
-        return str(index)
+        """The row, and the bytes of its split: to know more of it is to read it."""
+        return f"{index} of {self.size}"
 
 
 def open_source(request: SourceRequest) -> ImageData:
@@ -85,6 +86,8 @@ def open_source(request: SourceRequest) -> ImageData:
     reference = next(iter((parts or splits).values()))
     features = reference.features
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    # Other writers of parquet files leave out that a column holds images.
+    images = images or [name for name, kind in features.items() if _holds_bytes(kind)]
     image = _chosen("image", images, features, request)
     kinds = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     usual = [name for name in LABEL_NAMES if name in (kinds or features)]
@@ -156,7 +159,7 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
             return dict(datasets.load_dataset(target, name=config, drop_labels=True))
         loaded = dict(datasets.load_dataset(target, name=config))
     except LOAD_ERRORS as error:
-        raise _load_failure(request, root, error) from error
+        raise of_the_machine(error) or _load_failure(request, root, error) from error
     # The members of a tar's .json files become columns of their own.
     json = any(isinstance(split.features.get("json"), dict) for split in loaded.values())
     return {name: split.flatten() if json else split for name, split in loaded.items()}
@@ -186,6 +189,12 @@ def _classes(
         place=request.spec,
         hint=_name_it("label", request),
     )
+
+
+def _holds_bytes(kind: Any) -> bool:
+    if isinstance(kind, dict):
+        return kind.keys() == {"bytes", "path"}
+    return isinstance(kind, datasets.Value) and "binary" in kind.dtype
 
 
 def _has_classes(splits: Mapping[str, Any]) -> bool:

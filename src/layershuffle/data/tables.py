@@ -57,9 +57,12 @@ def assemble(
             place=request.spec,
             hint="name files or folders by their split: train/ and val/, or train-0.tar and so on",
         )
-    rows, skipped = {}, 0
+    rows = {}
     for name in (name for name in wanted if name in parts):
-        rows[name], bad = readable_rows(parts[name], check=options.skip_corrupt)
+        rows[name], bad = [*range(len(parts[name].labels))], list[int]()
+        # Not always, because checking a million files takes long.
+        if options.skip_corrupt:
+            rows[name], bad = readable_rows(parts[name])
         if not rows[name]:
             raise DataError(
                 "No image could be read",
@@ -67,7 +70,6 @@ def assemble(
                 hint="run again without --skip-corrupt: it names the first image and its fault",
             )
         if bad:
-            skipped += len(bad)
             sentences.append(
                 f"skipped {len(bad):,} of {len(parts[name].labels):,} images in {name} as "
                 f"unreadable: {shortened([parts[name].name(row) for row in bad])}"
@@ -85,7 +87,6 @@ def assemble(
         splits=splits,
         finish=PixelFinish(view),
         notes=tuple(sentences),
-        skipped=skipped,
     )
 
 
@@ -132,14 +133,9 @@ def _training_splits(
     return splits
 
 
-def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[int]]:
-    """(readable, unreadable) rows. With `check` every image is decoded once, on all cores.
-
-    Without it all rows count as readable, because checking a million files takes long.
-    """
+def readable_rows(table: ImageTable) -> tuple[list[int], list[int]]:
+    """(readable, unreadable) rows: every image is decoded once, on all cores."""
     rows = range(len(table.labels))
-    if not check:
-        return list(rows), []
 
     # Threads are enough, because Pillow releases the GIL while it decodes.
     def fails(row: int) -> bool:

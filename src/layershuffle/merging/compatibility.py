@@ -30,6 +30,8 @@ from layershuffle.models.store import class_names_of, image_view, library_of, nu
 _HINTS = {
     "base": "only models refined from one base can be merged (paper, section 4.4); with "
     "?pretrained=false every --seed makes another base, so save such a model once and refine that",
+    "names of the classes": "take models with the same classes in the same order; --classes FILE "
+    "names those of models that name none",
     **dict.fromkeys(
         ("method", "order policy", "data"),
         "the paper never mixes them; --mixed (mixed: true in a recipe) allows it",

@@ -88,9 +88,9 @@ def score_merging(
         # The share that was held out in training, so the greedy soup uses no training images.
         holdout=trained[0].get("holdout", DataOptions.holdout),
     )
-    opened = open_scored(
-        group.donors[0], data, settings=settings, options=options, name=group.names[0]
-    )
+    opened = open_scored(group.donors, data, settings=settings, options=options, names=group.names)
+    # Again, because donors without names have some now.
+    check_members(group.donors, names=group.names)
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
     scorer = _Scorer(
@@ -140,7 +140,8 @@ def score_ensemble(
     models = load_donors(donors)
     check_members(models, names=donors)  # before the data are opened
     options = DataOptions(train=False)
-    opened = open_scored(models[0], data, settings=settings, options=options, name=donors[0])
+    opened = open_scored(models, data, settings=settings, options=options, names=donors)
+    check_members(models, names=donors)  # again, because those without names have some now
     place, compiler = placed(settings, device), compiler_for(settings)
     batches = batches_of(opened, "test", settings=settings, device=place, keep=True)
     for model in models:

@@ -11,11 +11,12 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from layershuffle.errors import ModelFileError, StackError, UsageError
+from layershuffle.errors import ModelFileError, StackError, UsageError, of_the_machine
 from layershuffle.text import one_line
 
 LOG = logging.getLogger("layershuffle")
@@ -34,8 +35,10 @@ PROCESSOR = "preprocessor_config.json"
 # Newer releases of transformers write the second for models of images and text.
 PROCESSORS = (PROCESSOR, "processor_config.json")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".tar", ".ckpt", ".pkl", ".pickle"})
-# What DataParallel and torch.compile put before the names of the model inside of them.
-WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+# What DataParallel and torch.compile put before the names of the model, or of a block, inside of
+# them.
+WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
+_FLOATS = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
 
 _AGAIN = "take the model from its source again"
 # What libraries raise for files and arguments that they cannot use.
@@ -72,6 +75,8 @@ def refused_by(
         hint = "name one that exists, or download or save the model again"
         raise kind("There is no such file", place=place, hint=hint) from error
     except REFUSALS as error:
+        if isinstance(error, OSError) and (reason := of_the_machine(error)) is not None:
+            raise reason from error
         # torch advises to run what is inside such a file, which nobody should.
         words = one_line(error).replace("weights_only=False", "...")
         raise kind(
@@ -122,12 +127,15 @@ def refused_pickle(path: Path) -> ModelFileError:
 
 def tensor_headers(*paths: Path) -> dict[str, tuple[str, Shape]]:
     """Dtype (F32, BF16) and shape by tensor name, from the headers of safetensors files."""
-    headers = {}
+    headers: dict[str, tuple[str, Shape]] = {}
     for path in paths:
         with _whole(path), safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 -- not a mapping
                 tensor = file.get_slice(name)
-                headers[WRAPPERS.sub("", name)] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+                plain = WRAPPERS.sub("", name)
+                if plain in headers:
+                    raise ValueError(f"it has two tensors {plain}")
+                headers[plain] = (tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers
 
 
@@ -136,16 +144,35 @@ def read_tensors(*paths: Path) -> dict[str, Tensor]:
 
     On Linux they are mapped, not read: memory is taken when they are used.
     """
-    tensors: dict[str, Tensor] = {}
-    for path in paths:
-        with _whole(path):
-            tensors |= {WRAPPERS.sub("", name): t for name, t in load_file(path).items()}
-    return tensors
+    tensor_headers(*paths)  # refuses what is not whole
+    files = [load_file(path) for path in paths]
+    return {WRAPPERS.sub("", name): tensor for file in files for name, tensor in file.items()}
 
 
-def _whole(path: Path) -> Any:
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    check_download(path)
     hint = "it is cut off, damaged, or has bytes after its end: download or save it again"
-    return refused_by("safetensors", path, hint=hint)
+    with refused_by("safetensors", path, hint=hint):
+        yield
+
+
+def check_download(path: Path) -> None:
+    """Raises `ModelFileError` for what a download that went wrong leaves in place of a file.
+
+    Libraries say of it "weights_only", "Errno 22" or "header too large".
+    """
+    with path.open("rb") if path.is_file() else nullcontext() as file:
+        head = file.read(64).lstrip().lower() if file else b""
+    cause, hint = "", "download the file again"
+    if head.startswith((b"<!doctype", b"<html")):
+        cause = "This is an HTML page"
+    elif head.startswith(b"version https://git-lfs"):
+        cause, hint = "Git LFS has left its pointer here, not the file", "run git lfs pull there"
+    elif head.startswith(b"pk\x03\x04") and not is_zipfile(path):
+        cause = "This is a checkpoint that was cut off"
+    if cause:
+        raise ModelFileError(cause, place=path, hint=hint)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -155,15 +182,27 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(plain, path, metadata={"format": "pt"})
 
 
-def say_dtype(kinds: Iterable[object], place: str | Path) -> None:
-    """Warn that weights stored in another floating dtype than float32 are computed in it."""
-    names = {str(kind).removeprefix("torch.").lower() for kind in kinds} - {"f32", "float32"}
-    floating = sorted(name for name in names if name.startswith(("f", "bf")))
-    if floating:
+def say_dtype(kinds: Mapping[str, object], place: str | Path) -> None:
+    """Warn that weights stored in another floating dtype than float32 are computed in it.
+
+    `kinds` are the dtypes by the names of tensors. Raises `ModelFileError` for quantised weights.
+    """
+    plain = {name: str(kind).removeprefix("torch.").lower() for name, kind in kinds.items()}
+    for name, kind in plain.items():
+        # Integers elsewhere are numbers of positions.
+        if name.endswith("weight") and kind not in _FLOATS:
+            raise ModelFileError(
+                f"The weights {name} are stored as {kind}: they are quantised, and mean nothing "
+                "without their scales",
+                place=place,
+                hint="take the model from before it was quantised",
+            )
+    others = sorted((set(plain.values()) & _FLOATS) - {"f32", "float32"})
+    if others:
         LOG.warning(
             "%s: weights stored as %s are loaded as float32, and trained, scored and merged so.",
             place,
-            ", ".join(floating),
+            ", ".join(others),
         )
 
 

@@ -242,16 +242,22 @@ def checked_config(directory: Path) -> Any:
     with refused_by("json", place, hint=_HINT):
         json.loads(place.read_bytes(), object_pairs_hook=noted)  # of nested objects, too
     for key, value in pairs:
-        attention = key.endswith("attn_implementation") and value is not None
-        if (
+        refused = None
+        if key.endswith("attn_implementation") and value is not None:
             # In a nested configuration it may be an object, an entry for each part.
-            (attention and str(value) not in _ATTENTION)
-            or (key == "use_kernels" and value)
-            or (key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys())
-        ):
+            if str(value) not in _ATTENTION:
+                refused = "asks for code from elsewhere"
+        elif key in ("quantization_config", "use_kernels") and value:
+            refused = "is not of plain weights"
+        elif key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys():
+            refused = "makes timm read other files"
+        elif key == "id2label" and not isinstance(value, dict | None):
+            refused = "does not name the classes by number"
+        elif key == "id2label" and value and not set(map(str, range(len(value)))) >= value.keys():
+            refused = f"does not name the {len(value)} classes from 0 on"
+        if refused:
             raise ModelFileError(
-                f"The configuration asks for code or files from elsewhere ({key} = "
-                f"{str(value)[:80]!r})",
+                f"The configuration {refused} ({key} = {str(value)[:80]!r})",
                 place=place,
                 hint=f"correct {key} in the file, or take the model from its source again",
             )
@@ -277,7 +283,7 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
                 place=directory,
                 hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
             )
-    say_dtype({dtype for dtype, _ in headers.values()}, directory)
+    say_dtype({name: dtype for name, (dtype, _) in headers.items()}, directory)
     # The seed is for missing heads.
     with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone, info = kind.from_pretrained(

@@ -7,7 +7,8 @@ They cannot be trained, resized or saved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,6 +135,11 @@ def class_names(backbone: nn.Module) -> tuple[str, ...] | None:
     return origin_of(backbone).class_names
 
 
+def set_class_names(backbone: nn.Module, names: Sequence[str]) -> None:
+    """Set the class names, in memory alone."""
+    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
+
+
 def image_view(backbone: nn.Module) -> ImageView:
     """How images are prepared."""
     view = origin_of(backbone).view
@@ -148,4 +154,4 @@ def _only_run(*_: Any, **__: Any) -> NoReturn:
 
 
 # Nothing else can be done with files.
-build = resize_head = set_class_names = set_depth = write = _only_run
+build = resize_head = set_depth = write = _only_run

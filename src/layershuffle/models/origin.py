@@ -97,11 +97,11 @@ def filled(
 
     Raises the error of torch, which names what is missing, unexpected or of another shape.
     """
+    say_dtype({name: tensor.dtype for name, tensor in tensors.items()}, place)
     # First on the meta device: a hostile configuration takes no memory.
     sketched(make).load_state_dict(tensors, strict=True, assign=True)
     with seeded(seed):  # for buffers that no file holds
         model = make()
-    say_dtype({tensor.dtype for tensor in tensors.values()}, place)
     model.load_state_dict(tensors, strict=True)
     return model
 

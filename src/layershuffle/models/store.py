@@ -68,6 +68,7 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
+from layershuffle.text import counted, one_line, shortened
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 
@@ -317,18 +318,58 @@ def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
     return library_of(backbone).class_names(backbone)
 
 
-def output_names(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...] | None:
-    """The classes of the model's outputs, where the data have `classes`; `None`: nobody knows.
+def name_outputs(
+    model: nn.Module, classes: Sequence[str], *, place: str, of: str = "the data"
+) -> tuple[str, ...]:
+    """Name the outputs of a model without names, which is called `place`, after the `classes` `of`
+    the data or another model.
 
-    A model of timm without names was trained on folders that timm sorts naturally and without case
-    (species2 before species10), so its outputs are `classes` in that order.
+    A model of timm was trained on folders that timm sorts naturally and without case (species2
+    before species10), so its outputs get `classes` in that order. Returns the sentence that says
+    what was assumed, if anything was.
     """
-    names = class_names_of(model)
-    if names is None and origin_of(backbone_of(model)).natural_classes:
+    if class_names_of(model) is not None or num_classes_of(model) != len(classes):
+        return ()
+    names, order = tuple(classes), f"in the order of {of}"
+    if origin_of(backbone_of(model)).natural_classes:
         from timm.utils import natural_key
 
-        return tuple(sorted(classes, key=natural_key))
-    return names
+        names, order = tuple(sorted(classes, key=natural_key)), "in natural order, as timm sorts"
+    set_class_names(model, names)
+    return (
+        f"{place} names no classes; its outputs are taken for {shortened(names)}, {order}; "
+        "--classes FILE names them",
+    )
+
+
+def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
+    """Name the outputs of a model, which is called `place`, as `file` says, a line for each.
+
+    `None` changes nothing. Raises `UsageError` for a file that cannot be read, for another number
+    of names than outputs, and for a model with other names.
+    """
+    if file is None:
+        return
+    hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
+    try:
+        # A byte order mark is what some editors of Windows begin a file with.
+        text = file.read_text(encoding="utf-8-sig").rstrip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = f"The names of the classes cannot be read ({one_line(error)})"
+        raise UsageError(cause, place=file, hint=hint) from error
+    names = tuple(name.strip() for name in text.split("\n"))
+    own, outputs = class_names_of(model), num_classes_of(model)
+    if len(names) != outputs or "" in names:
+        number = f"{counted(len(names), 'name')} for the {outputs} outputs of {place}"
+        cause = "A line is empty" if "" in names else f"There are {number}"
+        raise UsageError(cause, place=file, hint=hint)
+    if own not in (None, names, tuple(map(str, range(outputs)))):
+        raise UsageError(
+            f"{place} names its classes itself, and otherwise ({shortened(own or ())})",
+            place=file,
+            hint="leave out --classes, or correct the names in the model's files",
+        )
+    set_class_names(model, names)
 
 
 def set_class_names(model: nn.Module, names: Sequence[str]) -> None:

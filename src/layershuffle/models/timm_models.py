@@ -22,7 +22,10 @@ from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.models.files import (
     CONFIG,
+    LOG,
     WEIGHTS,
+    WRAPPERS,
+    check_download,
     read_tensors,
     refused_by,
     say_dtype,
@@ -40,10 +43,12 @@ from layershuffle.models.origin import (
     origin_of,
     remember,
     seeded,
+    sketched,
     unknown_name,
     warn_new_head,
 )
 from layershuffle.models.timm_view import config_of_view, image_size, view_of_config
+from layershuffle.text import shortened
 
 NAME = "timm"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
@@ -92,12 +97,12 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
             view[key] = (view[key],)
     # timm would silently drop the trained head; here it is loaded, then replaced with a warning.
     classes = args.pop("num_classes", None) if pretrained else None
-    base = None
+    base, natural = None, False
     hint = f"correct or leave out an argument after '?': timm.create_model({name!r}, ...) takes it"
     with refused_by("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
         if checkpoint is not None:
             path = Path(str(checkpoint)).expanduser()
-            backbone = _from_checkpoint(name, args, path, seed)
+            backbone, natural = _from_checkpoint(name, args, path, seed)
         else:
             weights: dict[str, Any] = {}
             if pretrained:
@@ -113,7 +118,6 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         _name_imagenet(backbone)
     if classes is not None and classes != num_classes(backbone):
         resize_head(backbone, classes, seed=seed)
-    natural = checkpoint is not None
     return remember(backbone, Origin(model_args=args, base_model=base, natural_classes=natural))
 
 
@@ -131,23 +135,43 @@ def _trained(name: str) -> tuple[str, str]:
         )
     path = fetched(repository, [WEIGHTS]) / WEIGHTS
     # Raises for a damaged or missing file.
-    say_dtype({dtype for dtype, _ in tensor_headers(path).values()}, f"timm:{name}")
+    kinds = {tensor: dtype for tensor, (dtype, _) in tensor_headers(path).items()}
+    say_dtype(kinds, f"timm:{name}")
     return repository, str(path)
 
 
-def _from_checkpoint(name: str, args: Mapping[str, Any], path: Path, seed: int) -> Backbone:
-    """A model with the weights in a checkpoint of timm's training script (.pth.tar).
+def _from_checkpoint(
+    name: str, args: Mapping[str, Any], path: Path, seed: int
+) -> tuple[Backbone, bool]:
+    """A model with the weights in a checkpoint of timm's training script (.pth.tar), and whether it
+    is one: another script may have the weights inside of a module, and its own order of classes.
 
     If the run has an average of the weights, it is used, as in timm. torch's restricted unpickler
     reads the file, which creates tensors and refuses code.
     """
+    check_download(path)
     hint = (
         "name a .pth.tar file of timm's train.py, or a .safetensors file, and say what the model "
         "was trained with, as in ?checkpoint=FILE&num_classes=10"
     )
     with refused_by("torch", path, hint=hint):
-        tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
-        return filled(lambda: timm.create_model(name, **args), tensors, place=path, seed=seed)
+        stored = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+        tensors = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
+
+        def make() -> Backbone:
+            return timm.create_model(name, **args)
+
+        # Lightning and others keep the model inside of a module of theirs, beside its loss.
+        first = next(iter(sketched(make).state_dict()))
+        prefixes = {key.removesuffix(first) for key in tensors if key.endswith(f".{first}")}
+        if first not in tensors and len(prefixes) == 1:
+            (prefix,) = prefixes
+            inside = {key for key in tensors if key.startswith(prefix)}
+            if unused := sorted(tensors.keys() - inside):
+                LOG.warning("%s: tensors that are not used: %s.", path, shortened(unused))
+            tensors = {key.removeprefix(prefix): tensors[key] for key in inside}
+            return filled(make, tensors, place=path, seed=seed), False
+        return filled(make, tensors, place=path, seed=seed), True
 
 
 def num_classes(backbone: Backbone) -> int:

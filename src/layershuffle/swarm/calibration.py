@@ -258,10 +258,12 @@ def _measure(
 
 def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
     from layershuffle.data import match_classes, open_data
-    from layershuffle.models import file_view, num_classes_of, output_names
+    from layershuffle.models import class_names_of, file_view, name_outputs, num_classes_of
 
     opened = open_data(data, file_view(host), options=options)
-    names = output_names(host, opened.classes)
+    for note in name_outputs(host, opened.classes, place="the model"):
+        _log.warning(note)
+    names = class_names_of(host)
     return match_classes(opened, names, outputs=num_classes_of(host), place="the model")
 
 

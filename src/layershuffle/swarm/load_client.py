@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.errors import UsageError
 from layershuffle.image_view import uncropped_size
-from layershuffle.models import file_view, num_classes_of, output_names
+from layershuffle.models import class_names_of, file_view, name_outputs, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
 
@@ -56,12 +56,9 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
         std=(1.0,) * view.channels,
     )
     opened = open_data(data, raw, options=DataOptions(train=False, max_test=count))
-    opened = match_classes(
-        opened,
-        output_names(model, opened.classes),
-        outputs=num_classes_of(model),
-        place="the model",
-    )
+    name_outputs(model, opened.classes, place="the model")  # the calibration has said it
+    names = class_names_of(model)
+    opened = match_classes(opened, names, outputs=num_classes_of(model), place="the model")
     split = opened.splits["test"]
     items = map(split.dataset.__getitem__, range(min(count, split.size)))
     return tuple(

@@ -21,6 +21,7 @@ import yaml
 from safetensors.torch import load_model, save_model
 
 from layershuffle.core.methods import METHOD_OPTIONS
+from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
@@ -69,7 +70,7 @@ def check_data(job: Job) -> None:
     now: dict[str, Any] = {"classes": [*data.classes]} | {
         name: split.dataset.contents(data.classes)
         for name, split in data.splits.items()
-        if isinstance(split.dataset, Images)
+        if isinstance(split.dataset, Images | RenumberedImages)
     }
     goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
     if goes_on and not job.settings.data_changed:

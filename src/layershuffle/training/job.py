@@ -24,10 +24,12 @@ from layershuffle.errors import UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import choose_precision, device_of
 from layershuffle.models import (
+    class_names_of,
     image_view,
     load,
+    name_classes,
+    name_outputs,
     num_classes_of,
-    output_names,
     replace_head,
     set_class_names,
     set_image_view,
@@ -156,6 +158,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     precision, why = choose_precision(settings.precision, device=device, training=True)
     method = settings.build_method()
     backbone = load(settings.model, seed=settings.seed)
+    name_classes(backbone, settings.classes, place=settings.model)
     options = DataOptions(
         # The paper selected on the split that it reports, and trained on all the rest.
         holdout=None if settings.paper_protocol else settings.holdout,
@@ -210,10 +213,11 @@ def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> I
 
     The model has the names of the data afterwards; data without names are numbered.
     """
-    names, outputs = output_names(backbone, data.classes), num_classes_of(backbone)
+    notes = name_outputs(backbone, data.classes, place=settings.model)
+    names, outputs = class_names_of(backbone), num_classes_of(backbone)
     difference = class_difference(data.classes, names, outputs=outputs)
     if difference is None:
-        data = in_order_of(data, names)
+        data = in_order_of(replace(data, notes=(*data.notes, *notes)), names)
     else:
         # Another number of classes is said with the new head.
         if len(data.classes) == outputs:

@@ -100,7 +100,12 @@ class Workbench:
         steps = read_order(order, depth=self.depth)
         if not self.has_pairs:
             raise UsageError("The test pairs are not images for this model")
-        right = await self._run(admission, request, lambda *_: self._scores(steps))
+
+        def scored(_: bytes, check: Callable[[], None]) -> dict[str, int]:
+            check()  # a visitor who has left does not keep the next one waiting
+            return self._scores(steps)
+
+        right = await self._run(admission, request, scored)
         return {"order": str(steps), "right": right, "of": len(pair_names())}
 
     async def _run(
