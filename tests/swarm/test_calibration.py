@@ -42,7 +42,7 @@ from layershuffle.swarm.expectations import (
     useful_blocks,
 )
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
+from layershuffle.swarm.rounds import QUEUE, Cell, Way, late_last, overlapped
 from pictures import file_of
 
 DATA = "digit-pairs?test=40"
@@ -186,29 +186,19 @@ GRID = {
 
 
 def ways(rounds):
-    return [rounds.way(kept, enough=3) for kept in (3, 2, 1)]
-
-
-def test_side_by_side_needs_its_accuracy():
-    assert rounds_of(made_up(), parallel=1).as_a_queue
-    with pytest.raises(UsageError, match="2 blocks are to run side by side, but the model's"):
-        rounds_of(made_up(), parallel=2)
+    return [rounds.way(kept) for kept in (3, 2, 1)]
 
 
 def test_what_pays_is_run():
     """Passes first, as few as are near the best; then as many side by side as cost nothing."""
     rounds = rounds_of(with_rows(GRID, late=(90.0, 80.0, 79.9, 85.0)))
     assert ways(rounds) == [Way(2, 1), Way(2, 2), Way(3, 2)]
-    assert [rounds.way(3, enough=kept) for kept in (3, 2, 1)] == [Way(2), Way(1), Way(3)]
     assert rounds.max_age == 2, "three versions late it was worse than no third block"
-    given = rounds_of(with_rows(GRID), parallel=3)
-    assert ways(given) == [Way(3, 1), Way(3, 2), Way(3, 2)]
-    assert given.max_age == 2, "a state is as old as that with three under way"
-    assert rounds_of(with_rows(GRID), parallel=9).ways[2] == Way(9, 2)
-    assert rounds_of(None).as_a_queue
-    late = rounds_of(None, parallel=2)
-    assert (late.way(7, enough=9), late.max_age) == (Way(2), 4)
-    assert rounds_of(made_up()).as_a_queue, "nothing else was measured"
+    early = rounds_of(with_rows(GRID, late=(79.9,)))
+    assert early.max_age == 2, "a state is as old as that with three under way"
+    assert rounds_of(None) == QUEUE
+    alone = rounds_of(made_up())
+    assert ({*alone.ways.values()}, alone.max_age) == ({Way()}, 0), "nothing else was measured"
 
 
 def test_expected_of_what_ran():

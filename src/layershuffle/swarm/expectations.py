@@ -10,7 +10,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.rounds import Cell, Rounds, Way, beside_twins, cell_of_named
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way, beside_twins, cell_of_named
 
 NEVER = (
     "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
@@ -102,61 +102,36 @@ def useful_blocks(calibration: Calibration | None) -> int:
     return next(row.kept for row in calibration.queue if row.top1 >= enough)
 
 
-def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -> Rounds:
-    """How requests in free order run, according to the calibration.
+def rounds_of(calibration: Calibration | None) -> Rounds:
+    """How requests in free order run, according to the calibration; without one, as a queue.
 
     For each number of blocks: the fewest passes within half a point of the best number of passes,
-    and with these the most blocks in flight that cost at most half a point. `parallel` sets the
-    number in flight instead. A late answer counts up to the age at which it is worse than none, and
-    always up to the age that the number in flight causes. Without a calibration no block runs
-    again, and answers may be `2 * parallel` versions old. Raises `UsageError` for `parallel` above
-    1 if only one block after the other was measured: the blocks may not add to their state.
+    and with these the most blocks in flight that cost at most half a point. A late answer counts up
+    to the age at which it is worse than none, and always up to the age that the number in flight
+    causes.
     """
     if calibration is None:
-        return Rounds(otherwise=Way(parallel or 1), max_age=2 * (parallel or 1))
+        return QUEUE
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)
-    if parallel is not None and parallel > 1 and all(cell.parallel == 1 for cell in top1):
-        raise UsageError(
-            f"{parallel} blocks are to run side by side, but the model's calibration has no "
-            "accuracy of that: its blocks do not add to their state, or it is old",
-            hint="leave `parallel` out of the plan, or run layershuffle swarm calibrate again",
-        )
-    numbers = range(1, depth + 1)
-    ways = {kept: _way(top1, kept, parallel=parallel) for kept in numbers}
-    once = {kept: parallel or _widest(top1, kept, passes=1) for kept in numbers}
+    ways = {kept: _way(top1, kept) for kept in range(1, depth + 1)}
     without = top1[Cell(depth - 1)] if depth > 1 else 0.0
     worse = [age for age, late in enumerate(calibration.late) if late < without]
     measured = worse[0] if worse else len(calibration.late)
-    widest = max(*once.values(), *(way.parallel for way in ways.values()))
-    return Rounds(ways, max_age=max(measured, widest - 1), once=once, tied=calibration.tied)
+    widest = max(way.parallel for way in ways.values())
+    return Rounds(ways, max_age=max(measured, widest - 1), tied=calibration.tied)
 
 
-def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
+def _way(top1: Mapping[Cell, float], kept: int) -> Way:
     """How `kept` blocks run, by the accuracy of every cell."""
-    measured = sorted((cell.passes, cell.parallel) for cell in top1 if cell.kept == kept)
-    widest = measured[-1][1]
-    width = 1 if parallel is None else min(parallel, widest)
-
-    def of(passes: int, under_way: int) -> float:
-        return top1[Cell(kept, passes, under_way)]
-
-    number = [passes for passes, under_way in measured if under_way == width]
-    best = max(of(passes, width) for passes in number)
-    passes = next(passes for passes in number if of(passes, width) >= best - _POINTS)
-    if parallel is not None:
-        return Way(parallel, passes)
-    return Way(_widest(top1, kept, passes=passes), passes)
-
-
-def _widest(top1: Mapping[Cell, float], kept: int, *, passes: int) -> int:
-    """The most blocks in flight that cost at most half a point."""
-    least = top1[Cell(kept, passes)] - _POINTS
-    return max(
+    queue = {cell.passes: top1[cell] for cell in top1 if (cell.kept, cell.parallel) == (kept, 1)}
+    passes = min(n for n, right in queue.items() if right >= max(queue.values()) - _POINTS)
+    widest = max(
         cell.parallel
-        for cell, accuracy in top1.items()
-        if (cell.kept, cell.passes) == (kept, passes) and accuracy >= least
+        for cell, right in top1.items()
+        if (cell.kept, cell.passes) == (kept, passes) and right >= queue[passes] - _POINTS
     )
+    return Way(widest, passes)
 
 
 def expected_over(

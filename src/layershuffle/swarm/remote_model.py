@@ -92,13 +92,11 @@ class RemoteModel:
                 hint="try again later, or allow a later deadline",
             ) from error
         entered = time.perf_counter()
-        # A plan may ask for fewer blocks than the calibration's useful ones.
-        useful = min(useful_blocks, router.most_blocks or self.depth)
         heads = _Heads(self.model, self.temperatures)
         state, route = await router.walk(
             start,
             deadline=deadline - late_by,
-            min_blocks=max(min_blocks, useful),
+            min_blocks=max(min_blocks, useful_blocks),
             confidence=confidence,
             chance=heads.chance,
         )

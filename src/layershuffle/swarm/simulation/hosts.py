@@ -8,7 +8,7 @@ unchanged, and a block of a lying host adds 1, so canaries, audits and the clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from layershuffle.swarm.messages import (
     Wire,
     WorkExpired,
 )
-from layershuffle.swarm.simulation.scenario import HostTimes, Profile
+from layershuffle.swarm.simulation.scenario import Machines, SimulatedDevice
 
 _MILLI = 1000.0
 
@@ -61,13 +61,18 @@ class SimulatedHost:
     """One host. The router calls `visit`; the other public methods inject and end faults."""
 
     def __init__(
-        self, times: HostTimes, *, profile: Profile, limits: Limits, delays: Iterator[float]
+        self,
+        device: SimulatedDevice,
+        *,
+        machines: Machines,
+        limits: Limits,
+        delays: Iterator[float],
     ) -> None:
-        self.profile, self.limits, self.delays = profile, limits, delays
+        self.machines, self.limits, self.delays = machines, limits, delays
         self.alive, self.silent, self.lying = True, False, False
         self._loop = asyncio.get_running_loop()
-        self._half_link = times.link_ms / 2 / _MILLI
-        self._block = times.block_ms / _MILLI
+        self._half_link = device.link_ms / 2 / _MILLI
+        self._block = device.block_ms / _MILLI
         self._factor = 1.0
         self._died = 0.0
         # A restarted process does not finish the batch of its predecessor.
@@ -125,7 +130,7 @@ class SimulatedHost:
             return
         self._batch = self._next_batch()
         images = sum(job.images for job in self._batch)
-        seconds = self._block * self._factor * (1 + self.profile.batch_share * (images - 1))
+        seconds = self._block * self._factor * (1 + self.machines.batch_share * (images - 1))
         self._loop.call_later(seconds, self._end_batch, seconds, images, self._process)
 
     def _next_batch(self) -> list[SimulatedVisit]:
@@ -158,8 +163,8 @@ class SimulatedHost:
 
     def _lose(self, job: SimulatedVisit) -> None:
         """Tell the caller that the process is dead, as late as Ray would."""
-        # With Ray callers are told 62 to 85 ms after a SIGKILL (`Profile.notice_ms`).
-        notice = max(self._loop.time(), self._died + self.profile.notice_ms / _MILLI)
+        # With Ray callers are told 62 to 85 ms after a SIGKILL (`Machines.notice_ms`).
+        notice = max(self._loop.time(), self._died + self.machines.notice_ms / _MILLI)
         self._loop.call_at(notice, _settle, job, HostGone("Its process is dead"))
 
     # --- faults -----------------------------------------------------------------------------------
@@ -199,12 +204,17 @@ class SimulatedHosts:
     """All hosts of a simulation, by name; the router's transport. `visits` counts visits sent."""
 
     def __init__(
-        self, names: Iterable[str], *, profile: Profile, limits: Limits, seed: int
+        self,
+        devices: Mapping[str, SimulatedDevice],
+        *,
+        machines: Machines,
+        limits: Limits,
+        seed: int,
     ) -> None:
-        delays = profile.delays(seed)
+        delays = machines.delays(seed)
         self.hosts = {
-            name: SimulatedHost(profile.times(name), profile=profile, limits=limits, delays=delays)
-            for name in names
+            name: SimulatedHost(device, machines=machines, limits=limits, delays=delays)
+            for name, device in devices.items()
         }
         self.visits = 0
 
