@@ -53,7 +53,7 @@ SWARM_LAYERS = (
     ("state", "audits", "rounds", "served", "children"),
     ("policy",),
     ("router", "members"),
-    ("health", "remote_model", "calibration", "expectations"),
+    ("health", "remote_model", "calibration", "measuring", "expectations"),
     ("coordinator", "chaos"),
     ("simulation",),
     ("planning",),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.messages import Answer, State, Transport, Visit, Wire, WorkExpired
 
 if TYPE_CHECKING:
@@ -153,8 +155,11 @@ class FaultInjector:
             self.transport.break_host(name, kind)
         else:
             self.transport.heal(name)
-            if name in children.pids:
-                children.signal(name, signal.SIGCONT)
+            if name in children.names:
+                # Also where nobody has noticed yet that it died.
+                children.release(name)
+                with suppress(LayerShuffleError):
+                    children.signal(name, signal.SIGCONT)
             view = coordinator.router.swarm.get(name)
             # A host that is only suspect is back with its next probe.
             if view is None or view.condition in ("shut-out", "draining", "gone"):

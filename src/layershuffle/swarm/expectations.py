@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.errors import UsageError
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way, beside_twins, cell_of_named
@@ -62,33 +61,18 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
     if not rows:
         return None
     row = max(rows, key=lambda row: row.passes)
-    return Expected(
-        top1=row.top1,
-        low=row.low,
-        high=row.high,
-        orders_low=row.orders_low,
-        orders_high=row.orders_high,
-        kept=row.kept,
-        orders=calibration.orders,
-        images=calibration.images,
-        data=calibration.data,
-        split=calibration.split,
-        effective=row.effective,
-        passes=row.passes,
-        parallel=row.parallel,
-    )
+    return Expected(**row.model_dump(exclude={"sd_orders"}), **asdict(calibration.facts))
 
 
 def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
     """The accuracy to expect of steps that a client named; `None` if it was not measured."""
     if calibration.tied is not None and beside_twins(order, calibration.tied):
         return None
-    cell = cell_of_named(order)
-    expected = None if cell is None else expected_at(calibration, cell)
-    # A client may name more passes than were measured, which may be harmful.
-    if expected is None or cell is None or expected.passes < cell.passes:
+    if (cell := cell_of_named(order)) is None:
         return None
-    return expected
+    expected = expected_at(calibration, cell)
+    # A client may name more passes than were measured, which may be harmful.
+    return expected if expected is not None and expected.passes == cell.passes else None
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -134,32 +118,26 @@ def _way(top1: Mapping[Cell, float], kept: int) -> Way:
     return Way(widest, passes)
 
 
-def expected_over(
-    calibration: Calibration, cells: Sequence[Cell | None]
-) -> tuple[float, float, float]:
+def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[float, float, float]:
     """(top-1, low, high) in percent to expect of answers in these cells, one image each.
 
     The interval covers the uncertainty of the calibration and the random choice of the images and
-    of their groups, so it is wide for few answers. An answer without blocks (`None`) counts as
-    wrong. Raises `UsageError` for no answers.
+    of their groups, so it is wide for few answers. There is at least one, and all cells were
+    measured.
     """
-    if not cells:
-        raise UsageError("Without answers there is no accuracy to expect")
     # Looked up once per cell: a drill has thousands of answers in few cells.
-    by_cell = {
-        cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)
-    }
-    rows = [by_cell[cell] for cell in cells]
-    top1 = mean([0.0 if row is None else row.top1 for row in rows])
+    by_cell = {cell: expected_at(calibration, cell) for cell in set(cells)}
+    rows = [row for cell in cells if (row := by_cell[cell]) is not None]
+    top1 = mean([row.top1 for row in rows])
     # The calibration's error is the same for all answers, so it does not shrink with their number.
-    below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
-    above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
+    below = mean([row.top1 - row.low for row in rows])
+    above = mean([row.high - row.top1 for row in rows])
     # The share of pairs of images that are wrong together is the same for fewer images, so the
     # design effect beyond 1 is proportional to their number.
     shared = [
         (row.images / row.effective - 1) / (row.images - 1)
         for row in rows
-        if row is not None and row.effective is not None and row.images > 1
+        if row.effective is not None and row.images > 1
     ]
     effect = 1 + sum(shared) / len(cells) * (len(cells) - 1)
     chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells) * effect)

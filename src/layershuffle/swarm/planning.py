@@ -6,8 +6,8 @@ hosts:                         # HOSTS.yaml
 block_ms: 8.0                  # of a host of speed 1; else as measured here
 
 The blocks are assigned as a gateway assigns them (`assignment`). Beside the throughput of that
-assignment stands what no assignment can exceed, the bound of a linear program. Times are simulated.
-MB are 10^6 bytes.
+assignment stands what no assignment can exceed, the bound of a linear program. `swarm simulate`
+runs the same devices in virtual time. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -29,31 +29,15 @@ from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, rea
 from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.expectations import rounds_of
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.simulation.outcome import SimulationOutcome
-from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals, SimulatedDevice
-from layershuffle.text import counted, listing, table
+from layershuffle.swarm.simulation.scenario import SimulatedDevice
+from layershuffle.text import counted, listing
 
 MEGA = 1e6
 _MILLI = 1000.0
-LARGE = 60
-"""With more hosts, throughput is not simulated: the requests that keep them busy take minutes."""
 _SHOWN = 20
 """Most hosts that are listed by name."""
-_ALONE, _BUSY = 12, 600
-"""Requests one after the other, and of many clients (at least five of each)."""
-PATIENT = Limits(
-    # So that figures say what the hosts can do, and not where a deadline cuts requests off.
-    deadline_ms=1e9,
-    hop_floor_ms=1e9,
-    hop_cap_ms=1e9,
-    canary_every_ms=1e12,
-    max_batch=1,  # the gain of a host from batches is unknown
-)
 
 
 class HostSpec(Settings):
@@ -219,32 +203,14 @@ def most_per_second(
 
 
 def plan_report(planned: Planned, facts: ModelFacts) -> str:
-    """The blocks of every host, simulated figures of every routing, and the bound."""
-    devices, count = planned.devices, len(planned.devices)
+    """The blocks of every host, the most requests per second, and what single hosts hold."""
+    devices = planned.devices
     blocks = [(name, ", ".join(map(str, sorted(d.blocks)))) for name, d in devices.items()]
     lines = [listing(blocks[:_SHOWN])]
-    if count > _SHOWN:
-        lines.append(f"  and {count - _SHOWN} more hosts")
-
-    def simulated(requests: int, clients: int) -> SimulationOutcome:
-        return simulate(
-            devices,
-            requests=requests,
-            limits=PATIENT,
-            routing=routing,
-            arrivals=Arrivals(clients=clients),
-            rounds=facts.rounds,
-        )
-
-    rows, clients = [], 4 * count  # enough to keep every host busy
-    for routing in ROUTINGS:
-        alone, busy = simulated(_ALONE, 1).quantile(0.5), "-"
-        if count <= LARGE:
-            busy = f"{simulated(max(_BUSY, 5 * clients), clients).per_second:.1f}"
-        rows.append((routing, f"{alone:.1f}", busy))
-    lines += ["", table(("simulated", "ms, a request alone", "requests/s, busy"), rows), ""]
+    if len(devices) > _SHOWN:
+        lines.append(f"  and {len(devices) - _SHOWN} more hosts")
     lines.append(
-        f"These blocks on these hosts: at most {planned.most:.1f} requests/s. No plan can give "
+        f"\nThese blocks on these hosts: at most {planned.most:.1f} requests/s. No plan can give "
         f"more than {planned.bound:.1f} (linear program)."
     )
     copies = Counter(block for device in devices.values() for block in device.blocks)

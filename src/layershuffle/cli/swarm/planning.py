@@ -33,10 +33,7 @@ class DevicesCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(DevicesCommand):
-    """Show which device would hold which blocks of a model, and what to expect of that.
-
-    The figures come from a simulation, in free order and in sequence.
-    """
+    """Show which device would hold which blocks of a model, and how many requests that allows."""
 
     def run(self) -> int:
         """Plan and print."""
@@ -51,7 +48,7 @@ class PlanCommand(DevicesCommand):
             f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that "
             "is `speed: 1` (block_ms in the file overrides it).\n"
         )
-        print(plan_report(planned, facts))
+        print(f"{plan_report(planned, facts)}\nNext: layershuffle swarm simulate {self.devices}")
         return 0
 
 
@@ -178,8 +175,9 @@ class CalibrateCommand(ComputingCommand):
     def run(self) -> int:
         """Measure, store, and print the table."""
         from layershuffle.models import load
-        from layershuffle.swarm.calibration import calibrate, calibration_path, write_calibration
+        from layershuffle.swarm.calibration import calibration_path, write_calibration
         from layershuffle.swarm.expectations import expected_at, rounds_of
+        from layershuffle.swarm.measuring import calibrate
         from layershuffle.swarm.rounds import Cell
 
         # First: a model without a directory of its own is refused before minutes of work.

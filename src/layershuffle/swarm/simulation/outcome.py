@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ ENDED: tuple[Ended, ...] = get_args(Ended)
 _ROWS = (
     ("requests", "requests", ".0f"),
     ("seconds", "simulated seconds", ".1f"),
+    ("per_second", "requests/s", ".1f"),
     *((end, f"% {end}", ".2f") for end in ENDED),
     ("ms_median", "ms, median", ".1f"),
     ("ms_p95", "ms, 95 %", ".1f"),
@@ -57,7 +57,8 @@ class SimulationOutcome:
     both `None` without a calibration. `false`: answers in which a host that answers wrongly took
     part, counted as wrong. `hops`: visits per request, including failed ones. `visited`: visits for
     requests that each host answered. `seconds`: virtual time; `per_second`: requests that ended per
-    second, over the middle half of them. `visits`: all visits sent, including canaries and audits.
+    second, over the middle half of them, `None` if these ended at one moment. `visits`: all visits
+    sent, including canaries and audits.
     """
 
     routing: Routing
@@ -71,7 +72,7 @@ class SimulationOutcome:
     hops: float
     visited: Mapping[str, int] = field(repr=False)
     seconds: float
-    per_second: float
+    per_second: float | None
     visits: int
 
     def share(self, *ended: Ended) -> float:
@@ -125,7 +126,7 @@ def outcome_of(
         visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
         seconds=replies[-1].ended_at,
         # n ends have n - 1 intervals between them.
-        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else math.nan,
+        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else None,
         visits=visits,
     )
 
@@ -138,6 +139,7 @@ def figures(outcome: SimulationOutcome) -> dict[str, float | None]:
     return {
         "requests": outcome.requests,
         "seconds": outcome.seconds,
+        "per_second": outcome.per_second,
         **{end: outcome.share(end) for end in ENDED},
         "ms_median": outcome.quantile(0.5),
         "ms_p95": outcome.quantile(0.95),

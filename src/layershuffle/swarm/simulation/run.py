@@ -15,6 +15,7 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
+from layershuffle.swarm.chaos import SLOW_FACTOR
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
@@ -212,9 +213,9 @@ class _Simulation:
         if fault.kind == "crash":
             host.die()
         elif fault.kind in ("freeze", "cut"):
-            host.hush()
+            host.silent = True
         elif fault.kind == "slow":
-            host.slow()
+            host.factor = SLOW_FACTOR
         elif fault.kind == "wrong":
             host.lying = True
         elif fault.kind == "leave":
