@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from gateway_site import listening
 from PIL import Image
-from test_server_run import answered, connected, plain
 
 from clock import loop_time, run_virtual
 from common import FAMILIES
@@ -27,7 +25,6 @@ from layershuffle.swarm.drill import (
     Played,
     Reply,
     ScenarioName,
-    _Unread,
     asking,
     judged,
     labelled_images,
@@ -36,7 +33,6 @@ from layershuffle.swarm.drill import (
     share,
 )
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.server.limits import GatewayLimits
 from refusals import refuses
 from waiting import HANGS, until
 
@@ -251,7 +247,7 @@ def test_each_scenario_breaks_what_it_names_and_mends_it(monkeypatch, capsys, sc
 
 def test_the_names_of_help_are_those_of_the_module():
     assert swarm.ScenarioFlag == ScenarioName
-    assert tuple(SCENARIOS) == get_args(ScenarioName) == (*BROKEN, "unread")
+    assert tuple(SCENARIOS) == get_args(ScenarioName) == tuple(BROKEN)
 
 
 def test_what_never_recovers_or_loses_a_request_is_not_passed(monkeypatch, capsys):
@@ -318,42 +314,3 @@ def test_a_host_that_cannot_be_broken_or_mended_keeps_no_other_from_it(monkeypat
     with pytest.raises(LayerShuffleError, match="b cannot rejoin"):
         asyncio.run(drilled(monkeypatch, fake, "all"))
     assert fake.conditions == dict.fromkeys("abc", "healthy")
-
-
-# --- unread answers -------------------------------------------------------------------------------
-
-
-def test_four_addresses_that_never_read_keep_nobody_else_out():
-    """32 connections each, with a hundred requests in every one; another address is served
-    meanwhile, and all of them are closed after a few seconds."""
-    limits = GatewayLimits(head_ms=500)
-
-    async def large(scope, receive, send):
-        """Answers of 300 kB: the kernel takes some, then the server waits for the client."""
-        if scope.get("path") != "/v1/swarm":
-            return await plain(scope, receive, send)
-        head = [(b"content-length", b"300000")]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        return await send({"type": "http.response.body", "body": bytes(300_000)})
-
-    async def go():
-        async with listening(large, limits) as (listener, port):
-            unread, served = _Unread(f"http://127.0.0.1:{port}"), 0
-            try:
-                await unread.open()
-                async with asyncio.timeout(40):
-                    while not unread.closed():
-                        async with connected(port) as other:
-                            served += await answered(*other)
-            finally:
-                unread.close()
-            return served, len(listener.open)
-
-    served, left = asyncio.run(go())
-    assert served > 0
-    assert left <= 1
-
-
-def test_unread_answers_are_for_this_machine():
-    with refuses(UsageError):
-        asyncio.run(_Unread("https://127.0.0.1:8000").open())

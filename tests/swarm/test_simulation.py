@@ -26,7 +26,7 @@ from layershuffle.swarm.simulation.scenario import (
     SimulatedDevice,
     crashes,
     in_turn,
-    lives,
+    life,
 )
 from refusals import refuses
 
@@ -194,7 +194,7 @@ def test_the_same_seed_gives_the_same():
 
 def test_lives_are_exponential_and_steady_from_the_start():
     churn = Churn(up_s=2, down_s=1)
-    up, stays = lives(churn, 400, seed=4)
+    up, stays = zip(*(life(churn, number, seed=4) for number in range(400)), strict=True)
     assert np.mean(up) == pytest.approx(churn.availability, abs=4 * math.sqrt(2 / 9 / 400))
     times = np.array([[next(stay) for _ in range(51)] for stay in stays])
     for there, mean in ((True, 2), (False, 1)):

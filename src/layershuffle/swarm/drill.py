@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import select
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from PIL import Image
 from torch import Tensor, nn
@@ -38,7 +34,7 @@ from layershuffle.text import counted, table
 
 ScenarioName = Literal[
     "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
-    "canary-liar", "unread",
+    "canary-liar",
 ]  # fmt: skip
 _LEAST = 4
 _MOST_IMAGES = 1000
@@ -48,19 +44,16 @@ _RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
 # Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
 # (`Limits.start_ms`), so that hosts of a slow machine that are starting are not given up.
 _BACK = 180.0
-_SOURCES = tuple(f"127.0.0.{number}" for number in range(2, 6))  # clients count by address
-_CONNECTIONS = 32
-_QUESTION = b"GET /v1/swarm HTTP/1.1\r\nHost: drill\r\n\r\n" * 100
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`kind` happens to the hosts that `victims` chooses of all; `None`: answers are not read.
+    """`kind` happens to the hosts that `victims` chooses of all.
 
     `lasts`: until it is mended, after half of the requests.
     """
 
-    kind: FaultKind | None
+    kind: FaultKind
     victims: Callable[[Sequence[str]], Sequence[str]] = lambda hosts: hosts[-1:]
     lasts: bool = False
 
@@ -76,7 +69,6 @@ SCENARIOS: Mapping[ScenarioName, Scenario] = {
     "liar": Scenario("wrong"),
     "rare-liar": Scenario("wrong-rarely"),
     "canary-liar": Scenario("wrong-but-canaries"),
-    "unread": Scenario(None),
 }
 
 
@@ -308,7 +300,6 @@ class Drill:
     hosts: Sequence[str]
     operator: Operator
     client: AsyncSwarmClient
-    address: str
     ask: Ask
     requests: int
     calibration: Calibration | None
@@ -320,22 +311,17 @@ class Drill:
         Raises `LayerShuffleError` if a fault is impossible, or if hosts stay away.
         """
         scenario, quarter = SCENARIOS[name], self.requests // 4
-        victims = () if scenario.kind is None else scenario.victims(self.hosts)
-        orders = list[asyncio.Future[Any]]()
+        victims, orders = scenario.victims(self.hosts), list[asyncio.Future[Any]]()
         watch: asyncio.Task[float | None] | None = None
-        unread = _Unread(self.address)
 
         async def breaking() -> None:
             nonlocal watch
             begun = time.perf_counter()
-            if scenario.kind is None:
-                await unread.open()
-            else:
-                orders.extend(self._order(host, scenario.kind) for host in victims)
-                # Their threads go on if this drill ends: mending comes after them.
-                await asyncio.shield(asyncio.gather(*orders))
+            orders.extend(self._order(host, scenario.kind) for host in victims)
+            # Their threads go on if this drill ends: mending comes after them.
+            await asyncio.shield(asyncio.gather(*orders))
             if not scenario.lasts:
-                watch = asyncio.create_task(self._recovery(scenario, victims, unread, begun))
+                watch = asyncio.create_task(self._recovery(scenario, victims, begun))
 
         async def mending() -> None:
             nonlocal watch
@@ -352,7 +338,6 @@ class Drill:
                 replies.append(await self.ask(len(replies)))
             whole = watch.result()
         finally:
-            unread.close()
             if watch is not None:
                 watch.cancel()
             # Also where it lasts, if the requests ended before it was mended.
@@ -360,12 +345,10 @@ class Drill:
         return Played(name, replies, whole, judged(replies, self.calibration))
 
     async def _recovery(
-        self, scenario: Scenario, victims: Sequence[str], unread: _Unread, begun: float
+        self, scenario: Scenario, victims: Sequence[str], begun: float
     ) -> float | None:
         """Seconds since `begun` until the swarm has recovered by itself, if it does."""
-        if scenario.kind is None:
-            recovered = await self._until(lambda _: unread.closed(), within=_RECOVERY)
-        elif scenario.kind == "kill":
+        if scenario.kind == "kill":
             # A killed host may still count as healthy for a moment.
             await self._until(lambda healthy: healthy != {*self.hosts}, within=1.0)
             recovered = await self._until(lambda now: now >= {*self.hosts}, within=_RECOVERY)
@@ -410,47 +393,3 @@ class Drill:
             if true(healthy) or time.perf_counter() > end:
                 return true(healthy)
             await asyncio.sleep(_POLL)
-
-
-class _Unread:
-    """Connections from four addresses that ask the gateway at `address`, and read no answer."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._sockets: list[socket.socket] = []
-
-    async def open(self) -> None:
-        """Ask. Raises `UsageError` for a gateway that is not at 127.0.0.1 in clear."""
-        parts = urlsplit(self._address)
-        if parts.scheme != "http" or parts.hostname != "127.0.0.1":
-            raise UsageError(
-                "Unread answers are drilled at http://127.0.0.1 alone: other addresses of one "
-                "client are needed",
-                hint="leave the scenario `unread` out",
-            )
-        loop = asyncio.get_running_loop()
-        for source in _SOURCES * _CONNECTIONS:
-            connection = socket.socket()
-            self._sockets.append(connection)
-            connection.setblocking(False)
-            connection.bind((source, 0))
-            await loop.sock_connect(connection, (parts.hostname, parts.port or 80))
-            # As much as the kernel takes; the rest would only wait here.
-            with suppress(BlockingIOError, ConnectionError):
-                connection.send(_QUESTION)
-
-    def closed(self) -> bool:
-        """Whether the gateway has closed all of them."""
-        poll = select.poll()
-        for connection in self._sockets:
-            # A closed end cannot signal it behind unread answers, but it resets senders.
-            with suppress(BlockingIOError, ConnectionError):
-                connection.send(b"G")
-            poll.register(connection, select.POLLERR | select.POLLHUP)
-        return len(poll.poll(0)) == len(self._sockets)
-
-    def close(self) -> None:
-        """Close what was opened."""
-        for connection in self._sockets:
-            connection.close()
-        self._sockets = []

@@ -12,7 +12,7 @@ RoutingFlag = Literal["order-free", "sequential"]
 WireFlag = Literal["fp32", "fp16", "int8"]
 ScenarioFlag = Literal[
     "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
-    "canary-liar", "unread",
+    "canary-liar",
 ]  # fmt: skip
 SCENARIOS: tuple[ScenarioFlag, ...] = get_args(ScenarioFlag)
 ROUTINGS: tuple[RoutingFlag, ...] = get_args(RoutingFlag)

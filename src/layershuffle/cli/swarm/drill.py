@@ -28,10 +28,10 @@ class DrillCommand(ServerOptions):
 
     requests: int = 300
     """Number of requests, per scenario."""
-    scenarios: tuple[ScenarioFlag, ...] = SCENARIOS[:-1]
+    scenarios: tuple[ScenarioFlag, ...] = SCENARIOS
     """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
     cut off or leaving; one answers wrongly always (liar), in 1 % of its answers, or always except
-    for canaries; or connections never read their answers (unread; not by default)."""
+    for canaries."""
     data: str | None = None
     """Labelled images: the test split of this data. Default: the data of the calibration; the
     accuracy on other images is not known."""
@@ -86,7 +86,6 @@ class DrillCommand(ServerOptions):
                 hosts=hosts,
                 operator=operator,
                 client=client,
-                address=self.address[0],
                 ask=asking(client, images, deadline_ms=self.deadline_ms, patient=True),
                 requests=self.requests,
                 calibration=calibration,

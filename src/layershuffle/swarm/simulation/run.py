@@ -36,7 +36,7 @@ from layershuffle.swarm.simulation.scenario import (
     Fault,
     Machines,
     SimulatedDevice,
-    lives,
+    life,
 )
 from layershuffle.swarm.state import HostView, Swarm, retry_after
 
@@ -240,14 +240,14 @@ class _Simulation:
         One heap of tuples, and not a timer for each host: with 10,000 timers the event loop spends
         more time on comparing them than on anything else.
         """
-        up, stays = lives(churn, len(self.devices), seed=self.seed)
-        for name, there in zip(self.devices, up, strict=True):
-            if not there:
+        changes = []
+        for number, name in enumerate(self.devices):
+            up, stays = life(churn, number, seed=self.seed)
+            changes.append((next(stays), name, stays))
+            if not up:
                 self.transport.hosts[name].die()
                 absent = replace(self._view(name), condition="gone", why="it has not come yet")
                 self.router.swarm = self.router.swarm.with_host(absent)
-        firsts = zip(self.devices, stays, strict=True)
-        changes = [(next(times), name, times) for name, times in firsts]
         heapify(changes)
         return changes
 
