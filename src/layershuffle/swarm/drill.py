@@ -11,6 +11,7 @@ import asyncio
 import io
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -384,12 +385,10 @@ class Drill:
     async def _until(self, true: Callable[[frozenset[str]], bool], *, within: float) -> bool:
         """Whether this comes to be true of the healthy hosts within so many seconds."""
         end = time.perf_counter() + within
-        while True:
-            try:
+        while time.perf_counter() <= end:
+            with suppress(LayerShuffleError):  # the gateway does not answer
                 swarm = await self.client.swarm()
-                healthy = frozenset(h.name for h in swarm.hosts if h.condition == "healthy")
-            except LayerShuffleError:
-                healthy = frozenset()  # the gateway does not answer
-            if true(healthy) or time.perf_counter() > end:
-                return true(healthy)
+                if true(frozenset(h.name for h in swarm.hosts if h.condition == "healthy")):
+                    return True
             await asyncio.sleep(_POLL)
+        return False
