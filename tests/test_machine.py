@@ -1,11 +1,12 @@
-"""The garbage collector during measurements and imports."""
+"""The garbage collector during measurements and imports; cores."""
 
 import atexit
 import gc
+import os
 
 import pytest
 
-from layershuffle.machine import collector_paused, imports_stay
+from layershuffle.machine import collector_paused, cores, imports_stay
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -31,3 +32,10 @@ def test_the_collector_leaves_alone_what_was_imported() -> None:
         assert not any(seen is imported for seen in gc.get_objects())
     finally:
         atexit.unregister(gc.unfreeze)
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores() == len(os.sched_getaffinity(0))
+    # As on macOS and Windows.
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == os.cpu_count()
