@@ -40,10 +40,10 @@ def report_of(study: Path) -> tuple[str, Path]:
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the figures of the reports."""
     docs = Path(config.docs_dir)
-    for plan in docs.glob("results/*/plan.json"):
-        _, figures = report_of(plan.parent)
+    for page in docs.glob("results/*/README.md"):
+        _, figures = report_of(page.parent)
         for figure in sorted(figures.iterdir()):
-            uri = (plan.parent / FIGURES / figure.name).relative_to(docs).as_posix()
+            uri = (page.parent / FIGURES / figure.name).relative_to(docs).as_posix()
             if uri not in files.src_uris:
                 files.append(File.generated(config, uri, abs_src_path=str(figure)))
     return files
