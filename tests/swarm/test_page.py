@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import tomllib
 
 import httpx
 import pytest
@@ -15,11 +16,12 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
-from layershuffle.models import truncate
+from layershuffle.models import read_record, truncate
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.page import HEADERS, demo_app
 from layershuffle.swarm.server.workbench import (
+    ORDINARY,
     OURS,
     Workbench,
     digits_workbench,
@@ -88,6 +90,20 @@ def test_other_names_are_not_looked_up_on_the_disk(workbench, name):
     assert ask(workbench, "GET", f"/page/{name}").status_code == 404
 
 
+def test_both_models_were_refined_for_as_long_and_the_page_says_it():
+    records = [read_record(asset(name.removeprefix("bundled:"))) for name in (OURS, ORDINARY)]
+    ours, ordinary = (record["settings"] for record in records)
+    same = ("model", "data", "steps", "batch_size", "lr", "schedule")
+    assert [ours[name] for name in same] == [ordinary[name] for name in same]
+    words = f"for as long, {ours['steps']:,} steps on the same pairs"
+    assert words in " ".join(asset("page", "index.html").read_text().split())
+
+
+def test_the_page_has_the_address_of_the_documentation(workbench, repository):
+    urls = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["urls"]
+    assert ask(workbench, "GET", "/page/facts").json()["docs"] == urls["Documentation"]
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -107,7 +123,7 @@ def test_scores_are_those_of_the_model_image_by_image(workbench, order):
     answer = post(workbench, "/page/score", order).json()
     assert answer["of"] == 100
     assert answer["right"]["ours"] == right_by_hand(OURS, order)
-    assert answer["right"]["ordinary"] == right_by_hand("bundled:digits", order)
+    assert answer["right"]["ordinary"] == right_by_hand(ORDINARY, order)
 
 
 def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkeypatch, caplog):

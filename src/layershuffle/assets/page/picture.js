@@ -76,7 +76,7 @@ export class Picture {
 
   async open(file) {
     const image = await createImageBitmap(file).catch(() => null);
-    if (!image) return say(at("status"), "That file is no image.");
+    if (!image) return say(at("picture-text"), "That file is no image.");
     this.pen.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
     this.label = null;
     this.given = file;

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.metadata import metadata
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -50,12 +51,20 @@ HEADERS = {
 }
 
 
+def documentation() -> str:
+    """The address of the documentation, as pyproject.toml has it."""
+    urls = metadata("layershuffle").get_all("Project-URL", [])
+    address: str = dict(url.split(", ", 1) for url in urls)["Documentation"]
+    return address
+
+
 class PageFacts(BaseModel):
     """The facts that the page loads first.
 
     `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
     package are images of it; `models`: the names of the models that answer in this process, by
-    role; `swarm`: the name of the model whose hosts answer at /v1/classify, "" without a swarm.
+    role; `docs`: where the documentation is; `swarm`: the name of the model whose hosts answer at
+    /v1/classify, "" without a swarm.
     """
 
     depth: int
@@ -63,6 +72,7 @@ class PageFacts(BaseModel):
     height: int
     pairs: bool
     models: Mapping[str, str]
+    docs: str = Field(default_factory=documentation)
     swarm: str = ""
 
 

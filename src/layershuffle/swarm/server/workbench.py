@@ -36,7 +36,7 @@ from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import image_in
 
 Role = Literal["ours", "ordinary"]
-OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
+OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"
 _SECONDS = 10.0  # that an answer for the page may take
 _TOP = 5
 MAX_PASSES = 8
@@ -174,7 +174,7 @@ def read_order(text: str, *, depth: int) -> ExecutionOrder:
 
 
 def digits_workbench() -> Workbench:
-    """A workbench of the bundled model and of the ordinary one that it was refined from."""
+    """A workbench of the bundled model and of the ordinary one that was refined for as long."""
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
     return workbench_of(OURS, calibration=calibration)
 
