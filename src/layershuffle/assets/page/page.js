@@ -6,7 +6,7 @@ import * as orders from "./order.js";
 import { Picture } from "./picture.js";
 import { Strip } from "./strip.js";
 
-const SETTLED = 120; // ms without a change before the test pairs are asked
+const SETTLED = 120; // ms without a change before the test pictures are asked
 const TIMES = 10; // answers of which the time is the median
 // The first look is out of order: drawn once, so that everybody sees the same.
 const FIRST = [7, 2, 10, 0, 5, 11, 3, 8, 1, 9, 4, 6];
@@ -91,7 +91,7 @@ async function score(signal, words) {
   const { right, of } = await post("page/score", "", signal);
   for (const [name, count] of Object.entries(right)) {
     cards[name].showScore(count, of);
-    words.push(`${count} of ${of} test pairs.`);
+    words.push(`${count} of ${of} test pictures.`);
   }
   say(at("status"), words.join(" "));
 }
@@ -108,7 +108,7 @@ async function start() {
       delete cards[role];
     }
   }
-  at("fair").hidden = !facts.models.ordinary;
+  at("fair").hidden = !facts.models.ordinary?.startsWith("bundled:");
   picture = new Picture(facts, update);
   // A model that is on the hosts alone runs in the order in which they answer.
   at("blocks").hidden = !facts.models.ours;

@@ -61,10 +61,10 @@ def documentation() -> str:
 class PageFacts(BaseModel):
     """The facts that the page loads first.
 
-    `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
-    package are images of it; `models`: the names of the models that answer in this process, by
-    role; `docs`: where the documentation is; `swarm`: the name of the model whose hosts answer at
-    /v1/classify, "" without a swarm.
+    `width` and `height` of the model's images in pixels; `pairs`: whether there are test pictures,
+    by default the pairs of digits of this package; `models`: the names of the models that answer in
+    this process, by role; `docs`: where the documentation is; `swarm`: the name of the model whose
+    hosts answer at /v1/classify, "" without a swarm.
     """
 
     depth: int
@@ -82,15 +82,19 @@ def page_routes(
     workbench: Callable[[], Awaitable[Workbench]],
     admission: Admission,
     admit: Callable[[Request], Awaitable[None]],
+    own: Callable[[], Awaitable[Mapping[str, bytes]]] | None = None,
 ) -> Sequence[Route]:
     """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
-    the page's files need no key, because browsers send none with them."""
+    the page's files need no key, because browsers send none with them. `own`: test pictures in
+    place of the packaged ones."""
     # Read once: a requested name is looked up here, and never on the disk.
     files = {path.name: (path.read_bytes(), path.suffix) for path in asset("page").iterdir()}
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         content, suffix = files.get(name, (b"", ""))
+        if own is not None and name.startswith("pairs."):
+            content = (await own()).get(name, b"")
         kind = KINDS.get(suffix)
         if kind is None:
             return Response("There is no such file", 404, HEADERS, "text/plain")
@@ -134,8 +138,13 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
     async def admit(request: Request) -> None:
         admission.admit(request)
 
+    async def own() -> Mapping[str, bytes]:
+        return (await workbench()).files()
+
     app = Starlette(
-        routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
+        routes=page_routes(
+            facts=facts, workbench=workbench, admission=admission, admit=admit, own=own
+        ),
         exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
     )
     app.state.keys = ()
@@ -148,7 +157,7 @@ def facts_of(bench: Workbench, *, swarm: str = "") -> PageFacts:
         depth=bench.depth,
         width=bench.view.width,
         height=bench.view.height,
-        pairs=bench.has_pairs,
+        pairs=bench.pictures is not None,
         models=bench.names,
         swarm=swarm,
     )
