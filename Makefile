@@ -12,10 +12,10 @@ help: ## list the targets
 quickstart: $(VENV)/.installed ## see the paper's effect on this machine: 7 to 11 minutes after installing
 	$(BIN)/layershuffle reproduce digits-quick --out runs/digits-quick
 
-swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: half a minute after installing
+swarm-demo: $(VENV)/.swarm-installed ## kill a third of a swarm's hosts and watch it answer: half a minute after installing
 	$(BIN)/layershuffle swarm demo
 
-demo: $(VENV)/.tests-installed ## take a model apart on a page, and watch it answer: seconds after installing
+demo: $(VENV)/.swarm-installed ## take a model apart on a page, and watch it answer: seconds after installing
 	$(BIN)/layershuffle demo
 
 test: $(VENV)/.tests-installed ## lint, types, documentation and the test suite
@@ -26,14 +26,19 @@ docs: $(VENV)/.tests-installed ## build the documentation as a site: build/site/
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "layershuffle needs Python 3.11 or newer; name one: make PYTHON=python3.11 ...")'
+	@echo "Installing (6.5 GB, most of it torch with its GPU libraries; 2 to 5 minutes) ..."
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Installing (6.5 GB, most of it torch with its GPU libraries; 2 to 5 minutes) ..."
 	$(PIP) --editable '.[study]'
 	touch $@
 
-$(VENV)/.tests-installed: $(VENV)/.installed host/pyproject.toml browser/pyproject.toml
+$(VENV)/.swarm-installed: pyproject.toml host/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable ./host
+	$(PIP) --editable '.[swarm]'
+	touch $@
+
+$(VENV)/.tests-installed: pyproject.toml host/pyproject.toml browser/pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable ./host
 	$(PIP) --editable ./browser
 	$(PIP) --editable '.[test]'

@@ -6,6 +6,9 @@ python scripts/bundle_digits.py runs/digits-base digits
 layershuffle fit --recipe digits-swarm --out runs/digits-swarm
 python scripts/bundle_digits.py runs/digits-swarm digits-swarm
 layershuffle swarm calibrate src/layershuffle/assets/digits-swarm --data digit-pairs
+
+layershuffle fit --recipe digits-ordinary --out runs/digits-ordinary
+python scripts/bundle_digits.py runs/digits-ordinary digits-ordinary
 """
 
 import sys

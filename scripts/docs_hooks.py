@@ -3,40 +3,92 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import Files
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from layershuffle.cli import APP, SWARM_COMMANDS
+from layershuffle.study.paper.report import write_report
+from layershuffle.study.tasks import FIGURES
+from layershuffle.text import markdown_table
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CSS_REQUEST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
-# Sections of the navigation and the directories whose pages they list.
-_DIRECTORIES = {"Commands": "commands", "Decisions": "decisions"}
 # Attributes of any element whose addresses a browser fetches.
 _FETCHED = ("src", "srcset", "poster", "data")
 # A <link> is fetched, except with these values of `rel`.
 _LINKS_UNFETCHED = {"canonical", "alternate", "author", "license", "next", "prev"}
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the sections of the navigation that have a page for every file of a directory."""
+@cache
+def report_of(study: Path) -> tuple[str, Path]:
+    """The report of a study that the repository keeps, and the directory of its figures."""
+    place = study.parents[2] / "build" / "reports" / study.name
+    shutil.copytree(study, place, dirs_exist_ok=True)
+    write_report(place)
+    headline, _, rest = (place / "report.md").read_text(encoding="utf-8").partition("\n")
+    return f"\n## The report\n\n**{headline.removeprefix('# ')}**\n{rest}", place / FIGURES
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the figures of the reports."""
     docs = Path(config.docs_dir)
-    for section in (entry for entry in config.nav or [] if isinstance(entry, dict)):
-        for title in _DIRECTORIES.keys() & section:
-            pages = (docs / _DIRECTORIES[title]).glob("*.md")
-            ordered = sorted(pages, key=lambda path: (path.stem != "index", path.stem))
-            section[title] = [path.relative_to(docs).as_posix() for path in ordered]
-    return config
+    for page in docs.glob("results/*/README.md"):
+        _, figures = report_of(page.parent)
+        for figure in sorted(figures.iterdir()):
+            uri = (page.parent / FIGURES / figure.name).relative_to(docs).as_posix()
+            if uri not in files.src_uris:
+                files.append(File.generated(config, uri, abs_src_path=str(figure)))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page without links that only work in the repository."""
+    """The page with what is made from code and results, without links into the repository."""
     del files
     docs = Path(config.docs_dir)
-    return inside(markdown, page=docs / page.file.src_uri, docs=docs)
+    path = docs / page.file.src_uri
+    if path.with_name("plan.json").is_file():
+        markdown += report_of(path.parent)[0]
+    if page.file.src_uri == "commands.md":
+        markdown = with_options(markdown)
+    return inside(markdown, page=path, docs=docs)
+
+
+def with_options(markdown: str) -> str:
+    """The page of commands with a table of all options at the end of every section."""
+    first, *sections = re.split(r"(?m)^(?=## )", markdown)
+    for place, section in enumerate(sections):
+        name = section.partition("\n")[0].removeprefix("## ")
+        of_swarm = [f"swarm {part}" for part in SWARM_COMMANDS] if name == "swarm" else []
+        for command in of_swarm or [name]:
+            sections[place] += f'??? note "Options of `{command}`"\n\n{options_of(command)}\n\n'
+    return first + "".join(sections)
+
+
+def options_of(command: str) -> str:
+    """The options of a command as an indented table, from its help."""
+    app = APP
+    for word in command.split():
+        app = app[word]
+    arguments = app.assemble_argument_collection(
+        default_parameter=APP.default_parameter, parse_docstring=True
+    )
+    rows = [
+        (
+            " ".join(f"`{name}`" for name in argument.names),
+            " ".join(argument.parameter.help.split()),
+        )
+        for argument in arguments
+        if argument.show and argument.parameter.help
+    ]
+    return textwrap.indent(markdown_table(["option", "what it does"], rows), "    ")
 
 
 def on_post_build(config: MkDocsConfig) -> None:

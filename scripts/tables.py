@@ -14,9 +14,10 @@ directory) and, for each column, a format string over the columns of the file:
 
     <!-- end of table -->
 
-`where` and `source` may be left out. A value with a format is a number, others are shown as they
-are. A cell of the table is empty if a value that it needs is empty. Columns of numbers are aligned
-to the right. Lines that are equal are shown once.
+`where` and `source` may be left out, and `columns` where the file has claims of benchmarks. A
+value with a format is a number, others are shown as they are. A cell of the table is empty if a
+value that it needs is empty. Columns of numbers are aligned to the right. Lines that are equal are
+shown once.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from layershuffle.text import markdown_table
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- table\n", "<!-- end of table -->"
 NO_ROWS = "*Not measured yet.*"
+_OF_CLAIMS = {
+    "what": "{name}", "ratio or number": "{what}", "median": "{median}", "range": "{range}",
+    "promised": "{promised}", "result": "{verdict}",
+}  # fmt: skip
 _NUMBER = re.compile(r"$|[-+$]?\d")
 _TABLE = re.compile(rf"({BEGIN}(.*?)-->\n).*?{END}", re.DOTALL)
 
@@ -74,7 +79,7 @@ def render(text: str, *, page: Path) -> str:
 
 def table_of(mark: Mapping[str, Any], *, directory: Path) -> str:
     """The table that `mark` describes, of a file that it names from `directory`."""
-    columns: Mapping[str, str] = mark["columns"]
+    columns: Mapping[str, str] = mark.get("columns", _OF_CLAIMS)
     where: Mapping[str, Any] = mark.get("where", {})
     with (directory / mark["csv"]).open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if _is_chosen(row, where)]

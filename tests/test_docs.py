@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 import tables
 import timm
+import torch
 import yaml
 
+import layershuffle as ls
+from exported import SHIPPED, exported_digits
 from layershuffle.bundled import asset
+from layershuffle.cli import main
 from layershuffle.errors import LayerShuffleError
 from refusals import refuses
 
@@ -118,65 +122,79 @@ def test_the_price_of_any_order_is_the_measured_one(repository):
         assert f"{long} after 8,000" in words(page)
 
 
-def test_the_page_of_results_counts_the_claims_that_hold(repository):
-    judged = judgements(repository / "docs" / "results" / "digits-paper" / "report.md")
-    verdicts = ("holds", "holds partly", "does not hold", "undecided")
-    counts = [judged.count(verdict) for verdict in verdicts]
-    numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    holds, partly, fails, undecided = (numbers[count] for count in counts)
-    assert (
-        f"On digit pairs {holds} of {sum(counts)} hold, {partly} hold in part, "
-        f"{fails} do not and {undecided} is undecided"
-    ) in words(repository / "docs" / "results.md")
+def anchors(page):
+    """Of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall("^#+ (.+)", page.read_text(), re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_links_lead_somewhere(repository):
     pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
     broken = []
     for page in pages:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.name}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            other = page.parent / target if target else page
+            if "://" not in target and not (
+                other.exists() and (not anchor or anchor in anchors(other))
+            ):
+                broken.append(f"{page.name}: {target}#{anchor}")
     assert broken == []
 
 
 # --- results ------------------------------------------------------------------------------------
 
 
-def table_cells(page):
-    """The cells of every line of a table; prose and figures may change their words."""
-    lines = (line for line in page.read_text().splitlines() if line.startswith("|"))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def judgements(page):
-    """The verdict of every claim."""
-    verdicts = r"\| (holds(?: partly)?|does not hold|undecided) \|"
-    return re.findall(verdicts, page.read_text())
-
-
-def test_the_committed_report_says_what_the_committed_results_say(repository, tmp_path):
-    """Every number of a report comes from the files beside it."""
+@pytest.fixture(scope="module")
+def report(repository, tmp_path_factory):
+    """The study on digit pairs as the repository keeps it, with its report."""
     from layershuffle.study.paper.report import write_report
 
-    stored, study = repository / "docs" / "results" / "digits-paper", tmp_path / "study"
-    shutil.copytree(stored, study)
+    stored, study = repository / "docs" / "results" / "digits-paper", tmp_path_factory.mktemp("dp")
+    shutil.copytree(stored, study, dirs_exist_ok=True)
     write_report(study)
     assert (study / "results.csv").read_bytes() == (stored / "results.csv").read_bytes()
-    # A page that is sent by mail, with all of its figures inside.
-    assert (study / "report.html").stat().st_size <= 2e6
-    assert table_cells(study / "report.md") == table_cells(stored / "report.md")
-    assert len(judgements(study / "report.md")) == 19
-    headings = re.findall("^## (.+)", (stored / "report.md").read_text(), re.MULTILINE)
+    return study
+
+
+def test_the_report_of_the_kept_study_is_one_page(report):
+    # It is sent by mail, with all of its figures inside.
+    assert (report / "report.html").stat().st_size <= 2e6
+    text = (report / "report.md").read_text()
+    headings = re.findall("^## (.+)", text, re.MULTILINE)
     named = {heading: re.findall(r"(?:Figure|Table) \d", heading) for heading in headings}
     assert [heading for heading, ids in named.items() if len(ids) > len(set(ids))] == []
-    assert len((stored / "report.md").read_text().splitlines()) < 520
+    assert len(text.splitlines()) < 520
+
+
+def test_the_pages_of_results_say_what_the_report_says(repository, report):
+    text = (report / "report.md").read_text()
+    page = words(repository / "docs" / "results" / "digits-paper" / "README.md")
+    headline, count = (
+        re.match("# (.+)\n", text)[1],
+        len((report / "tasks.jsonl").read_text().split("\n")),
+    )
+    assert f"{headline[0].lower()}{headline[1:]}." in page
+    assert f"{count - 1} trainings, merges and analyses" in page
+    judged = re.findall(r"\| (holds(?: partly)?|does not hold|undecided) \|", text)
+    verdicts = ("holds", "holds partly", "does not hold", "undecided")
+    counts = [judged.count(verdict) for verdict in verdicts]
+    numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    holds, partly, fails, undecided = (numbers[count] for count in counts)
+    assert sum(counts) == 19
+    sentence = (
+        f"{holds} of 19 claims hold, {partly} hold in part, "
+        f"{fails} do not and {undecided} is undecided"
+    )
+    assert sentence in page
+    assert sentence in words(repository / "docs" / "results.md")
 
 
 def test_the_results_are_small(repository):
     """Only files for readers are committed; `layershuffle report` makes the page from them."""
     files = [path for path in (repository / "docs" / "results").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files if path.name != "report.html") < 3.0e6
+    assert sum(path.stat().st_size for path in files if path.stem != "report") < 3.0e6
 
 
 # --- examples -----------------------------------------------------------------------------------
@@ -222,16 +240,37 @@ def test_the_page_of_own_loops_runs_from_top_to_bottom(repository):
     assert names["features"].shape[0] == 8
 
 
+def test_the_page_on_onnx_runs_from_top_to_bottom(
+    repository, tmp_path, tmp_path_factory, monkeypatch, capsys
+):
+    text = (repository / "docs" / "onnx.md").read_text()
+    one, parts = re.findall(r"^layershuffle (export .+)$", text, re.MULTILINE)
+    assert parts == f"export {SHIPPED} --out digits"
+    shutil.copytree(exported_digits(tmp_path_factory), tmp_path / "digits")
+    monkeypatch.chdir(tmp_path)
+    assert main(one.split()) == 0
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    capsys.readouterr()
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert capsys.readouterr().out.split() == re.findall(r"^print\(.*\)  # (\w+)$", code, re.M)
+    order = ",".join(map(str, re.search(r"for block in \((.+)\):", code)[1].split(", ")))
+    assert f"--order {order}" in one
+    model = ls.load(SHIPPED)
+    with torch.no_grad(), ls.running(model, order):
+        wanted = model(torch.from_numpy(names["images"]))
+    assert float((torch.from_numpy(names["logits"]) - wanted).abs().max()) < 1e-4
+
+
 def test_the_recipes_of_the_pages_are_those_that_ship(repository):
     """By name: after `pip install` there is no directory `recipes` to name a file in."""
-    commands = repository / "docs" / "commands"
-    listed = set(
-        re.findall(r"^\| `([\w-]+)` \|", (commands / "reproduce.md").read_text(), re.MULTILINE)
-    )
+    commands = (repository / "docs" / "commands.md").read_text()
+    (section,) = re.findall("^## reproduce\n(.*?)\n## ", commands, re.MULTILINE | re.DOTALL)
+    listed = set(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE))
     shipped = asset("recipes").glob("*.yaml")
     studies = {path.stem for path in shipped if "arms" in yaml.safe_load(path.read_text())}
     assert listed == studies
-    pages = [repository / "README.md", *(repository / "docs").glob("*.md"), *commands.glob("*.md")]
+    pages = [repository / "README.md", *(repository / "docs").glob("*.md")]
     assert [page for page in pages if "recipes/" in page.read_text()] == []
 
 

@@ -73,14 +73,20 @@ def stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+def cores() -> int:
+    """Cores that this process may use; a container often has fewer than its machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows do not tell
+
+
 def hardware(precision: str) -> dict[str, Any]:
     """Processor, cores and threads in use, GPU, and the precision of the computation."""
     import torch
 
     return {
         "processor": processor(),
-        # Cores that this process may use; a container often has fewer than its machine.
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "precision": precision,

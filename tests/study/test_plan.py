@@ -177,7 +177,8 @@ def test_work_is_counted(plan):
     sizes = {"train": 6400, "test": 1000}
     run, short = plan.runs[0], plan.runs[3]
     assert (run.steps({}), run.scored({}), run.scored(sizes)) == (100, None, 5 * 1000)
-    assert run.cost(sizes) == 3 * 100 * 64 + 5 * 1000
+    assert run.cost(sizes) == 6 * 100 * 64 + 5 * 1000
+    assert run.training_share() == 6 * 100 * 64 / (6 * 100 * 64 + 5 * 5000)
     assert short.scored(sizes) == 1000
     for epochs in (1, 20):  # 100 steps each
         fit = {"batch_size": 64, "epochs": epochs}

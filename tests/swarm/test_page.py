@@ -1,29 +1,35 @@
 """The page's files and answers without a browser, and refused requests."""
 
 import asyncio
+import io
 import json
 import re
 import threading
+import tomllib
 
 import httpx
 import pytest
 import torch
+from PIL import Image
 
 import layershuffle as ls
 from layershuffle.bundled import asset
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
-from layershuffle.models import truncate
+from layershuffle.models import read_record, truncate
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.page import HEADERS, demo_app
 from layershuffle.swarm.server.workbench import (
+    ORDINARY,
     OURS,
     Workbench,
     digits_workbench,
     pair_names,
+    workbench_with,
 )
 from pictures import DIGIT_VIEW
 from waiting import HANGS, until
@@ -88,6 +94,20 @@ def test_other_names_are_not_looked_up_on_the_disk(workbench, name):
     assert ask(workbench, "GET", f"/page/{name}").status_code == 404
 
 
+def test_both_models_were_refined_for_as_long_and_the_page_says_it():
+    records = [read_record(asset(name.removeprefix("bundled:"))) for name in (OURS, ORDINARY)]
+    ours, ordinary = (record["settings"] for record in records)
+    same = ("model", "data", "steps", "batch_size", "lr", "schedule")
+    assert [ours[name] for name in same] == [ordinary[name] for name in same]
+    words = f"for as long, {ours['steps']:,} steps on the same pairs"
+    assert words in " ".join(asset("page", "index.html").read_text().split())
+
+
+def test_the_page_has_the_address_of_the_documentation(workbench, repository):
+    urls = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["urls"]
+    assert ask(workbench, "GET", "/page/facts").json()["docs"] == urls["Documentation"]
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -107,7 +127,7 @@ def test_scores_are_those_of_the_model_image_by_image(workbench, order):
     answer = post(workbench, "/page/score", order).json()
     assert answer["of"] == 100
     assert answer["right"]["ours"] == right_by_hand(OURS, order)
-    assert answer["right"]["ordinary"] == right_by_hand("bundled:digits", order)
+    assert answer["right"]["ordinary"] == right_by_hand(ORDINARY, order)
 
 
 def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkeypatch, caplog):
@@ -284,3 +304,33 @@ def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
     assert answers == [200, 200, 429], "eleven were open, one more was let in"
     # Of the ten that left, one thread had begun; the nine others never ran.
     assert len(slow.begun) == 3
+
+
+def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp_path):
+    spec = (
+        "timm:vit_tiny_patch16_224?pretrained=false&img_size=16&patch_size=8&embed_dim=8"
+        "&num_heads=2&depth=3&num_classes=2"
+    )
+    for split in ("train", "test"):
+        for shade, name in enumerate(("black", "white")):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                image = Image.new("RGB", (20, 20), (250 * shade, number, 0))
+                image.save(tmp_path / split / name / f"{number}.png")
+    bench = workbench_with(spec, beside=spec, data=f"folder:{tmp_path}")
+    facts = ask(bench, "GET", "/page/facts").json()
+    assert facts["pairs"]
+    assert facts["models"] == {"ours": spec, "ordinary": spec}
+    labels = ask(bench, "GET", "/page/pairs.json").json()
+    assert sorted(labels) == ["black"] * 3 + ["white"] * 3
+    with Image.open(io.BytesIO(ask(bench, "GET", "/page/pairs.png").content)) as sheet:
+        # Six pictures of 16 x 16 in the first row of ten.
+        assert [sheet.getpixel((16 * n + 8, 8))[0] > 200 for n in range(6)] == [
+            label == "white" for label in labels
+        ]
+    answer = post(bench, "/page/score", "2,0,1").json()
+    model = ls.wrap(ls.load(spec)).eval()
+    with torch.no_grad(), ls.running(model, ExecutionOrder((2, 0, 1), 3)):
+        guesses = logits_of(model(bench.pictures.images)).argmax(-1)
+    right = int((guesses == bench.pictures.classes).sum())
+    assert answer == {"order": "2,0,1", "right": {"ours": right, "ordinary": right}, "of": 6}

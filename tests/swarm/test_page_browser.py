@@ -170,7 +170,7 @@ def test_everything_is_done_by_keyboard_alone(tab):
 
 def test_other_pictures_are_classified(tab):
     label = tab.text("#picture-text")
-    tab.page.click("text=Next pair")
+    tab.page.click("text=Next picture")
     tab.settled()
     assert tab.text("#picture-text") != label
     tab.page.set_input_files("#file", str(asset("digit-pair.png")))
@@ -198,11 +198,50 @@ def test_nothing_is_cut_off_or_moves_when_answers_come(browser, address, size, s
         assert tab.page.evaluate(root) == [size["width"], size["width"]]
         place = tab.page.locator("#strip").bounding_box()
         with tab.page.expect_response("**/page/score?*"):
-            tab.page.click("text=Next pair")
+            tab.page.click("text=Next picture")
         tab.settled()
         assert tab.page.locator("#strip").bounding_box() == place
         assert tab.faint() == {}
         assert tab.shifts() == []
+
+
+def test_answers_and_blocks_are_on_one_screen_of_a_phone(browser, address):
+    size = {"width": 390, "height": 844}
+    with visit(browser, address, viewport=size) as tab:
+        tab.settled()
+        for part in ("#ours", "#ordinary", "#strip"):
+            box = tab.page.locator(part).bounding_box()
+            assert box["y"] >= 0, part
+            assert box["y"] + box["height"] <= size["height"], part
+
+
+def test_an_error_stands_where_the_answers_would(tab):
+    body = '{"error": {"cause": "The models are busy", "hint": "Try again"}}'
+    tab.page.route("**/page/answer?*", lambda route: route.fulfill(status=503, body=body))
+    tab.page.click("text=Next picture")
+    tab.page.wait_for_selector("#ours .foot:text('The models are busy. Try again')")
+    assert tab.text("#ordinary .foot") == "The models are busy. Try again"
+    assert tab.text("#ours .guess") == "\u2013"
+    assert all("503" in error for error in tab.errors)  # the browser's own line
+    tab.errors.clear()
+
+
+def test_the_time_is_the_median_of_the_last_ten(tab):
+    times = iter([50, *[3] * 5, *[1] * 5])
+
+    def answer(route):
+        got = route.fetch().json()
+        got["answers"]["ours"]["ms"] = next(times)
+        route.fulfill(json=got)
+
+    tab.page.route("**/page/answer?*", answer)
+    seen = []
+    for _ in range(11):
+        with tab.page.expect_response("**/page/answer?*"):
+            tab.page.click("text=Next picture")
+        tab.settled()
+        seen.append(tab.text("#ours .foot").rpartition(" \u00b7 ")[2])
+    assert seen[-1] == "2.0 ms"  # 3 and 1, five times each; the 50 is gone
 
 
 def test_a_finger_drags_blocks_and_draws(browser, address):

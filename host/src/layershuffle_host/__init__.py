@@ -3,4 +3,4 @@
 The command is `layershuffle-host`; in a process, `layershuffle_host.host.Host`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

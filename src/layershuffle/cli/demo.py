@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command
+from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.machine import collector_paused
 
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PageCommand(Command):
-    """Show the shipped model on a page: rearrange its blocks, and watch it answer.
+    """Show a model on a page: rearrange its blocks, and watch it answer.
 
     The model runs in this process, beside an ordinary one in the same order. The page is on this
     machine alone. Ctrl-C ends it.
     """
+
+    model: str | None = None
+    """Directory of a fit, or any model spec (default: the shipped one, beside an ordinary one)."""
+    beside: str | None = None
+    """Ordinary model of the same size, to answer beside it."""
+    data: str | None = None
+    """Images whose test split gives the pictures: folder:DIR, hf:NAME_OR_DIR or torchvision:NAME
+    (default: none; draw or open one)."""
 
     port: int = 8000
     """Port of the page; 0 takes a free one."""
@@ -32,6 +41,8 @@ class PageCommand(Command):
     def run(self) -> int:
         """Serve the page until Ctrl-C."""
         require("swarm", "starlette", "uvicorn", "fastapi")
+        if self.model is None and (self.beside or self.data):
+            raise UsageError("--beside and --data go with a model of yours", hint="give --model")
         with suppress(KeyboardInterrupt):
             asyncio.run(self._serve())
         return 0
@@ -41,7 +52,7 @@ class PageCommand(Command):
         from layershuffle.swarm.server.run import serve
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.
-        loading = asyncio.ensure_future(asyncio.to_thread(_load))
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         serving = asyncio.ensure_future(
             serve(demo_app(loading), port=self.port, ready=self._announce)
         )
@@ -57,9 +68,10 @@ class PageCommand(Command):
             # In a thread: a browser for terminals would hold up the page that it shows.
             asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
 
+    def _load(self) -> Workbench:
+        with collector_paused():
+            from layershuffle.swarm.server.workbench import digits_workbench, workbench_with
 
-def _load() -> Workbench:
-    with collector_paused():
-        from layershuffle.swarm.server.workbench import digits_workbench
-
-        return digits_workbench()
+            if self.model is None:
+                return digits_workbench()
+            return workbench_with(self.model, beside=self.beside, data=self.data)

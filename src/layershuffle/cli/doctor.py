@@ -52,7 +52,7 @@ def _extra(name: str) -> tuple[str, str]:
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
     """What was looked at: its name, whether it is good enough, and what is there."""
-    from layershuffle.machine import processor, versions
+    from layershuffle.machine import cores, processor, versions
 
     yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
     for package, version in versions().items():
@@ -60,7 +60,7 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
         if package != "python":
             yield package, version != "not installed", version
     # What this process may use: a container has fewer cores than the machine.
-    yield "processor", True, f"{processor()}, {len(os.sched_getaffinity(0))} cores"
+    yield "processor", True, f"{processor()}, {cores()} cores"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield "memory", True, f"{memory:.1f} GiB"
     yield from _accelerator()

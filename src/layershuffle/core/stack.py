@@ -4,7 +4,7 @@
 whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Keys and
 parameter order of the model's `state_dict` do not change, and without an order the model computes
 exactly what it did before. Each of the other designs that were tried gives wrong results without an
-error in some case: research/decisions/001-block-stack.md.
+error in some case: research/decisions.md (001).
 
 Drop-path rates belong to a block and travel with it.
 """

@@ -6,7 +6,6 @@ digits do not wait for the libraries of the others.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +16,7 @@ from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.image_view import ImageView
+from layershuffle.machine import cores
 from layershuffle.pixels import mode_for
 from layershuffle.text import did_you_mean, nearest
 
@@ -115,7 +115,7 @@ def loader_processes(spec: str = "") -> int:
     if any(source.generated and spec.startswith(name) for name, source in SOURCES.items()):
         return 0
     # One core is left for the training process; more than 16 loaders only use more memory.
-    return min(16, max(0, len(os.sched_getaffinity(0)) - 1))
+    return min(16, max(0, cores() - 1))
 
 
 def _settings(query: str, scheme: str) -> dict[str, str]:

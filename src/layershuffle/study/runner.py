@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
-from layershuffle.machine import stop_signals
+from layershuffle.machine import cores, stop_signals
 from layershuffle.study.plan import PLAN_FILE, check_plan, plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import failure_of, read_facts, writing
-from layershuffle.study.tasks import AnyTask
+from layershuffle.study.tasks import ASSUMED_SIZES, AnyTask
 from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
 from layershuffle.text import shortened
 
 STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
 _POLL_SECONDS = 0.5
-_ASSUMED = {"train": 50_000, "test": 5_000}  # while no run has finished that knows the numbers
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class LocalTeam:
 
 def room(gpus: Sequence[str]) -> int:
     """How many tasks this machine runs at a time: one per GPU, else one per CPU core."""
-    return len(gpus) or len(os.sched_getaffinity(0))
+    return len(gpus) or cores()
 
 
 def visible_gpus() -> list[str]:
@@ -203,7 +202,7 @@ def run_study(
 def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
     """The state of every task, whichever machine works on it."""
     facts = read_facts(out)
-    sizes = _ASSUMED | known_sizes(facts)
+    sizes = ASSUMED_SIZES | known_sizes(facts)
     failures = {task.name: failure_of(task, out) for task in tasks if not task.is_done(facts)}
 
     def state(task: AnyTask) -> TaskState:

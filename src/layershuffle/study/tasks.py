@@ -33,7 +33,11 @@ Sizes = Mapping[str, int]
 """The number of images by split, as far as it is known."""
 _SCORING = 1 << 20  # a rank for these draws alone; orders are drawn with small ranks
 _ANY_DEPTH = 1000  # for the number of orders of a model that has not been opened
-_TRAINING_COST = 3  # in forwards of an image: a forward, and a backward of twice the work
+# In scores of an image: a forward, a backward of twice the work, and twice the blocks of a usual
+# score, because many are of pruned orders. Digits took 8.
+_TRAINING_COST = 6
+ASSUMED_SIZES = {"train": 50_000, "test": 5_000}
+"""Numbers of images while no run has finished that knows them."""
 _DIGITS = {"top1": 4, "top5": 4, "cross_entropy": 6}
 
 
@@ -163,7 +167,7 @@ class Task(Generic[ResultT]):
         return min(counts) * self.passes if counts else None
 
     def cost(self, sizes: Sizes) -> float | None:
-        """The work, in forwards of an image; `None` if a number of images is not known."""
+        """The work, in scores of an image; `None` if a number of images is not known."""
         return self.scored(sizes)
 
 
@@ -191,12 +195,23 @@ class RunSpec(Task[RunResult]):
         from layershuffle.training import fit
 
         check_modes(self.settings, self.evaluate)  # before the training, not after it
-        fitted = fit(self.settings, self.directory(out) / FIT_DIRECTORY, on_event=_said(say))
+        training = self.training_share()
+        fitted = fit(
+            self.settings,
+            self.directory(out) / FIT_DIRECTORY,
+            on_event=_said(lambda text, share: say(text, training * share)),
+        )
         started, facts = time.monotonic(), asdict(fitted)
-        say("scoring", 1.0)
         seed = scoring_seed(self.evaluate.seed, self.settings.seed)
         settings = self.evaluate.model_copy(update={"seed": seed})
-        scored = evaluate_spec(self.model(out), self.settings.data, settings=settings)
+        scored = evaluate_spec(
+            self.model(out),
+            self.settings.data,
+            settings=settings,
+            progress=lambda _, done, total: say(
+                f"scores image {done:,.0f}/{total:,.0f}", training + (1 - training) * done / total
+            ),
+        )
         rows = score_rows(
             scored.scores, method=self.arm, seed=self.settings.seed, draw=settings.draw
         )
@@ -229,6 +244,13 @@ class RunSpec(Task[RunResult]):
         if steps is None or scored is None:
             return None
         return _TRAINING_COST * steps * self.settings.batch_size + scored
+
+    def training_share(self) -> float:
+        """The share of its work that is training."""
+        cost, scored = self.cost(ASSUMED_SIZES), self.scored(ASSUMED_SIZES)
+        assert cost is not None  # because all sizes are given
+        assert scored is not None
+        return 1 - scored / cost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import Device, device_of
-from layershuffle.models import file_view, image_view
+from layershuffle.models import file_view, image_view, name_outputs
 from layershuffle.models.ends import refuse_more_than_blocks
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import trained_with
@@ -157,7 +157,10 @@ def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
 
 
 def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
-    return matched(host, open_data(data, file_view(host), options=options), name="the model")
+    opened = open_data(data, file_view(host), options=options)
+    for note in name_outputs(host, opened.classes, place="the model"):
+        _log.warning(note)
+    return matched(host, opened, name="the model")
 
 
 def _batches(host: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:

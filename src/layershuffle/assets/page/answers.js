@@ -39,6 +39,7 @@ export class AnswerCard {
   show(answer, label) {
     const best = answer.top[0];
     say(this.guess, best.label);
+    this.guess.classList.toggle("word", best.label.length > 6);
     const right = best.label === label;
     this.card.dataset.right = label === null ? "unknown" : right;
     say(this.verdict, label === null ? "\u00a0" : right ? "\u2713 right" : `\u2717 it is ${label}`);
@@ -66,7 +67,7 @@ export class AnswerCard {
   }
 
   showScore(right, of) {
-    say(this.right, right === null ? "\u00a0" : `${right} of ${of} test pairs right in this order`);
+    say(this.right, right === null ? "\u00a0" : `${right} of ${of} test pictures right in this order`);
     this.scale.style.inlineSize = `${right === null ? 0 : (100 * right) / of}%`;
   }
 

@@ -6,7 +6,8 @@ import * as orders from "./order.js";
 import { Picture } from "./picture.js";
 import { Strip } from "./strip.js";
 
-const SETTLED = 120; // ms without a change before the test pairs are asked
+const SETTLED = 120; // ms without a change before the test pictures are asked
+const TIMES = 10; // answers of which the time is the median
 // The first look is out of order: drawn once, so that everybody sees the same.
 const FIRST = [7, 2, 10, 0, 5, 11, 3, 8, 1, 9, 4, 6];
 
@@ -28,8 +29,17 @@ async function throughSwarm(image, signal) {
   return { top: answer.top, ms: answer.ms.total, expected: answer.expected, why: answer.expected_why };
 }
 
-function footer(answer) {
-  const time = `${answer.ms.toFixed(answer.ms < 10 ? 1 : 0)} ms`;
+// The median of the last answers of a model: a single one is mostly noise.
+const times = {};
+function usual(role, ms) {
+  times[role] = [...(times[role] ?? []), ms].slice(-TIMES);
+  const sorted = [...times[role]].sort((a, b) => a - b);
+  return (sorted[Math.floor((sorted.length - 1) / 2)] + sorted[Math.floor(sorted.length / 2)]) / 2;
+}
+
+function footer(role, answer) {
+  const ms = usual(role, answer.ms);
+  const time = `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
   const { expected } = answer;
   if (!expected) return answer.why ? `${time} \u00b7 ${answer.why}` : time;
   const range = `${expected.low.toFixed(1)} to ${expected.high.toFixed(1)}`;
@@ -53,15 +63,24 @@ async function update() {
     const words = Object.entries(answers).map(([name, answer]) => {
       const right = cards[name].show(answer, picture.label);
       cards[name].showExpected(answer.expected);
-      cards[name].showFoot(footer(answer));
+      cards[name].showFoot(footer(name, answer));
       const verdict = picture.label === null ? "" : right ? ", right" : ", wrong";
       return `${TITLES[name]} answers ${answer.top[0].label}${verdict}.`;
     });
     say(at("status"), words.join(" "));
     await score(signal, words);
   } catch (error) {
-    if (error.name !== "AbortError") say(at("status"), error.message);
+    if (error.name !== "AbortError") fail(error.message);
   }
+}
+
+// Where the answers would stand, and in the line that is read out.
+function fail(message) {
+  for (const card of Object.values(cards)) {
+    card.clear();
+    card.showFoot(message);
+  }
+  say(at("status"), message);
 }
 
 // How often the models are right in this order, once the visitor pauses.
@@ -72,14 +91,15 @@ async function score(signal, words) {
   const { right, of } = await post("page/score", "", signal);
   for (const [name, count] of Object.entries(right)) {
     cards[name].showScore(count, of);
-    words.push(`${count} of ${of} test pairs.`);
+    words.push(`${count} of ${of} test pictures.`);
   }
   say(at("status"), words.join(" "));
 }
 
 async function start() {
   facts = await (await ask("page/facts")).json();
-  if (facts.swarm) at("links").replaceChildren(make("a", { href: "openapi.json" }, "API"));
+  at("links").replaceChildren(make("a", { href: facts.docs }, "Documentation"));
+  if (facts.swarm) at("links").append(make("a", { href: "openapi.json" }, "API"));
   for (const [role, card] of Object.entries(cards)) {
     const name = facts.models[role] ?? (role === "ours" && facts.swarm);
     if (name) card.showModel(name);
@@ -88,6 +108,7 @@ async function start() {
       delete cards[role];
     }
   }
+  at("fair").hidden = !facts.models.ordinary?.startsWith("bundled:");
   picture = new Picture(facts, update);
   // A model that is on the hosts alone runs in the order in which they answer.
   at("blocks").hidden = !facts.models.ours;
@@ -108,4 +129,4 @@ async function start() {
   if (facts.swarm) (await import("./swarm.js")).watch(facts, picture);
 }
 
-start().catch((error) => say(at("status"), error.message));
+start().catch((error) => fail(error.message));

@@ -1,10 +1,10 @@
-// The picture: a test pair, a drawing, or a file. `file()` is what the server gets.
+// The picture: one of the test, a drawing, or a file. `file()` is what the server gets.
 
 import { at, say } from "./dom.js";
 
 const FINE = 16; // dots of the drawing per pixel of the model
 const PEN = 1.5; // pixels; the digits of the data have strokes as wide
-const ACROSS = 10; // pairs in a row of the sheet
+const ACROSS = 10; // pictures in a row of the sheet
 
 export class Picture {
   constructor(facts, changed) {
@@ -19,7 +19,7 @@ export class Picture {
     this.ink = this.paper.getContext("2d", { willReadFrequently: true });
     this.cursor = [2, 2];
     this.number = -1;
-    this.label = null; // the class of a test pair, as text
+    this.label = null; // the class of a test picture, as text
     this.given = null; // a file, sent as it is
     this.drawing = false;
     this.empty = true; // nothing to answer for
@@ -44,11 +44,11 @@ export class Picture {
     this.label = this.labels[this.number];
     this.given = null;
     this.drawing = this.empty = false;
-    say(at("picture-text"), `A handwritten ${this.label}, never seen in training.`);
+    say(at("picture-text"), `${this.label}, never seen in training.`);
     this.changed();
   }
 
-  // A pair by itself, with its class; the picture that is shown stays.
+  // A test picture by itself, with its class; the picture that is shown stays.
   async pairFile(number) {
     const { width, height } = this.canvas;
     const place = number % this.labels.length;
@@ -66,7 +66,7 @@ export class Picture {
     this.ink.fillStyle = this.pen.fillStyle = "#000";
     this.ink.fillRect(0, 0, this.paper.width, this.paper.height);
     this.pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
-    say(at("picture-text"), this.facts.pairs ? "Draw two digits, one in each half." : "Draw something.");
+    say(at("picture-text"), this.facts.pairs ? "Draw something like the pictures." : "Draw something.");
     this.changed();
   }
 
@@ -76,7 +76,7 @@ export class Picture {
 
   async open(file) {
     const image = await createImageBitmap(file).catch(() => null);
-    if (!image) return say(at("status"), "That file is no image.");
+    if (!image) return say(at("picture-text"), "That file is no image.");
     this.pen.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
     this.label = null;
     this.given = file;

@@ -233,8 +233,14 @@ def _page_of(gateway: _Gateway) -> Sequence[BaseRoute]:
         if takes_pairs(view, manifest.class_names or ()):
             return facts_of(await workbench(), swarm=gateway.model)
         depth = scheduler.remote_model.depth
-        size = {"width": view.width, "height": view.height}
-        return PageFacts(depth=depth, pairs=False, models={}, swarm=gateway.model, **size)
+        return PageFacts(
+            depth=depth,
+            width=view.width,
+            height=view.height,
+            pairs=False,
+            models={},
+            swarm=gateway.model,
+        )
 
     return page_routes(
         facts=facts, workbench=workbench, admission=scheduler.admission, admit=gateway.admit

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.metadata import metadata
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -50,12 +51,20 @@ HEADERS = {
 }
 
 
+def documentation() -> str:
+    """The address of the documentation, as pyproject.toml has it."""
+    urls = metadata("layershuffle").get_all("Project-URL", [])
+    address: str = dict(url.split(", ", 1) for url in urls)["Documentation"]
+    return address
+
+
 class PageFacts(BaseModel):
     """The facts that the page loads first.
 
-    `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
-    package are images of it; `models`: the names of the models that answer in this process, by
-    role; `swarm`: the name of the model whose hosts answer at /v1/classify, "" without a swarm.
+    `width` and `height` of the model's images in pixels; `pairs`: whether there are test pictures,
+    by default the pairs of digits of this package; `models`: the names of the models that answer in
+    this process, by role; `docs`: where the documentation is; `swarm`: the name of the model whose
+    hosts answer at /v1/classify, "" without a swarm.
     """
 
     depth: int
@@ -63,6 +72,7 @@ class PageFacts(BaseModel):
     height: int
     pairs: bool
     models: Mapping[str, str]
+    docs: str = Field(default_factory=documentation)
     swarm: str = ""
 
 
@@ -72,15 +82,19 @@ def page_routes(
     workbench: Callable[[], Awaitable[Workbench]],
     admission: Admission,
     admit: Callable[[Request], Awaitable[None]],
+    own: Callable[[], Awaitable[Mapping[str, bytes]]] | None = None,
 ) -> Sequence[Route]:
     """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
-    the page's files need no key, because browsers send none with them."""
+    the page's files need no key, because browsers send none with them. `own`: test pictures in
+    place of the packaged ones."""
     # Read once: a requested name is looked up here, and never on the disk.
     files = {path.name: (path.read_bytes(), path.suffix) for path in asset("page").iterdir()}
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         content, suffix = files.get(name, (b"", ""))
+        if own is not None and name.startswith("pairs."):
+            content = (await own()).get(name, content)
         kind = KINDS.get(suffix)
         if kind is None:
             return Response("There is no such file", 404, HEADERS, "text/plain")
@@ -124,8 +138,13 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
     async def admit(request: Request) -> None:
         admission.admit(request)
 
+    async def own() -> Mapping[str, bytes]:
+        return (await workbench()).files()
+
     app = Starlette(
-        routes=page_routes(facts=facts, workbench=workbench, admission=admission, admit=admit),
+        routes=page_routes(
+            facts=facts, workbench=workbench, admission=admission, admit=admit, own=own
+        ),
         exception_handlers={LayerShuffleError: _answer_error, ClientDisconnect: _answer_error},
     )
     app.state.keys = ()
@@ -138,7 +157,7 @@ def facts_of(bench: Workbench, *, swarm: str = "") -> PageFacts:
         depth=bench.depth,
         width=bench.view.width,
         height=bench.view.height,
-        pairs=bench.has_pairs,
+        pairs=bench.pictures is not None,
         models=bench.names,
         swarm=swarm,
     )

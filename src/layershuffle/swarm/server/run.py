@@ -3,7 +3,7 @@
 uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
 below it, at the socket, and above it, as an app around the app: bounds on the connections of one
 address, on the time until a request is there, and on the time until an answer is read. Decision 040
-says what other servers hold, and docs/proxy.md what none does.
+says what other servers hold, and docs/deploy.md what none does.
 """
 
 from __future__ import annotations

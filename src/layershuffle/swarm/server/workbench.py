@@ -1,15 +1,17 @@
 """Models in this process that answer in the orders that visitors of the page try.
 
-Unlike a swarm, they also report how many test pairs are correct in an order, because a hundred
-pairs are one small batch here.
+Unlike a swarm, they also report how many test pictures are correct in an order, because a hundred
+small pictures are one batch here.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Literal, TypeVar
 
@@ -18,15 +20,26 @@ import torch
 from PIL import Image
 from starlette.requests import Request
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
 
 from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.core.tensors import logits_of
+from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
-from layershuffle.models import class_names_of, file_view, load, num_classes_of
+from layershuffle.image_view import ImageView
+from layershuffle.models import (
+    class_names_of,
+    file_view,
+    image_view,
+    load,
+    name_outputs,
+    num_classes_of,
+)
 from layershuffle.models.files import weights_digest
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
@@ -36,21 +49,40 @@ from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import image_in
 
 Role = Literal["ours", "ordinary"]
-OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
+OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"
 _SECONDS = 10.0  # that an answer for the page may take
 _TOP = 5
 MAX_PASSES = 8
 """Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
 _SCORES = 256  # orders whose scores are remembered
 _MILLI = 1000.0
+_ACROSS = 10  # pictures in a row of the sheet, as in page/picture.js
+_PICTURES, _LARGE, _FEW = 100, 64 * 64, 25  # of larger ones few, so that a score takes seconds
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Test pictures of the page: `pixels` uint8 `[n, channels, height, width]`, `images` what the
+    models get of them, float32 of the same shape, and the class of each."""
+
+    pixels: Tensor
+    images: Tensor
+    classes: Tensor
+
+    def sheet(self) -> bytes:
+        """A PNG file of all pictures, ten in a row."""
+        file = io.BytesIO()
+        to_pil_image(make_grid(self.pixels, nrow=_ACROSS, padding=0)).save(file, "PNG")
+        return file.getvalue()
 
 
 class Workbench:
     """Answers of `models`, by role; all have the same depth, image size and number of classes.
 
     `names`: the name of each role's model on the page; `calibration`: that of the model in the
-    role "ours". Raises `UsageError` for models that differ.
+    role "ours"; `pictures`: what the page shows first, by default the packaged pairs of digits if
+    the model takes them. Raises `UsageError` for models that differ.
     """
 
     def __init__(
@@ -59,6 +91,7 @@ class Workbench:
         *,
         names: Mapping[str, str],
         calibration: Calibration | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self.models = {role: wrap(model).eval() for role, model in models.items()}
         self.names = dict(names)
@@ -69,7 +102,10 @@ class Workbench:
         if len(kinds) > 1:
             raise UsageError("The models of the page differ in depth, image size or classes")
         self.calibration = calibration
-        self.has_pairs = takes_pairs(self.view, class_names_of(first) or ())
+        self._own = pictures
+        if pictures is None and takes_pairs(self.view, class_names_of(first) or ()):
+            pictures = packaged_pairs(self.view, self.labels)
+        self.pictures = pictures
         self._decoder = Decoder(self.view, GatewayLimits())
         self._scores = lru_cache(_SCORES)(self._score)
         # Two, so that an answer does not wait for another user's hundred pairs.
@@ -93,20 +129,27 @@ class Workbench:
     async def score(
         self, request: Request, *, order: str, admission: Admission
     ) -> dict[str, object]:
-        """How many test pairs every model classifies correctly in an order.
+        """How many test pictures every model classifies correctly in an order.
 
-        Raises as `answer` does, and `UsageError` if the model takes other images.
+        Raises as `answer` does, and `UsageError` if there are none.
         """
         steps = read_order(order, depth=self.depth)
-        if not self.has_pairs:
-            raise UsageError("The test pairs are not images for this model")
+        if self.pictures is None:
+            raise UsageError("There are no test pictures for this model")
 
         def scored(_: bytes, check: Callable[[], None]) -> dict[str, int]:
             check()  # a visitor who has left does not keep the next one waiting
             return self._scores(steps)
 
         right = await self._run(admission, request, scored)
-        return {"order": str(steps), "right": right, "of": len(pair_names())}
+        return {"order": str(steps), "right": right, "of": len(self.pictures.classes)}
+
+    def files(self) -> dict[str, bytes]:
+        """The files of the page with test pictures that replace the packaged ones."""
+        if self._own is None:
+            return {}
+        names = [self.labels[index] for index in self._own.classes.tolist()]
+        return {"pairs.png": self._own.sheet(), "pairs.json": json.dumps(names).encode()}
 
     async def _run(
         self,
@@ -144,10 +187,10 @@ class Workbench:
         return answers
 
     def _score(self, order: ExecutionOrder) -> dict[str, int]:
-        batch = PixelFinish(self.view)(pair_pixels())
-        labels = torch.tensor([self.labels.index(name) for name in pair_names()])
-        guesses = {role: self._logits(role, batch, order).argmax(-1) for role in self.models}
-        return {role: int((guess == labels).sum()) for role, guess in guesses.items()}
+        assert self.pictures is not None  # `score` has looked
+        images, classes = self.pictures.images, self.pictures.classes
+        guesses = {role: self._logits(role, images, order).argmax(-1) for role in self.models}
+        return {role: int((guess == classes).sum()) for role, guess in guesses.items()}
 
     def _logits(self, role: Role, batch: Tensor, order: ExecutionOrder) -> Tensor:
         model = self.models[role]
@@ -179,7 +222,7 @@ def read_order(text: str, *, depth: int) -> ExecutionOrder:
 
 
 def digits_workbench() -> Workbench:
-    """A workbench of the bundled model and of the ordinary one that it was refined from."""
+    """A workbench of the bundled model and of the ordinary one that was refined for as long."""
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
     return workbench_of(OURS, calibration=calibration)
 
@@ -194,9 +237,38 @@ def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
     return Workbench(models, names=names, calibration=calibration)
 
 
-def pair_pixels() -> Tensor:
-    """The packaged test pairs, uint8 `[n, 1, 12, 20]`; the sheet has them row by row."""
+def workbench_with(model: str, *, beside: str | None, data: str | None) -> Workbench:
+    """A workbench of the model with this spec, of the one `beside` it, and of test pictures of
+    `data`. Raises the errors of loading both and of opening the data."""
+    models: dict[Role, nn.Module] = {"ours": load(model)}
+    names = {"ours": model}
+    if beside is not None:
+        models["ordinary"] = load(beside)
+        names["ordinary"] = beside
+    pictures = None if data is None else _pictures_of(models["ours"], data, name=model)
+    return Workbench(models, names=names, pictures=pictures)
+
+
+def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:
+    view = image_view(model)
+    count = _PICTURES if view.height * view.width <= _LARGE else _FEW
+    data = open_data(spec, view, options=DataOptions(train=False, max_test=count))
+    name_outputs(model, data.classes, place=name)
+    data = match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
+    split = data.splits["test"]
+    items = [split.dataset[number] for number in range(split.size)]
+    pixels = torch.stack([item for item, _ in items])
+    if pixels.shape[1:] != (view.channels, view.height, view.width):
+        raise UsageError(f"{spec} has no pictures to show, but formulas", hint="give photographs")
+    classes = torch.tensor([label for _, label in items])
+    return Pictures(pixels=pixels, images=data.finish(pixels), classes=classes)
+
+
+def packaged_pairs(view: ImageView, labels: Sequence[str]) -> Pictures:
+    """The packaged test pairs, for a model with these classes; their sheet has them row by row."""
     _, height, width = PAIR
     with Image.open(asset("page", "pairs.png")) as image:
         sheet = torch.from_numpy(np.array(image.convert("L")))
-    return sheet.unfold(0, height, height).unfold(1, width, width).reshape(-1, *PAIR)
+    pixels = sheet.unfold(0, height, height).unfold(1, width, width).reshape(-1, *PAIR)
+    classes = torch.tensor([labels.index(name) for name in pair_names()])
+    return Pictures(pixels=pixels, images=PixelFinish(view)(pixels), classes=classes)
