@@ -11,7 +11,6 @@ import logging
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from layershuffle.errors import UsageError
@@ -125,7 +124,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tests, return_exceptions=True)
         await self.health.close()
-        await self.members.close()
+        self.members.close()
 
     # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
 
@@ -137,9 +136,9 @@ class Coordinator:
         view = HostView(member.name, frozenset(), loading=loading)
         if before is not None and before.condition == "shut-out":
             # A new connection is no proof of honesty.
-            view = replace(view, condition="shut-out", why=before.why)
+            view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
-            view = replace(view, condition="draining", why=self.away[member.name])
+            view = view._replace(condition="draining", why=self.away[member.name])
         self.router.swarm = self.router.swarm.with_host(view)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
@@ -245,7 +244,7 @@ class Coordinator:
         # First, so that no visit to a block that leaves is sent behind the assignment.
         self.router.update(
             name,
-            lambda host: replace(host, blocks=host.blocks & blocks, loading=blocks - host.blocks),
+            lambda host: host._replace(blocks=host.blocks & blocks, loading=blocks - host.blocks),
         )
         self.health.forget(name, self.members[name].assigned - blocks)
         self.members.assign(name, blocks)
@@ -281,7 +280,7 @@ class Coordinator:
         self.away.pop(name, None)
         if name in self.children.names:
             self.children.release(name)
-        self.router.update(name, lambda host: replace(host, condition="gone", why="it is starting"))
+        self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
         # It gets its blocks and its tests anew, as any host that dials in.
         self.members.cut(name)
 
@@ -293,12 +292,12 @@ class Coordinator:
 
 
 def _loaded(host: HostView, block: int) -> HostView:
-    return replace(host, blocks=host.blocks | {block}, loading=host.loading - {block})
+    return host._replace(blocks=host.blocks | {block}, loading=host.loading - {block})
 
 
 def _gone(host: HostView, why: str, *, until: float) -> HostView:
     if host.condition == "shut-out":
-        return replace(host, blocks=frozenset(), loading=frozenset(), retry_at=until)
+        return host._replace(blocks=frozenset(), loading=frozenset(), retry_at=until)
     blocks = host.blocks | host.loading
-    gone = replace(host, condition="gone", why=why, retry_at=until)
-    return replace(gone, blocks=blocks, loading=frozenset())
+    gone = host._replace(condition="gone", why=why, retry_at=until)
+    return gone._replace(blocks=blocks, loading=frozenset())

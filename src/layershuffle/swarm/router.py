@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ _GROWTH = 1e4
 """Growth of the largest value above which an answer is wrong: blocks add to their state."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingVisit:
     """A visit in flight that carries the state `before`, which has this `version`.
 
@@ -58,7 +57,7 @@ class PendingVisit:
     """
 
     visit: Visit
-    task: asyncio.Task[Answer]
+    task: asyncio.Future[Answer]
     started: float
     before: State
     version: int
@@ -68,12 +67,16 @@ class PendingVisit:
     @property
     def under_way(self) -> UnderWay:
         """What decisions know of it."""
-        return UnderWay(self.visit.host, self.visit.block, self.version, late=self.late)
+        return UnderWay(self.visit.host, self.visit.block, self.version, self.late)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Walk:
-    """A running request: its state, its progress, its visits so far and those in flight."""
+    """A running request: its state, its progress, its visits so far and those in flight.
+
+    While it waits, `woken` is not done; `until`: when it goes on at the latest, in seconds of the
+    router's clock, by the `alarm`, which may go off earlier and is then set again.
+    """
 
     state: State
     progress: RequestProgress
@@ -82,6 +85,15 @@ class Walk:
     chance: Callable[[State, int], float] | None = None
     hops: list[Visited] = field(default_factory=list)
     calls: list[PendingVisit] = field(default_factory=list)
+    woken: asyncio.Future[None] | None = None
+    until: float = 0.0
+    alarm: asyncio.TimerHandle | None = None
+    alarm_at: float = 0.0
+
+    def wake(self) -> None:
+        """Go on, if it waits."""
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
 
 
 class Router:
@@ -110,7 +122,7 @@ class Router:
         self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         self._swarm = Swarm()
-        self._changed = asyncio.Event()
+        self._watching = set[Walk]()
         self._numbers = count()
 
     @property
@@ -121,9 +133,8 @@ class Router:
     @swarm.setter
     def swarm(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        # A new event, because a waiting request may not have run before the next one waits.
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for walk in self._watching:
+            walk.wake()
 
     def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
         """Apply a pure change to one host, if it is still known."""
@@ -168,6 +179,8 @@ class Router:
         finally:
             for call in walk.calls:
                 call.task.cancel()
+            if walk.alarm is not None:
+                walk.alarm.cancel()
             self.walks -= 1
         return walk.state, route
 
@@ -177,9 +190,8 @@ class Router:
             # Read once: the deadline might pass between two reads, and no visit would be late.
             now = self.clock()
             self._take_ended(walk, now)
-            under_way = tuple([call.under_way for call in walk.calls])
             action = decide(
-                replace(walk.progress, under_way=under_way),
+                walk.progress._replace(under_way=tuple([call.under_way for call in walk.calls])),
                 self._swarm,
                 now=now,
                 limits=self.limits,
@@ -213,7 +225,7 @@ class Router:
                 if walk.chance is not None and kept >= walk.progress.min_blocks:
                     # Here and not in a thread: a head takes less time than a hop.
                     chance = walk.chance(walk.state, kept)
-                    walk.progress = replace(walk.progress, chance=chance)
+                    walk.progress = walk.progress._replace(chance=chance)
         for call in [call for call in walk.calls if not self._counts(walk, call)]:
             call.task.cancel()
             walk.calls.remove(call)
@@ -226,20 +238,31 @@ class Router:
 
         It follows a decision without any await in between, so that no change is missed.
         """
-        until = min([action.until, *(call.ends for call in walk.calls if not call.late)])
-        waiting: set[asyncio.Future[Any]] = {call.task for call in walk.calls}
-        changed = asyncio.ensure_future(self._changed.wait()) if action.for_hosts else None
-        if changed is not None:
-            waiting.add(changed)
+        walk.until = min([action.until, *(call.ends for call in walk.calls if not call.late)])
+        walk.woken = asyncio.get_running_loop().create_future()
+        # One alarm for many waits: nearly all of them end long before it.
+        if walk.alarm is None or walk.until < walk.alarm_at:
+            self._set_alarm(walk)
+        if action.for_hosts:
+            self._watching.add(walk)
         try:
-            await asyncio.wait(
-                waiting,
-                timeout=max(0.0, until - self.clock()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await walk.woken
         finally:
-            if changed is not None:
-                changed.cancel()
+            self._watching.discard(walk)
+
+    def _set_alarm(self, walk: Walk) -> None:
+        if walk.alarm is not None:
+            walk.alarm.cancel()
+        left = max(0.0, walk.until - self.clock())
+        walk.alarm_at = walk.until
+        walk.alarm = asyncio.get_running_loop().call_later(left, self._rung, walk)
+
+    def _rung(self, walk: Walk) -> None:
+        walk.alarm = None
+        if walk.alarm_at < walk.until:
+            self._set_alarm(walk)
+        else:
+            walk.wake()
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         done, versions = walk.progress.done, walk.progress.versions
@@ -259,11 +282,12 @@ class Router:
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
 
-        def over(task: asyncio.Task[Answer]) -> None:
+        def over(task: asyncio.Future[Answer]) -> None:
             if not task.cancelled():
                 task.exception()  # otherwise asyncio reports exceptions of dropped calls as lost
             # Also for a cancelled call, or the host would look busy forever.
             self.update(visit.host, lambda host: state.settled(host, work))
+            walk.wake()
 
         task.add_done_callback(over)
         # From `now`: sending a large state takes time, and the limit must not pass the deadline.
@@ -289,6 +313,7 @@ class Router:
             call.visit.host, call.visit.block, "answered", elapsed_ms,
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
             lag_ms=elapsed_ms - call.visit.expected * _MILLI,
+            begun_ms=(call.started - walk.started) * _MILLI,
         )  # fmt: skip
         self._note(walk, call, hop=hop, after=after)
         self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
@@ -301,6 +326,7 @@ class Router:
         hop = Visited(
             call.visit.host, call.visit.block, outcome, elapsed * _MILLI, why=why,
             images=len(call.before), lag_ms=(elapsed - call.visit.expected) * _MILLI,
+            begun_ms=(call.started - walk.started) * _MILLI,
         )  # fmt: skip
         if not call.late:
             self._note(walk, call, hop=hop, after=None)
@@ -314,7 +340,7 @@ class Router:
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
     def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
-        walk.hops.append(replace(hop, begun_ms=(call.started - walk.started) * _MILLI))
+        walk.hops.append(hop)
         for observe in self.observers:
             observe(hop, call.before, after)
 
@@ -330,6 +356,6 @@ def fault_of(answer: Answer, *, before: State, ms: float) -> str:
         return TOO_LONG
     largest = float(np.abs(answer.state).max(initial=0.0))
     # At least 1, because a state of zeros may grow by any factor; `not <=`, because of NaN.
-    if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
+    if not largest <= _GROWTH and not largest <= _GROWTH * float(np.abs(before).max(initial=0.0)):
         return f"it answered with numbers up to {largest:.1g}"
     return ""

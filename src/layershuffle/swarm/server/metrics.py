@@ -198,7 +198,8 @@ class Metrics(Collector):
         # Also here, not only in `collect`, for gateways whose metrics are never read.
         if hop.host not in self.hops:
             self._forget_hosts()
-        self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1
+            self.hops[hop.host] = Counter()
+        self.hops[hop.host][hop.outcome] += 1
 
     def _forget_hosts(self) -> None:
         """Drop the counters of hosts that have left, because spares come and go for years."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -235,7 +234,7 @@ class _Simulation:
         for name, there in zip(self.plan.hosts, up, strict=True):
             if not there:
                 self.transport.hosts[name].die()
-                absent = replace(self._view(name), condition="gone", why="it has not come yet")
+                absent = self._view(name)._replace(condition="gone", why="it has not come yet")
                 self.router.swarm = self.router.swarm.with_host(absent)
         firsts = zip(self.plan.hosts, stays, strict=True)
         changes = [(next(times), name, times) for name, times in firsts]
