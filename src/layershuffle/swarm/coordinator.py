@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from layershuffle.errors import UsageError
@@ -61,10 +61,7 @@ class Coordinator:
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
         self.away: dict[str, str] = {}
-        self._references = [
-            Reference(model.sample, partial(model.compute, block), file.digest)
-            for block, file in enumerate(model.weights)
-        ]
+        self._references = _references_of(model)
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
         self._said: dict[str, tuple[str, float]] = {}
@@ -112,6 +109,18 @@ class Coordinator:
             if (len(up) >= hosts and not lacking) or self.router.clock() >= end:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
+
+    def take_over(self, model: ServedModel, tested: Mapping[Member, frozenset[int]]) -> None:
+        """Let hosts serve `model`, whose blocks they hold beside those of the other: of each the
+        `tested` ones at once, the others once they are loaded and tested."""
+        self.model, self._references, self._planned = model, _references_of(model), []
+        for name, member in self.members.items():
+            blocks = tested.get(member, frozenset()) & member.assigned
+            self.health.forget(name, range(model.depth))
+            self.health.expect(name, {block: self._references[block] for block in blocks})
+            left = member.assigned - blocks
+            change = partial(HostView._replace, blocks=blocks, loading=left)
+            self.router.update(name, change)
 
     def is_up(self, member: Member) -> bool:
         """Whether a host serves all blocks that it is to hold."""
@@ -289,6 +298,13 @@ class Coordinator:
         if name not in self.router.swarm and name not in self.children.names:
             names = ", ".join(self.router.swarm) or "none"
             raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
+
+
+def _references_of(model: ServedModel) -> list[Reference]:
+    return [
+        Reference(model.sample, partial(model.compute, block), file.digest)
+        for block, file in enumerate(model.weights)
+    ]
 
 
 def _loaded(host: HostView, block: int) -> HostView:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from layershuffle.errors import UsageError
 from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.messages import (
     Answer,
@@ -44,6 +45,7 @@ STALLED_SECONDS = 4.0
 """A host that has read nothing for so long is dropped."""
 _MOST_ABANDONED = 4096
 _GOING_AWAY = 1001  # of WebSocket
+_SLOTS = 1 << 16
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
@@ -76,13 +78,16 @@ class _Sent:
 @dataclass(eq=False, slots=True)
 class Member:
     """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
-    `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
+    `ready`: those that it has loaded, with its seconds for one image; `beside`: the same of a model
+    that is loaded beside (`Members.load_beside`), and why it cannot; `draining`: it leaves."""
 
     name: str
     hello: Mapping[str, Any]
     connection: HostConnection
     assigned: frozenset[int] = frozenset()
     ready: dict[int, float] = field(default_factory=dict)
+    beside: dict[int, float] = field(default_factory=dict)
+    beside_failed: str = ""
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
     abandoned: dict[int, None] = field(default_factory=dict)
@@ -115,7 +120,11 @@ class Members(Mapping[str, Member]):
     """
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
-        self._model, self.token = model, token
+        self.token = token
+        # By turns: a slot means the same for as long as a connection lasts.
+        self._models, self._turn, self._beside = {0: model}, 0, 0
+        self._turns, self._most_turns = count(1), _SLOTS // model.depth
+        self._depth, self._shape = model.depth, model.shape
         tokens, width = model.shape
         self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
         self._members: dict[str, Member] = {}
@@ -139,8 +148,10 @@ class Members(Mapping[str, Member]):
 
     # --- visits -----------------------------------------------------------------------------------
 
-    def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> asyncio.Future[Answer]:
-        """The host's answer; see `messages.Transport`."""
+    def visit(
+        self, visit: Visit, state: State, *, form: Wire = "fp32", beside: bool = False
+    ) -> asyncio.Future[Answer]:
+        """The host's answer; see `messages.Transport`. `beside`: of the model of `load_beside`."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         member = self._members.get(visit.host)
         if member is None:
@@ -148,7 +159,8 @@ class Members(Mapping[str, Member]):
             return answer
         number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
-        header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
+        slot = (self._beside if beside else self._turn) * self._depth + visit.block
+        header = Header(Kind.VISIT, DTYPES[form], slot, number, len(state), 0, micros)
         member.sent[number] = _Sent(header, state, answer)
         answer.add_done_callback(partial(_over, member, number))
         self._send(member, wire.frame(header, state))
@@ -159,8 +171,36 @@ class Members(Mapping[str, Member]):
         member = self._members[name]
         member.assigned = frozenset(blocks)
         member.ready = {block: s for block, s in member.ready.items() if block in member.assigned}
-        entries = [self._model.entry(block) for block in sorted(member.assigned)]
+        entries = [
+            {**model.entry(block), "slot": turn * self._depth + block}
+            for turn, model in self._models.items()
+            for block in sorted(member.assigned)
+        ]
         self._send(member, wire.text_of("assign", blocks=entries))
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether hosts load a second model."""
+        return self._beside != self._turn
+
+    def load_beside(self, model: ServedModel | None) -> None:
+        """Let hosts load their blocks of another `model` beside those that they serve; `None`: let
+        them forget these. Raises `UsageError` while they load a third one."""
+        if model is not None and self.loads_beside:
+            raise UsageError("The swarm rolls to another model already", hint="wait until it has")
+        self._beside = self._turn if model is None else next(self._turns) % self._most_turns
+        served = self._models[self._turn]
+        self._models = {self._turn: served} | ({} if model is None else {self._beside: model})
+        for name, member in self._members.items():
+            member.beside, member.beside_failed = {}, ""
+            self.assign(name, member.assigned)
+
+    def take_over(self) -> None:
+        """Serve the model of `load_beside`, and let hosts forget the other."""
+        self._turn = self._beside
+        for member in self._members.values():
+            member.ready = {}  # they say it again, and each block is tested once more
+        self.load_beside(None)
 
     def cut(self, name: str) -> None:
         """End the connection of a host, which may dial in again."""
@@ -249,17 +289,24 @@ class Members(Mapping[str, Member]):
             member.draining = True
             if watcher is not None:
                 watcher.leaving(member)
-        elif kind not in ("ready", "failed"):
+            return
+        if kind not in ("ready", "failed"):
             raise WireError(f"a message {kind} from a host")
-        elif message["slot"] not in member.assigned:
+        turn, block = divmod(message["slot"], self._depth)
+        if block not in member.assigned:
             pass  # of an assignment before this one
+        elif turn != self._turn:
+            if turn == self._beside and kind == "ready":
+                member.beside[block] = message["seconds"]
+            elif turn == self._beside:
+                member.beside_failed = message["why"]
         elif kind == "ready":
-            again = message["slot"] in member.ready
-            member.ready[message["slot"]] = message["seconds"]
+            again = block in member.ready
+            member.ready[block] = message["seconds"]
             if watcher is not None and not again:
-                watcher.loaded(member, message["slot"])
+                watcher.loaded(member, block)
         elif watcher is not None:
-            watcher.failed(member, message["slot"], why=message["why"])
+            watcher.failed(member, block, why=message["why"])
 
     def _answered(self, member: Member, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
@@ -290,7 +337,7 @@ class Members(Mapping[str, Member]):
         if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
             raise WrongAnswer(f"Host {member.name} answered for another number of images")
         try:
-            values = wire.state_in(content, header, shape=self._model.shape)
+            values = wire.state_in(content, header, shape=self._shape)
         except WireError as error:
             raise WrongAnswer(f"Host {member.name} answered with {error}") from error
         return Answer(
@@ -307,7 +354,9 @@ class Members(Mapping[str, Member]):
         _, _, token = request.headers.get("authorization", "").partition(" ")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
-        path: Path | None = self._model.files.get(request.path_params["digest"])
+        digest = request.path_params["digest"]
+        places = (model.files.get(digest) for model in self._models.values())
+        path: Path | None = next((place for place in places if place is not None), None)
         if path is None:
             return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
         return FileResponse(path, media_type="application/octet-stream")

@@ -140,6 +140,10 @@ class RemoteModel:
             head_ms=(time.perf_counter() - left) * _MILLI,
         )
 
+    def take_over(self, model: ServedModel, temperatures: Sequence[float]) -> None:
+        """Answer by another model from now on, while no request is under way."""
+        self.model, self.temperatures, self.stem_seconds = model, temperatures, math.inf
+
     def _stem(self, images: NDArray[np.float32]) -> State:
         begun = time.perf_counter()
         start = self.model.stem(images)
