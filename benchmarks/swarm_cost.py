@@ -8,6 +8,7 @@ soon a killed host is felt, and how soon four hosts are up.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import statistics
@@ -101,6 +102,8 @@ async def gateway_of(service: Service) -> AsyncIterator[int]:
     with GatewaySocket("127.0.0.1", port=0, limits=limits) as listener:
         server = server_of(app, listener)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        gc.collect()
+        gc.freeze()  # as `swarm up` does
         try:
             yield listener.getsockname()[1]
         finally:

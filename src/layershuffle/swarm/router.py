@@ -178,7 +178,7 @@ class Router:
             route = self._route(walk, await self._ending(walk))
         finally:
             for call in walk.calls:
-                call.task.cancel()
+                self._drop(call)
             if walk.alarm is not None:
                 walk.alarm.cancel()
             self.walks -= 1
@@ -213,9 +213,11 @@ class Router:
         for call in [call for call in walk.calls if call.task.done()]:
             if not self._counts(walk, call):  # since the answer before it
                 continue
-            walk.calls.remove(call)
             after = self._answer_to(walk, call)
-            if after is not None:
+            walk.calls.remove(call)
+            if after is None:
+                self._drop(call)
+            else:
                 # The answer itself if it read the newest state; otherwise add its residual.
                 newest = call.version == len(walk.progress.done)
                 walk.state = after if newest else walk.state + (after - call.before)
@@ -227,8 +229,14 @@ class Router:
                     chance = walk.chance(walk.state, kept)
                     walk.progress = walk.progress._replace(chance=chance)
         for call in [call for call in walk.calls if not self._counts(walk, call)]:
-            call.task.cancel()
+            self._drop(call)
             walk.calls.remove(call)
+
+    def _drop(self, call: PendingVisit) -> None:
+        """Nobody waits for a visit any more; without this its host would look busy forever."""
+        call.task.cancel()
+        work = len(call.before)
+        self.update(call.visit.host, lambda host: state.settled(host, work))
 
     def _counts(self, walk: Walk, call: PendingVisit) -> bool:
         return counts(walk.progress, call.under_way, max_age=walk.rounds.max_age)
@@ -285,8 +293,6 @@ class Router:
         def over(task: asyncio.Future[Answer]) -> None:
             if not task.cancelled():
                 task.exception()  # otherwise asyncio reports exceptions of dropped calls as lost
-            # Also for a cancelled call, or the host would look busy forever.
-            self.update(visit.host, lambda host: state.settled(host, work))
             walk.wake()
 
         task.add_done_callback(over)
@@ -316,7 +322,12 @@ class Router:
             begun_ms=(call.started - walk.started) * _MILLI,
         )  # fmt: skip
         self._note(walk, call, hop=hop, after=after)
-        self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
+        self.update(
+            hop.host,
+            lambda host: state.answered(
+                state.settled(host, len(call.before)), hop, limits=self.limits
+            ),
+        )
         return after
 
     def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:

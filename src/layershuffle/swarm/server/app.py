@@ -165,14 +165,16 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
         _CLASSIFY,
         dependencies=guarded,
         responses=errors,
+        response_model=Classification,
         openapi_extra={"requestBody": BODY_SCHEMA},
         summary="Classify an image",
     )
-    async def classify(request: Request, options: Annotated[Options, Query()]) -> Classification:
+    async def classify(request: Request, options: Annotated[Options, Query()]) -> Response:
         gateway.charge(request)
         answer = await gateway.scheduler.classify(request, options)
         gateway.metrics.count_answer(answer)
-        return answer
+        # As a response, or FastAPI would validate it once more.
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     @app.get(
         "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"
