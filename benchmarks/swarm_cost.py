@@ -25,13 +25,12 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bundled import asset
 from layershuffle.swarm.messages import Visit
-from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmSettings
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.service import DEFAULT_MODEL, Service, SwarmSettings, running_service
 
 CLIENTS, PLENTY = 2, 100_000.0
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}

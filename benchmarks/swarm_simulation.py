@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -14,12 +14,11 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing, decide
 from layershuffle.swarm.rounds import QUEUE
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, scaled
+from layershuffle.swarm.simulation.scenario import Arrivals, Churn, SimulatedDevice, in_turn
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH, SEED, REPEATS = 12, 0, 3
@@ -29,30 +28,31 @@ CHURN = Churn(up_s=20, down_s=10)
 STEP_COSTS_AT_MOST = 3.0
 
 
-def play(plan: SwarmPlan, requests: int, routing: Routing) -> SimulationOutcome:
+def play(
+    devices: Mapping[str, SimulatedDevice], requests: int, routing: Routing
+) -> SimulationOutcome:
     """Requests under churn: a third of the hosts is away at any time."""
     return simulate(
-        plan,
-        profile=Profile(),
+        devices,
         requests=requests,
         seed=SEED,
         routing=routing,
-        arrivals=Arrivals(rate=RATES[len(plan.hosts)]),
+        arrivals=Arrivals(rate=RATES[len(devices)]),
         churn=CHURN,
     )
 
 
 def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
     """Visits per second of processor time, and what came of the requests under every routing."""
-    ten = {f"host-{h + 1}": HostPlan(blocks=tuple(range(h, DEPTH, 10))) for h in range(10)}
-    plan = scaled(SwarmPlan(hosts=ten), hosts)
+    ten = {f"host-{h + 1}": SimulatedDevice(frozenset(range(h, DEPTH, 10))) for h in range(10)}
+    devices = in_turn(ten, hosts)
     speeds, walls = [], []
     for _ in range(repeats):
         began, wall = time.process_time(), time.perf_counter()
-        outcome = play(plan, requests, "order-free")
+        outcome = play(devices, requests, "order-free")
         speeds.append(outcome.visits / (time.process_time() - began))
         walls.append(time.perf_counter() - wall)
-    others = {routing: play(plan, requests, routing) for routing in ROUTINGS[1:]}
+    others = {routing: play(devices, requests, routing) for routing in ROUTINGS[1:]}
     return ClaimRow(
         name=f"{hosts:,} hosts",
         what="visits per second of processor time",
@@ -78,7 +78,7 @@ def summary(outcome: SimulationOutcome) -> dict[str, Any]:
         "answered": outcome.share("answered"),
         "degraded": outcome.share("degraded"),
         "failed": outcome.share("failed"),
-        "mean_blocks": round(outcome.mean_blocks, 2) if outcome.blocks else None,
+        "mean_blocks": outcome.mean_blocks and round(outcome.mean_blocks, 2),
         "p50_ms": round(outcome.quantile(0.5), 1),
         "p99_ms": round(outcome.quantile(0.99), 1),
     }

@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),
     "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
-    "swarm": ("core", "models", "data", "settings", "export"),
+    # Calibration and drills open their data as every other score does.
+    "swarm": ("core", "models", "data", "settings", "scoring", "export"),
 }  # fmt: skip
 # The command line imports everything, and nothing imports it.
 COMMANDS = ("cli", "__main__")
@@ -51,13 +52,13 @@ SWARM_LAYERS = (
     ("messages",),
     ("state", "audits", "rounds", "served", "children"),
     ("policy",),
-    ("plan", "router", "members"),
-    ("health", "remote_model", "calibration", "expectations"),
-    ("coordinator", "chaos", "drill"),
-    ("simulation", "scenarios"),
+    ("router", "members"),
+    ("health", "remote_model", "calibration", "measuring", "expectations"),
+    ("coordinator", "chaos"),
+    ("simulation",),
     ("planning",),
     ("service", "on_ray"),
-    ("server", "client", "load_client"),
+    ("server", "client", "drill"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
 UPWARDS: dict[tuple[str, str], str] = {}

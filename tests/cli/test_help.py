@@ -11,9 +11,8 @@ import pytest
 from layershuffle.analysis import ANALYSES
 from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main, swarm
 from layershuffle.core.methods import PRESETS
-from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
-from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS
+from layershuffle.swarm.service import DEFAULT_MODEL
 
 NAMES = [*COMMANDS, *(f"swarm {name}" for name in SWARM_COMMANDS)]
 FLAG = r"--[a-z][a-z0-9.-]*[a-z0-9]"
@@ -70,7 +69,6 @@ def test_lists_of_names_in_help_texts_are_complete():
     method = arguments_of("fit")["--method",]
     assert set(PRESETS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
     assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
-    assert swarm.FAULT_KINDS == KINDS_OF_FAULTS
 
 
 def test_no_help_imports_a_heavy_library():
@@ -195,15 +193,15 @@ FLAGS = {
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
     "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
-    "swarm demo": "deadline-ms hosts requests seed",
+    "swarm demo": "deadline-ms hosts requests",
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",
     "swarm roll": "directory state",
     "swarm drill": "address api-key api-key-file authority concurrency data deadline-ms json "
-    "kill kinds requests routings scenarios seed state",
-    "swarm plan": "copies hosts model out overwrite",
-    "swarm simulate": "churn clients hosts json kill min-blocks plan profile rate requests "
+    "requests scenarios state",
+    "swarm plan": "copies devices model",
+    "swarm simulate": "churn clients copies devices hosts json kill min-blocks model rate requests "
     "routings seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

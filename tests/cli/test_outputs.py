@@ -35,7 +35,6 @@ COMMANDS = {
     "merge --random": f"merge runs/a runs/b --random 1 --data {DATA}",
     "merge --random --overwrite": f"merge runs/a runs/b --overwrite --random 1 --data {DATA}",
     "reproduce": "reproduce study.yaml",
-    "swarm plan": "swarm plan hosts.yaml --model {MODEL}",
 }
 
 
@@ -49,7 +48,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "merge": {"slices": slices},
         "study": STUDY,
         "base": {"method": "baseline", "data": DATA, "steps": 1, "batch_size": 8},
-        "hosts": {"hosts": {"a": {"memory_mb": 50}}},
     }
     for name, content in recipes.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))

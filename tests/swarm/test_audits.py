@@ -88,8 +88,8 @@ def test_a_host_that_begins_anew_has_no_habits():
     for before, after in visits(100):
         draw.chosen("a", before=before, after=after, share=SHARE)
         draw.passed("a")
-    assert draw.traces == {"a"}
+    assert {*draw._passed, *draw._habits} == {"a"}
     draw.drop("a")
-    assert draw.traces == set()
+    assert {*draw._passed, *draw._habits} == set()
     ((before, after),) = visits(1)
     assert draw.chosen("a", before=before, after=after, share=SHARE)

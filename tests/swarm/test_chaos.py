@@ -1,72 +1,14 @@
-"""Injected failures: lists of faults by seed, and wrappers that break hosts."""
+"""Injected failures: the wrapper that breaks hosts."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from clock import loop_time, run_virtual
-from layershuffle.errors import UsageError
-from layershuffle.swarm.chaos import (
-    KINDS,
-    ChaosTransport,
-    Fault,
-    check_faults,
-    crashes,
-    crashes_text,
-    one_of_each_fault,
-)
+from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.messages import Answer, Visit, WorkExpired
-
-HOSTS = ["a", "b", "c", "d", "e", "f"]
-
-
-# --- lists of faults ------------------------------------------------------------------------------
-
-
-def test_crashes_hit_a_share_of_the_hosts_once_each():
-    faults = crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
-    assert len({fault.host for fault in faults}) == len(faults) == 2
-    assert all(100 <= fault.at < 900 for fault in faults)
-    assert faults == crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
-    assert faults != crashes(HOSTS, share=1 / 3, requests=1000, seed=1)
-    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
-
-
-def test_a_share_of_few_hosts_is_said_as_a_number():
-    assert crashes_text(
-        crashes(HOSTS[:4], share=0.34, requests=50, seed=0), share=0.34, hosts=4
-    ) == ("1 of 4 hosts dies (--kill 0.34, rounded down)")
-    for share in (0.0, -1.0, 1.5):
-        with pytest.raises(UsageError, match="share of hosts to kill"):
-            crashes(HOSTS, share=share, requests=50, seed=0)
-
-
-def test_every_host_is_hit_by_some_seed():
-    hit = {f.host for seed in range(30) for f in crashes(HOSTS, share=0.2, requests=50, seed=seed)}
-    assert hit == set(HOSTS)
-
-
-def test_one_of_each_fault_has_every_kind_and_mends_it():
-    faults = one_of_each_fault(HOSTS, requests=120, seed=3)
-    troubles = [fault for fault in faults if fault.kind != "rejoin"]
-    assert [fault.kind for fault in troubles] == [kind for kind in KINDS if kind != "rejoin"]
-    assert [fault.at for fault in troubles] == [5 + 20 * i for i in range(6)]
-    for trouble, mend in zip(faults[::2], faults[1::2], strict=True):
-        assert (mend.kind, mend.host, mend.at) == ("rejoin", trouble.host, trouble.at + 10)
-
-
-def test_too_few_requests_for_one_of_each_fault():
-    with pytest.raises(UsageError, match="24 or more"):
-        one_of_each_fault(HOSTS, requests=20, seed=0)
-
-
-def test_unknown_hosts_are_refused():
-    with pytest.raises(UsageError, match="no host 'z' to crash"):
-        check_faults([Fault(0, "z", "crash")], HOSTS)
-
-
-# --- wrappers -------------------------------------------------------------------------------------
 
 STATE = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)
 
@@ -142,3 +84,23 @@ def test_a_cut_host_computes_and_nobody_hears_of_it():
         assert loop_time() - healed == pytest.approx(0.02)
 
     run_virtual(go())
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_lies", "canary_lies"),
+    [("wrong", 400, 400), ("wrong-but-canaries", 400, 0), ("wrong-rarely", 4, 0)],
+)
+def test_three_kinds_of_liars(kind, request_lies, canary_lies):
+    async def honest(visit, state, *, form="fp32"):
+        return Answer(state, 1.0, 0.0)
+
+    async def lies(budget):
+        transport = ChaosTransport(SimpleNamespace(visit=honest))
+        transport.break_host("a", kind)
+        visit = Visit("a", 0, 1.0, budget=budget)
+        answers = [await transport.visit(visit, STATE) for _ in range(400)]
+        return sum(bool((answer.state != STATE).any()) for answer in answers)
+
+    # 4 of 400 in the mean; 1 of 1,000 draws lies beyond 12.
+    assert abs(asyncio.run(lies(2.0)) - request_lies) <= (8 if request_lies == 4 else 0)
+    assert asyncio.run(lies(None)) == canary_lies

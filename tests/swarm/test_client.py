@@ -23,12 +23,12 @@ from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.keys import read_keys
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.start import serve_swarm
 from layershuffle.swarm.server.tls import client_context, server_context
+from layershuffle.swarm.service import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
 from waiting import HANGS, until

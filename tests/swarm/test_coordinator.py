@@ -27,7 +27,7 @@ from dial_site import (
 from test_members import answer
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.chaos import Fault, FaultInjector
+from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Route
@@ -313,18 +313,18 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
         async with gateway(limits=limits) as site, family(site, hosts=3):
             injector = FaultInjector(site.coordinator)
             for kind, condition in becomes.items():
-                await injector.inject(Fault(0, "host-1", kind))
+                await injector.inject("host-1", kind)
                 await site.until(lambda c=condition: site.router.swarm["host-1"].condition == c)
                 start = states(seed=5)
                 state, route = await site.walk(start, least=12)
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-                await injector.inject(Fault(0, "host-1", "rejoin"))
+                await injector.inject("host-1", "rejoin")
                 await site.until(lambda: site.router.swarm["host-1"].usable)
                 await site.until(lambda: is_up(site, "host-1"))
-            await injector.inject(Fault(0, "host-1", "leave"))
+            await injector.inject("host-1", "leave")
             await site.until(lambda: "host-1" not in site.members)
             with refuses(UsageError):
-                await injector.inject(Fault(0, "q", "slow"))
+                await injector.inject("q", "slow")
 
     asyncio.run(main())
 

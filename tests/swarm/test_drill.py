@@ -1,4 +1,4 @@
-"""Drills: when faults happen, and their figures against hand-made replies."""
+"""Drills: what each scenario breaks and mends, the figures, and the requests."""
 
 import asyncio
 import json
@@ -6,165 +6,75 @@ import math
 import threading
 from statistics import NormalDist
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from PIL import Image
 
 from clock import loop_time, run_virtual
 from common import FAMILIES
-from layershuffle.cli.swarm.demo import _cells as cells_of
+from layershuffle.cli import swarm
 from layershuffle.cli.swarm.drill import DrillCommand
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
-from layershuffle.swarm.chaos import Fault, one_of_each_fault
 from layershuffle.swarm.client import SwarmError
 from layershuffle.swarm.drill import (
-    Drill,
+    SCENARIOS,
+    Labelled,
+    Played,
     Reply,
-    calibrated_data,
-    drill_json,
-    drill_report,
+    ScenarioName,
+    asking,
     judged,
-    run_drill,
-    why_not_judged,
+    labelled_images,
+    report,
+    sent,
+    share,
 )
-from layershuffle.swarm.load_client import Labelled, labelled_images, load_client
-from layershuffle.swarm.plan import DEFAULT_MODEL
+from layershuffle.swarm.rounds import Cell
+from refusals import refuses
 from waiting import HANGS, until
 
-
-class Noting:
-    def __init__(self):
-        self.happened = []
-
-    async def inject(self, fault):
-        self.happened.append((fault, len(asked)))
-
-
-asked: list[int] = []
-
-
-def test_faults_happen_just_before_their_request():
-    asked.clear()
-    engine = Noting()
-
-    async def ask(number):
-        asked.append(number)
-        await asyncio.sleep(0)
-        return Reply("answered", True, 12, 1.0)
-
-    faults = [Fault(0, "a", "slow"), Fault(7, "b", "crash"), Fault(7, "c", "crash")]
-    drill = asyncio.run(run_drill(ask, 20, faults=faults, engine=engine, concurrency=1))
-    assert engine.happened == [(faults[0], 0), (faults[1], 7), (faults[2], 7)]
-    assert [fault for fault, _ in drill.fired] == faults
-    assert sorted(drill.replies) == list(range(20))
-
-
-def test_no_more_requests_at_a_time_than_asked_for():
-    now, most = 0, 0
-
-    async def ask(_):
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        await asyncio.sleep(0.001)
-        now -= 1
-        return Reply("answered", True, 12, 1.0)
-
-    asyncio.run(run_drill(ask, 30, concurrency=5))
-    assert most == 5
-
-
-def test_shares_and_quantiles():
-    ended = ["answered"] * 6 + ["degraded"] * 2 + ["late", "failed"]
-    drill = Drill({i: Reply(e, True, 1, float(i + 1)) for i, e in enumerate(ended)})
-    assert drill.share("degraded") == 20.0
-    assert drill.share("answered", "degraded") == 80.0
-    assert drill.quantile(0.5) == 5.0
-    assert drill.quantile(0.99) == 10.0
+ONE, TWO = Cell(1), Cell(2)
 
 
 def calibration(*tops):
     """Top-1 by number of blocks, from 1 on, each known to within 2 points."""
     rows = [
-        {
-            "kept": kept,
-            "top1": top,
-            "low": top - 2,
-            "high": top + 2,
-            "sd_orders": 1.0,
-            "orders_low": top - 8,
-            "orders_high": top + 8,
-        }
+        CellAccuracy(
+            kept=kept, top1=top, low=top - 2, high=top + 2, sd_orders=1.0, orders_low=top - 8,
+            orders_high=top + 8,
+        )
         for kept, top in enumerate(tops, start=1)
-    ]
+    ]  # fmt: skip
     return Calibration(
         schema=3, weights="0", data="d", split="test", seed=0, orders=2, images=100,
-        classes=("a", "b"), rows=tuple(CellAccuracy(**row) for row in rows),
+        classes=("a", "b"), rows=tuple(rows),
     )  # fmt: skip
 
 
-def test_the_interval_is_that_of_a_binomial_and_of_the_calibration():
-    replies = [Reply("answered", i < 80, 1, 1.0) for i in range(100)]
-    got = judged(replies, calibration(75.0))
-    half = math.hypot(2, 100 * NormalDist().inv_cdf(0.975) * math.sqrt(0.75 * 0.25 / 100))
-    assert (got.top1, got.expected, got.answers) == (80.0, 75.0, 100)
-    assert got.low == pytest.approx(75 - half, abs=1e-2)
-    assert got.high == pytest.approx(75 + half, abs=1e-2)
-    assert got.inside
+# --- requests -------------------------------------------------------------------------------------
 
 
-def test_each_answer_counts_with_its_own_number_of_blocks():
-    replies = [Reply("answered", True, 2, 1.0)] * 10 + [Reply("degraded", False, 1, 1.0)] * 30
-    failed = [Reply("failed", False, 0, 1.0)] * 5
-    got = judged([*replies, *failed], calibration(50.0, 90.0))
-    assert got.expected == pytest.approx(60.0)
-    assert (got.answers, got.top1, got.inside) == (40, 25.0, False)
-    assert math.isnan(judged(failed, calibration(50.0)).top1)
+def test_what_happens_before_a_request_happens_once_and_no_more_are_under_way_than_asked_for():
+    now, most, happened = 0, 0, []
 
+    async def ask(number):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return Reply("answered", True, float(number))
 
-def test_the_report_says_how_requests_ended():
-    replies = [Reply("answered", True, 2, 5.0)] * 3 + [Reply("degraded", True, 1, 9.0)]
-    drill = Drill(dict(enumerate(replies)))
-    judgement = judged(replies, calibration(50.0, 90.0))
-    text = drill_report(drill, judgement=judgement, routing="order-free")
-    words = " ".join(text.split())
-    assert "answered in full 75.0 %" in words
-    assert "degraded 25.0 %" in words
-    assert "half within 5, 99 % within 9" in text
-    assert "100.0 %, inside what the calibration lets expect: 80.0 %" in text
-    unjudged = drill_report(drill, judgement="never calibrated", routing="order-free")
-    assert "accuracy not judged: never calibrated" in unjudged
+    async def note():
+        happened.append(loop_time())
 
-
-def test_the_report_as_json_holds_the_same_figures_and_no_nan():
-    replies = [Reply("answered", True, 2, 5.0)] * 3 + [Reply("degraded", True, 1, 9.0)]
-    drill = Drill(dict(enumerate(replies)), [(Fault(2, "a", "crash"), 0.5)])
-    judgement = judged(replies, calibration(50.0, 90.0))
-    report = drill_json(drill, judgement=judgement, routing="order-free")
-    assert report["requests"] == 4
-    assert report["percent"] == {"answered": 75.0, "degraded": 25.0, "failed": 0.0, "late": 0.0}
-    assert report["ms"] == {"median": 5.0, "p99": 9.0}
-    assert report["faults"] == [{"at": 2, "host": "a", "kind": "crash", "seconds": 0.5}]
-    accuracy = report["accuracy"]
-    assert (accuracy["answers"], accuracy["top1"], accuracy["expected"]) == (4, 100.0, 80.0)
-    assert accuracy["inside"]
-
-    # Nobody answered: no accuracy, and no time.
-    empty = drill_json(Drill(), judgement=judged([], calibration(50.0)), routing="sequential")
-    assert empty["accuracy"] is empty["ms"]["median"] is None
-    json.dumps([report, empty], allow_nan=False)
-
-
-def test_images_are_those_of_the_calibration_and_of_others_nothing_is_judged():
-    stored = calibration(50.0, 60.0, 70.0)
-    assert calibrated_data(stored, model="dir:m") == "d"
-    with pytest.raises(UsageError, match=r"never calibrated.* swarm calibrate dir:m --data SPEC"):
-        calibrated_data(None, model="dir:m")
-    assert why_not_judged(stored, data="d") == ""
-    assert why_not_judged(None, data="d") == "the model was never calibrated"
-    assert "on d, and these images are e" in why_not_judged(stored, data="e")
+    replies = run_virtual(sent(ask, 30, before={12: note}, concurrency=5))
+    assert sorted(reply.ms for reply in replies) == list(range(30))
+    assert most == 5
+    assert happened == [pytest.approx(0.002)], "ten were answered"
 
 
 @pytest.mark.parametrize(
@@ -176,23 +86,11 @@ def test_a_patient_client_waits_as_long_as_the_gateway_asks(patient, asked, seco
             raise SwarmError("no host is up", place="here", retry_after=asked)
 
     async def drilled():
-        ask = load_client(Client(), [Labelled(b"", 0)], deadline_ms=1e9, patient=patient)
-        drill = await run_drill(ask, 3, concurrency=1)
-        return drill.share("failed"), round(loop_time(), 3)
+        ask = asking(Client(), [Labelled(b"", 0)], deadline_ms=1e9, patient=patient)
+        replies = await sent(ask, 3, concurrency=1)
+        return share(replies, "failed"), round(loop_time(), 3)
 
     assert run_virtual(drilled()) == (100, seconds)
-
-
-def test_the_demo_marks_an_accuracy_outside_its_interval():
-    def cells(right, **facts):
-        replies = [Reply("answered", number < right, 1, 1.0, **facts) for number in range(100)]
-        return cells_of(Drill(dict(enumerate(replies))), calibration(90.0))[-2:]
-
-    verdict = judged([Reply("answered", True, 1, 1.0)] * 100, calibration(90.0))
-    interval = f"90.0 ({verdict.low:.1f}-{verdict.high:.1f})"
-    assert cells(90) == ("90.0 %", interval)
-    assert cells(70) == ("70.0 %", f"{interval}, outside")
-    assert cells(90, unjudged="blocks of another model took part") == ("", "")
 
 
 def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
@@ -201,178 +99,218 @@ def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
         folder.mkdir(parents=True)
         for number in range(2):
             Image.new("L", (20, 12), number).save(folder / f"{number}.png")
-    model = load(DEFAULT_MODEL)
-    with pytest.raises(DataError, match="the model has 100 outputs, the data has 2 classes"):
+    model = load(swarm.DEFAULT_MODEL)
+    with refuses(DataError):
         labelled_images(model, f"folder:{tmp_path}", count=4)
     assert len(labelled_images(model, "digit-pairs?test=3&train=5", count=10)) == 3
-    with pytest.raises(UsageError, match="At least one request is needed, got 0"):
-        labelled_images(model, "digit-pairs", count=0)
+    with refuses(UsageError):
+        labelled_images(model, "digit-pairs", count=3)
 
 
-def test_a_fault_that_cannot_happen_ends_the_drill():
-    class Refusing:
-        async def inject(self, fault):
-            raise UsageError("no such switch")
+# --- results --------------------------------------------------------------------------------------
 
-    async def ask(_):
-        await asyncio.sleep(0)
-        return Reply("answered", True, 12, 1.0)
 
-    with pytest.raises(UsageError, match="no such switch"):
-        asyncio.run(run_drill(ask, 9, faults=[Fault(3, "a", "slow")], engine=Refusing()))
+def test_the_interval_is_that_of_a_binomial_and_of_the_calibration():
+    got = judged([Reply("answered", i < 80, 1.0, ONE) for i in range(100)], calibration(75.0))
+    half = math.hypot(2, 100 * NormalDist().inv_cdf(0.975) * math.sqrt(0.75 * 0.25 / 100))
+    assert (got.top1, got.expected, got.answers) == (80.0, 75.0, 100)
+    assert got.low == pytest.approx(75 - half, abs=1e-2)
+    assert got.high == pytest.approx(75 + half, abs=1e-2)
+    assert got.text == f"75.0 ({got.low:.1f} to {got.high:.1f})"
+
+
+def test_each_answer_counts_with_its_own_number_of_blocks():
+    replies = [Reply("answered", True, 1.0, TWO)] * 10 + [Reply("degraded", False, 1.0, ONE)] * 30
+    unknown = [Reply("failed", False, 1.0)] * 5 + [Reply("answered", True, 1.0, Cell(2, 1, 9))]
+    got = judged([*replies, *unknown], calibration(50.0, 90.0))
+    assert got.expected == pytest.approx(60.0)
+    assert (got.answers, got.top1) == (40, 25.0)
+    assert got.text.endswith(", outside")
+    assert judged(unknown, calibration(50.0, 90.0)) is judged(replies, None) is None
+
+
+def test_the_table():
+    replies = [Reply("answered", True, float(ms), TWO) for ms in range(1, 18)]
+    replies += [Reply(e, False, 50.0, cell) for e, cell in (("degraded", ONE), ("late", TWO))]
+    replies.append(Reply("failed", False, 99.0))
+    verdict = judged(replies, calibration(40.0, 90.0))
+    rows = [Played("slow", replies, 59.94, verdict), Played("all", replies, None, None)]
+    heading, *_, first, second = report(rows).splitlines()
+    assert heading == "20 requests or more in each scenario; shares in percent"
+    assert first.split()[:7] == ["slow", "5.0", "5.0", "5.0", "10", "99", "89.5"]
+    assert verdict.text in first
+    assert first.endswith("59.9 s"), "in one line"
+    assert second.split() == ["all", "5.0", "5.0", "5.0", "10", "99", "-", "-", "not", "seen"]
+    figures = rows[0].as_json()
+    assert figures["percent"] == {"answered": 85, "degraded": 5, "failed": 5, "late": 5}
+    assert (figures["ms"], figures["accuracy"]["answers"]) == ({"median": 10, "p99": 99}, 19)
+    json.dumps([row.as_json() for row in rows], allow_nan=False)
+    # Without any host nothing can be answered for a while, but the hosts have to come back.
+    assert [Played(n, replies, 1.0, None).passed for n in ("all", "slow")] == [True, False]
+    assert not rows[1].passed
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-class FakeOperator:
-    """Notes what it is told, and how the hosts are then. `refuses`: what fails."""
+class FakeSwarm:
+    """A swarm of the hosts a, b, c, and its operator, who notes what it is told.
 
-    def __init__(self, *refuses):
-        self.told, self.refuses = [], refuses
+    `refuses`: what fails. Killed hosts come back after three looks, if `recovers`; liars stay out.
+    """
+
+    def __init__(self, *refuses, recovers=True):
+        self.told, self.refuses, self.recovers = [], refuses, recovers
         self.conditions = dict.fromkeys("abc", "healthy")
+        self.looks = 0
         self.asked, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
 
-    def command(self, name, *, routing="", host="", kind=""):
-        if name == "routing":
-            self.told.append((name, routing))
-            return {"before": "sequential"}
+    def command(self, name, *, host, kind):
         self.asked.set()
         assert kind == "rejoin" or self.goes_on.wait(HANGS)
         self.told.append((kind, host))
         if (kind, host) in self.refuses:
             raise LayerShuffleError(f"{host} cannot {kind}")
-        self.conditions[host] = "healthy" if kind == "rejoin" else "gone"
+        self.conditions[host] = "healthy" if kind == "rejoin" else kind
         return {}
 
+    async def swarm(self):
+        self.looks += 1
+        for host, condition in self.conditions.items():
+            if condition == "kill" and self.recovers and self.looks > 3:
+                self.conditions[host] = "healthy"
+        hosts = [SimpleNamespace(name=n, condition=c) for n, c in self.conditions.items()]
+        return SimpleNamespace(hosts=hosts)
 
-def drilled(monkeypatch, operator, ask, routing="order-free", **options):
-    """A drill whose requests are `ask`; of no data and no calibration."""
-    hosts = [SimpleNamespace(name=name) for name in operator.conditions]
+    async def __aenter__(self):
+        return self
 
-    class Client:
-        def __init__(self, *_, **__):
-            pass
+    async def __aexit__(self, *_):
+        pass
 
-        async def __aenter__(self):
-            return self
 
-        async def __aexit__(self, *_):
-            pass
+async def replied(number):
+    await asyncio.sleep(0.01 * (number >= 40))
+    return Reply("answered", True, 1.0, Cell(3))
 
-        async def swarm(self):
-            for host in hosts:
-                host.condition = operator.conditions[host.name]
-            return SimpleNamespace(hosts=hosts)
 
+def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=None, **options):
+    """The drill of a fake swarm whose requests are `ask`; `stored`: its calibration."""
     monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
-    monkeypatch.setattr("layershuffle.swarm.load_client.labelled_images", lambda *_, **__: ())
-    monkeypatch.setattr("layershuffle.swarm.load_client.load_client", lambda *_, **__: ask)
-    monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
-    for name in ("served.served_directory", "served.ServedModel", "calibration.calibration_of"):
+    monkeypatch.setattr("layershuffle.swarm.drill.labelled_images", lambda *_, **__: ())
+    monkeypatch.setattr("layershuffle.swarm.drill.asking", lambda *_, **__: ask)
+    monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", lambda *_, **__: fake)
+    for name in ("served.served_directory", "served.ServedModel"):
         monkeypatch.setattr(f"layershuffle.swarm.{name}", lambda _: None)
-    facts = {"hosts": ["a", "b", "c"], "model": "mine", "routing": routing}
-    return DrillCommand(kinds=("crash", "freeze"), data="some", **options).drill(facts, operator)
+    monkeypatch.setattr("layershuffle.swarm.calibration.calibration_of", lambda _: stored)
+    facts = {"hosts": ["a", "b", "c"], "model": "mine"}
+    command = DrillCommand(scenarios=scenarios, **{"data": "d", "requests": 40, **options})
+    return command.drill(facts, fake)
 
 
-def test_with_json_the_output_is_json_and_what_happens_goes_to_standard_error(monkeypatch, capsys):
-    operator = FakeOperator()
-    options = {"requests": 40, "routings": ("order-free", "sequential"), "json": True}
-    assert asyncio.run(drilled(monkeypatch, operator, answered, **options)) == 0
-    output = capsys.readouterr()
-    report = json.loads(output.out)
-    assert report["hosts"] == 3
-    assert [routing["routing"] for routing in report["routings"]] == ["order-free", "sequential"]
-    for routing in report["routings"]:
-        assert routing["percent"]["answered"] == 100.0
-        assert routing["accuracy_why"] == "the model was never calibrated"
-        assert [fault["kind"] for fault in routing["faults"]] == ["crash", "freeze"]
-    assert "before request" in output.err
+BROKEN = {
+    "third": [("crash", "c")],
+    "all-but-one": [("kill", "b"), ("kill", "c")],
+    "all": [("kill", "a"), ("kill", "b"), ("kill", "c")],
+    "frozen": [("freeze", "c")],
+    "slow": [("slow", "c")],
+    "cut": [("cut", "c")],
+    "leaving": [("leave", "c")],
+    "liar": [("wrong", "c")],
+    "rare-liar": [("wrong-rarely", "c")],
+    "canary-liar": [("wrong-but-canaries", "c")],
+}
 
 
-async def answered(number):
-    await asyncio.sleep(0)
-    return Reply("answered", True, 3, 1.0)
+@pytest.mark.parametrize("scenario", BROKEN)
+def test_each_scenario_breaks_what_it_names_and_mends_it(monkeypatch, capsys, scenario):
+    fake, asked = FakeSwarm(), []
+
+    async def ask(number):
+        asked.append((number, fake.told.copy()))
+        return await replied(number)
+
+    options = {"ask": ask, "stored": calibration(50.0, 60.0, 90.0), "concurrency": 1, "json": True}
+    assert asyncio.run(drilled(monkeypatch, fake, scenario, **options)) == 0
+    told = dict(asked)
+    assert (told[9], sorted(told[10])) == ([], BROKEN[scenario])
+    mends = sorted(("rejoin", host) for _, host in BROKEN[scenario])
+    # What lasts is mended after half of the requests, and everything in the end.
+    assert sorted(fake.told[len(mends) :]) == sorted(mends * (1 + SCENARIOS[scenario].lasts))
+    assert set(fake.conditions.values()) == {"healthy"}
+    (row,) = json.loads(capsys.readouterr().out)["scenarios"]
+    assert (row["scenario"], row["passed"], row["requests"]) == (scenario, True, len(asked))
+    assert (row["accuracy"]["top1"], row["accuracy"]["expected"]) == (100.0, 90.0)
+    assert 0 <= row["whole_s"] < 5
 
 
-def test_a_drill_of_a_model_that_was_never_calibrated(monkeypatch, capsys):
-    operator = FakeOperator()
-    assert asyncio.run(drilled(monkeypatch, operator, answered, requests=40)) == 0
-    assert "accuracy not judged: the model was never calibrated" in capsys.readouterr().out
-    assert set(operator.conditions.values()) == {"healthy"}
-    assert operator.told[-1] == ("routing", "sequential")
+def test_the_names_of_help_are_those_of_the_module():
+    assert swarm.ScenarioFlag == ScenarioName
+    assert tuple(SCENARIOS) == get_args(ScenarioName) == tuple(BROKEN)
 
 
-@pytest.mark.parametrize("routing", ["order-free", "sequential"])
-def test_a_drill_uses_the_routing_of_the_swarm(monkeypatch, capsys, routing):
-    operator = FakeOperator()
-    assert asyncio.run(drilled(monkeypatch, operator, answered, routing, requests=40)) == 0
-    assert operator.told[0] == ("routing", routing)
-    assert f"{routing}, 40 requests" in capsys.readouterr().out
+def test_what_never_recovers_or_loses_a_request_is_not_passed(monkeypatch, capsys):
+    monkeypatch.setattr("layershuffle.swarm.drill._RECOVERY", 0.2)
+    assert asyncio.run(drilled(monkeypatch, FakeSwarm(recovers=False), "all")) == 1
+    assert "not seen" in capsys.readouterr().out
+
+    async def ask(number):
+        return Reply("failed", False, 1.0) if number == 3 else await replied(number)
+
+    assert asyncio.run(drilled(monkeypatch, FakeSwarm(), "slow", ask=ask)) == 1
 
 
 @pytest.mark.parametrize(
-    ("routings", "code"),
-    [
-        (("order-free",), 1),
-        (("order-free", "sequential"), 1),
-        (("sequential", "order-free"), 0),
-    ],
+    ("stored", "data", "error"),
+    [(None, None, True), (None, "d", False), (calibration(9.0), "e", False)],
 )
-def test_a_request_lost_in_free_order_is_a_failure(monkeypatch, routings, code):
-    failures = iter([True])  # the first request of the first routing
-
-    async def ask(number):
-        return Reply("failed", False, 0, 1.0) if next(failures, False) else await answered(number)
-
-    drill = drilled(monkeypatch, FakeOperator(), ask, requests=40, routings=routings)
-    assert asyncio.run(drill) == code
+def test_accuracy_is_judged_on_images_of_the_calibration(monkeypatch, capsys, stored, data, error):
+    drill = drilled(monkeypatch, FakeSwarm(), "slow", stored=stored, data=data)
+    if error:
+        with refuses(UsageError):
+            asyncio.run(drill)
+        return
+    assert asyncio.run(drill) == 0
+    output = capsys.readouterr()
+    assert "Accuracy not judged" in output.err
+    assert output.out.splitlines()[-1].split()[-4:-2] == ["-", "-"]
 
 
 def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):
     async def ask(number):
-        if number == 15:  # one host crashed
+        if number == 15:
             raise RuntimeError("no gateway")
-        return await answered(number)
+        return await replied(number)
 
-    operator = FakeOperator()
+    fake = FakeSwarm()
     with pytest.raises(RuntimeError, match="no gateway"):
-        asyncio.run(drilled(monkeypatch, operator, ask, requests=40, concurrency=1))
-    ((crash, host),) = [order for order in operator.told if order[0] in ("crash", "freeze")]
-    assert crash == "crash"
-    assert [order for order in operator.told if order[0] == "rejoin"] == [("rejoin", host)]
-    assert operator.told[-1] == ("routing", "sequential")
+        asyncio.run(drilled(monkeypatch, fake, "third", "slow", ask=ask))
+    assert fake.told == [("crash", "c"), ("rejoin", "c")]
 
 
 def test_ctrl_c_mends_too_and_after_the_fault_under_way(monkeypatch):
     """The order for the fault runs in a thread, which nothing stops."""
-    operator = FakeOperator()
-    operator.goes_on.clear()
+    fake = FakeSwarm()
+    fake.goes_on.clear()
 
     async def go():
-        task = asyncio.create_task(drilled(monkeypatch, operator, answered, requests=40))
-        await until(operator.asked.is_set)
-        assert not operator.told[2:], "still under way"
+        task = asyncio.create_task(drilled(monkeypatch, fake, "third"))
+        await until(fake.asked.is_set)
+        assert not fake.told, "still under way"
         task.cancel()
         for _ in range(100):  # in which a drill that did not wait would mend
             await asyncio.sleep(0)
-        operator.goes_on.set()
+        fake.goes_on.set()
         await task
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(go())
-    faults = [order for order in operator.told if order[0] != "routing"]
-    assert faults == [("crash", faults[0][1]), ("rejoin", faults[0][1])]
-    assert set(operator.conditions.values()) == {"healthy"}
+    assert fake.told == [("crash", "c"), ("rejoin", "c")]
 
 
-def test_a_host_that_cannot_be_mended_keeps_no_other_from_it(monkeypatch):
-    faults = one_of_each_fault(["a", "b", "c"], requests=40, seed=1, kinds=("crash", "freeze"))
-    first, second = (fault.host for fault in faults)
-    assert first != second
-    operator = FakeOperator(("rejoin", min(first, second)))
-    with pytest.raises(LayerShuffleError, match="cannot rejoin"):
-        asyncio.run(drilled(monkeypatch, operator, answered, requests=40, seed=1))
-    assert operator.conditions[max(first, second)] == "healthy"
-    assert operator.told[-1] == ("routing", "sequential")
+def test_a_host_that_cannot_be_broken_or_mended_keeps_no_other_from_it(monkeypatch):
+    fake = FakeSwarm(("kill", "b"), ("rejoin", "b"), recovers=False)
+    with pytest.raises(LayerShuffleError, match="b cannot rejoin"):
+        asyncio.run(drilled(monkeypatch, fake, "all"))
+    assert fake.conditions == dict.fromkeys("abc", "healthy")

@@ -12,12 +12,11 @@ from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 
 from layershuffle.bundled import asset
-from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import running_service
+from layershuffle.swarm.service import SwarmSettings, running_service
 
 KEY = "an-operators-key-of-this-test"
 

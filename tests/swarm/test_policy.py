@@ -122,15 +122,6 @@ def test_images_count_as_work():
     assert large.budget == pytest.approx(8.99)
 
 
-def test_a_request_ends_with_as_many_blocks_as_the_plan_needs():
-    hosts = host("a", 0, 1, 2), host("b", 3)
-    assert next_of(*hosts, most=3, done=(0, 1, 3)) == Finish("enough")
-    assert asked_of(*hosts, most=3, min_blocks=4, done=(0, 1, 3)) == ("a", 2)
-    asked = RequestProgress(4, 1.0, most=3, done=(0, 1, 3))
-    skips = skipped(asked, Swarm(hosts), ending="enough")
-    assert skips == {2: "the plan needs only 3 blocks per request"}
-
-
 def test_a_request_ends_when_it_is_sure():
     hosts = host("a", 0, 1, 2), host("b", 3)
     sure = {"done": (0, 3), "chance": 0.95, "confidence": 0.95}
@@ -221,16 +212,16 @@ def test_survivors_run_again_as_far_as_it_helps():
     assert next_of(*hosts, **asked, done=(0, 2) * 3) == Finish("unreachable")
     assert asked_of(*hosts, host("c", 3), **asked, done=(0, 2, 0)) == ("c", 3), "it has not run"
     assert next_of(*hosts, **asked, done=(0, 2), deadline=0.0159) == Finish("deadline")
-    assert next_of(*hosts, **asked, done=(0, 2), most=2) == Finish("enough")
     assert asked_of(hosts[0], **asked, done=(0, 2) * 2) == ("a", 0), "2 is gone, and ends no pass"
     assert next_of(*hosts, **asked, done=(0, 2), routing="sequential") == Finish("lost")
 
 
 def test_the_width_is_that_of_the_blocks_that_run():
-    """Four blocks run two at a time; of two that are enough, one at a time."""
-    rounds = Rounds({4: Way(2), 2: Way(2, 2)}, otherwise=Way(3), max_age=4, once={2: 1})
+    """Four blocks run two at a time; of three that can be reached, one at a time."""
+    rounds = Rounds({4: Way(2), 3: Way()}, otherwise=Way(3), max_age=4)
     busy = under_way(("b", 2, 0))
-    assert next_of(A, B, C, rounds=rounds, most=2, under_way=busy) == Wait(0.99, for_hosts=False)
+    hosts = host("a", 1), B, C
+    assert next_of(*hosts, rounds=rounds, under_way=busy) == Wait(0.99, for_hosts=False)
     assert next_of(A, B, C, rounds=rounds, under_way=busy).host == "a"
 
 

@@ -120,10 +120,4 @@ def test_named_steps_count_by_the_oldest_state(text, cell):
 
 def test_ways_by_how_many_blocks_can_be_reached():
     rounds = Rounds({4: Way(3), 2: Way(1, 2)}, max_age=5)
-    assert [rounds.way(reached, enough=4) for reached in (4, 3, 2)] == [Way(3), Way(), Way(1, 2)]
-    assert rounds.way(4, enough=2) == Way(1), "two are enough, and run once"
-    assert Rounds({2: Way(3, 2)}, once={2: 1}).way(4, enough=2) == Way(1)
-    assert not rounds.as_a_queue
-    assert not Rounds(once={4: 2}).as_a_queue
-    assert Rounds({4: Way()}).as_a_queue
-    assert not Rounds(otherwise=Way(2)).as_a_queue
+    assert [rounds.way(reached) for reached in (4, 3, 2)] == [Way(3), Way(), Way(1, 2)]

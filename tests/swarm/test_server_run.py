@@ -1,6 +1,7 @@
 """Connections: how many one address holds, and when those that wait for their client are cut."""
 
 import asyncio
+import select
 import socket
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -241,3 +242,48 @@ def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(
                     return await answered(*other)
 
     assert asyncio.run(go())
+
+
+def test_four_addresses_that_never_read_keep_nobody_else_out():
+    """32 connections each, with a hundred requests in every one; another address is served
+    meanwhile, and all of them are closed after a few seconds."""
+    limits, question = GatewayLimits(head_ms=500), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+
+    async def large(scope, receive, send):
+        """Answers of 300 kB: the kernel takes some, then the server waits for the client."""
+        if scope.get("client", ["127.0.0.1"])[0] == "127.0.0.1":
+            return await plain(scope, receive, send)
+        head = [(b"content-length", b"300000")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        return await send({"type": "http.response.body", "body": bytes(300_000)})
+
+    def all_closed(unread):
+        poll = select.poll()
+        for connection in unread:
+            # A closed end cannot signal it behind unread answers, but it resets senders.
+            with suppress(BlockingIOError, ConnectionError):
+                connection.send(b"G")
+            poll.register(connection, select.POLLERR | select.POLLHUP)
+        return len(poll.poll(0)) == len(unread)
+
+    async def go():
+        async with AsyncExitStack() as stack:
+            listener, port = await stack.enter_async_context(listening(large, limits))
+            unread, served = [], 0
+            for source in ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5") * 32:
+                unread.append(stack.enter_context(socket.socket()))
+                unread[-1].setblocking(False)
+                unread[-1].bind((source, 0))
+                await asyncio.get_running_loop().sock_connect(unread[-1], ("127.0.0.1", port))
+                # As much as the kernel takes; the rest would only wait here.
+                with suppress(BlockingIOError, ConnectionError):
+                    unread[-1].send(question)
+            async with asyncio.timeout(40):
+                while not all_closed(unread):
+                    async with connected(port) as other:
+                        served += await answered(*other)
+            return served, len(listener.open)
+
+    served, left = asyncio.run(go())
+    assert served > 0
+    assert left <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 
@@ -10,42 +11,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.swarm.chaos import KINDS, Fault, crashes
+from layershuffle.errors import UsageError
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way
-from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
+from layershuffle.swarm.simulation.outcome import ENDED, figures, outcome_report
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import (
+    FAULTS,
     Arrivals,
     Churn,
-    HostTimes,
-    Profile,
-    lives,
-    scaled,
+    Fault,
+    Machines,
+    SimulatedDevice,
+    crashes,
+    in_turn,
+    life,
 )
+from refusals import refuses
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
-TIMES = HostTimes(block_ms=3.0, link_ms=2.0)
-PROFILE = Profile(every=TIMES)
 ACCURACY = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
 
 
-def spread(hosts=DEPTH, limits=QUIET, replicas=1):
+def spread(hosts=DEPTH, replicas=1, block_ms=3.0, link_ms=2.0):
     """Block b on the hosts b, b + 1, ... modulo their number, each block on `replicas` of them."""
-    blocks = {
-        f"host-{host + 1}": [b for b in range(DEPTH) if (host - b) % hosts < replicas]
+    return {
+        f"host-{host + 1}": SimulatedDevice(
+            frozenset(b for b in range(DEPTH) if (host - b) % hosts < replicas), block_ms, link_ms
+        )
         for host in range(hosts)
     }
-    plans = {name: HostPlan(blocks=tuple(own)) for name, own in blocks.items()}
-    return SwarmPlan(hosts=plans, limits=limits)
 
 
-def run(plan_, requests=100, **options):
-    return simulate(plan_, **{"profile": PROFILE, "requests": requests, **options})
+def run(devices, requests=100, limits=QUIET, **options):
+    return simulate(devices, requests=requests, limits=limits, **options)
 
 
 # --- closed forms ---------------------------------------------------------------------------------
@@ -92,16 +93,10 @@ def test_one_server_is_a_queue_with_fixed_service():
     limits = Limits(
         canary_every_ms=1e12, deadline_ms=3e4, hop_cap_ms=3e4, hop_floor_ms=3e4, max_batch=1
     )
-    single = SwarmPlan(hosts={"only": HostPlan(blocks=(0,))}, limits=limits)
     service, rate, count = 0.005, 120.0, 4000
     arrivals = Arrivals(rate=rate)
-    outcome = simulate(
-        single,
-        profile=Profile(every=HostTimes(block_ms=1000 * service, link_ms=0)),
-        requests=count,
-        arrivals=arrivals,
-        seed=3,
-    )
+    only = {"only": SimulatedDevice(frozenset({0}), 1000 * service, 0.0)}
+    outcome = run(only, requests=count, limits=limits, arrivals=arrivals, seed=3)
     times, wait, waits = arrivals.times(count, seed=3), 0.0, [0.0]
     for before, now in pairwise(times):
         wait = max(0.0, wait + service - (now - before))
@@ -115,12 +110,8 @@ def test_one_server_is_a_queue_with_fixed_service():
 
 def test_a_full_batch_takes_its_share_longer():
     """Four clients on one host of one block: the first runs it alone, three wait and batch."""
-    outcome = simulate(
-        SwarmPlan(hosts={"only": HostPlan(blocks=(0,))}, limits=QUIET),
-        profile=Profile(every=HostTimes(block_ms=3, link_ms=2), batch_share=0.25),
-        requests=4,
-        arrivals=Arrivals(clients=4),
-    )
+    only = {"only": SimulatedDevice(frozenset({0}), 3.0, 2.0)}
+    outcome = run(only, requests=4, machines=Machines(batch_share=0.25), arrivals=Arrivals())
     np.testing.assert_allclose(outcome.ms, [5.0, *[2 + 3 + 3 * 1.5] * 3])
 
 
@@ -136,8 +127,8 @@ def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
     assert free.blocks == {8: 60, 12: 40}
     assert free.accuracy == free.right == pytest.approx(0.4 * 85 + 0.6 * 75)
     # The first request after it finds out, host by host, at the cost of the notice.
-    extra = 4 * (PROFILE.notice_ms + 1) - 4 * (2 + 3)
-    assert free.ms[-1] == pytest.approx(12 * 5 + extra, abs=4 * PROFILE.notice_ms)
+    extra = 4 * (Machines().notice_ms + 1) - 4 * (2 + 3)
+    assert free.ms[-1] == pytest.approx(12 * 5 + extra, abs=4 * Machines().notice_ms)
 
 
 def test_churn_against_the_binomial():
@@ -168,13 +159,14 @@ def test_churn_against_the_binomial():
     churned=st.booleans(),
     rate=st.sampled_from([None, 20.0, 200.0]),
     faults=st.lists(
-        st.tuples(st.integers(0, 60), st.integers(1, 3), st.sampled_from(KINDS)), max_size=6
+        st.tuples(st.integers(0, 60), st.integers(1, 3), st.sampled_from(FAULTS)), max_size=6
     ),
 )
 def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, faults):
     limits = Limits(deadline_ms=400, canary_every_ms=300)
     outcome = run(
-        spread(hosts, limits=limits, replicas=replicas),
+        spread(hosts, replicas),
+        limits=limits,
         requests=60,
         seed=seed,
         routing=routing,
@@ -193,9 +185,8 @@ def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, 
 
 def test_the_same_seed_gives_the_same():
     options = {"churn": Churn(up_s=2, down_s=1), "arrivals": Arrivals(rate=50)}
-    limits = Limits()
     first, again, other = (
-        run(spread(limits=limits, replicas=2), seed=seed, **options) for seed in (1, 1, 2)
+        run(spread(replicas=2), limits=Limits(), seed=seed, **options) for seed in (1, 1, 2)
     )
     assert first == again
     assert first.ms != other.ms
@@ -203,7 +194,7 @@ def test_the_same_seed_gives_the_same():
 
 def test_lives_are_exponential_and_steady_from_the_start():
     churn = Churn(up_s=2, down_s=1)
-    up, stays = lives(churn, 400, seed=4)
+    up, stays = zip(*(life(churn, number, seed=4) for number in range(400)), strict=True)
     assert np.mean(up) == pytest.approx(churn.availability, abs=4 * math.sqrt(2 / 9 / 400))
     times = np.array([[next(stay) for _ in range(51)] for stay in stays])
     for there, mean in ((True, 2), (False, 1)):
@@ -218,9 +209,9 @@ def test_lives_are_exponential_and_steady_from_the_start():
 def test_a_host_ten_times_slower_is_waited_for(block_ms, rounds, clients):
     """It alone holds two blocks. Every answer has them, also while nobody knows that it is slow."""
     outcome = run(
-        spread(6, limits=Limits()),
+        spread(6, block_ms=block_ms, link_ms=5.0),
         requests=150,
-        profile=Profile(every=HostTimes(block_ms=block_ms, link_ms=5)),
+        limits=Limits(),
         faults=[Fault(50, "host-2", "slow")],
         rounds=rounds,
         arrivals=Arrivals(clients=clients),
@@ -232,8 +223,7 @@ def test_a_host_ten_times_slower_is_waited_for(block_ms, rounds, clients):
 def test_a_deadline_too_near_for_a_slow_host_is_met_without_it():
     limits = Limits(deadline_ms=300)
     faults = [Fault(50, "host-2", "slow")]
-    profile = Profile(every=HostTimes(block_ms=20, link_ms=2))
-    outcome = run(spread(6, limits=limits), profile=profile, faults=faults, requests=200)
+    outcome = run(spread(6, block_ms=20.0), limits=limits, faults=faults, requests=200)
     assert outcome.ms[-1] <= 300
     assert outcome.ended["degraded"] >= 140
     assert outcome.ended["failed"] == outcome.ended["late"] == 0
@@ -256,7 +246,7 @@ def test_a_host_that_was_cut_off_is_back_within_five_seconds(away_s):
     faults = [Fault(begin, "host-2", "cut"), Fault(end, "host-2", "rejoin")]
     count = end + 20 * 8
     outcome = run(
-        spread(6, limits=Limits()), requests=count, faults=faults, arrivals=Arrivals(rate=20)
+        spread(6), requests=count, limits=Limits(), faults=faults, arrivals=Arrivals(rate=20)
     )
     assert outcome.ended["failed"] == outcome.ended["late"] == 0
     assert set(outcome.blocks) <= {10, 11, 12}
@@ -265,13 +255,13 @@ def test_a_host_that_was_cut_off_is_back_within_five_seconds(away_s):
     assert outcome.ms[-1] <= 1000
 
 
-BUSY = Profile(every=HostTimes(block_ms=0.5, link_ms=3), delay_ms=15, delay_spread=0.8)
+BUSY, WORKERS = Machines(delay_ms=15), spread(6, block_ms=0.5, link_ms=3.0)
 """Half of the visits take 19 ms, one in 120 more than 100 ms, as on a machine with much to do."""
 
 
 def test_a_busy_machine_is_no_failure():
     """With a limit of 100 ms whatever the others take, 29 % of these requests missed blocks."""
-    outcome = run(spread(6, limits=Limits()), requests=600, profile=BUSY, seed=1)
+    outcome = run(WORKERS, requests=600, limits=Limits(), machines=BUSY, seed=1)
     assert outcome.share("answered") >= 99
 
 
@@ -279,7 +269,7 @@ def test_a_kill_is_noticed_at_once_on_a_busy_machine():
     """No visit to the dead host is waited for longer than the notice of its death takes."""
     faults = [Fault(200, "host-2", "crash")]
     calm, killed = (
-        run(spread(6, limits=Limits()), requests=400, profile=BUSY, faults=hit, seed=1)
+        run(WORKERS, requests=400, limits=Limits(), machines=BUSY, faults=hit, seed=1)
         for hit in ([], faults)
     )
     # Up to four requests were past their visit to it when it died.
@@ -290,7 +280,8 @@ def test_a_kill_is_noticed_at_once_on_a_busy_machine():
 def test_a_lying_host_is_shut_out_by_its_canary():
     limits = Limits(canary_every_ms=500)
     outcome = run(
-        spread(6, limits=limits),
+        spread(6),
+        limits=limits,
         requests=300,
         faults=[Fault(100, "host-4", "wrong")],
         arrivals=Arrivals(rate=100),
@@ -308,7 +299,8 @@ def test_audits_find_a_lying_host_before_its_canary_does():
     """Canaries every 4 s, requests for 4 s from the lie on; audits of half of the visits."""
     false = {
         share: run(
-            spread(6, limits=Limits(canary_every_ms=4000, audit_share=share), replicas=3),
+            spread(6, replicas=3),
+            limits=Limits(canary_every_ms=4000, audit_share=share),
             requests=800,
             faults=[Fault(400, "host-4", "wrong")],
             arrivals=Arrivals(rate=100),
@@ -333,7 +325,7 @@ def test_too_few_blocks_are_no_answer():
     assert enough.ended["degraded"] == 100
     short = run(spread(), faults=dead, min_blocks=7)
     assert short.ended["failed"] == 100
-    assert math.isnan(short.mean_blocks)
+    assert short.mean_blocks is None
     assert short.accuracy is None
 
 
@@ -342,7 +334,7 @@ def test_too_few_blocks_are_no_answer():
 
 def test_a_thousand_hosts_under_churn():
     outcome = run(
-        scaled(spread(), 1000),
+        in_turn(spread(), 1000),
         requests=60,
         churn=Churn(up_s=20, down_s=10),
         arrivals=Arrivals(rate=200),
@@ -354,40 +346,59 @@ def test_a_thousand_hosts_under_churn():
 # --- around it ------------------------------------------------------------------------------------
 
 
-def test_a_plan_grown_to_more_hosts():
-    grown = scaled(spread(5), 12)
-    assert list(grown.hosts)[4:7] == ["host-5", "host-1~2", "host-2~2"]
-    assert grown.hosts["host-2~3"].blocks == grown.hosts["host-2"].blocks
-    profile = Profile(hosts={"host-2": TIMES}, every=HostTimes(block_ms=9))
-    assert profile.times("host-2~3") == profile.times("host-2") == TIMES
-    assert profile.times("host-1~2").block_ms == 9
-    with pytest.raises(UsageError, match=r"the plan \(5\), got 4"):
-        scaled(spread(5), 4)
+def test_devices_in_turn():
+    grown = in_turn(spread(5), 12)
+    assert list(grown)[4:7] == ["host-5", "host-1~2", "host-2~2"]
+    assert grown["host-2~3"] == grown["host-2"]
+    with refuses(UsageError):
+        in_turn(spread(5), 4)
+
+
+def test_crashes_hit_a_share_of_the_hosts_once_each():
+    names = list("abcdef")
+    faults = crashes(names, share=1 / 3, requests=1000, seed=0)
+    assert len({fault.host for fault in faults}) == len(faults) == 2
+    assert all(100 <= fault.at < 900 for fault in faults)
+    assert faults == crashes(names, share=1 / 3, requests=1000, seed=0)
+    hit = {f.host for seed in range(30) for f in crashes(names, share=0.2, requests=50, seed=seed)}
+    assert hit == set(names)
+    for share in (0.0, -1.0, 1.5):
+        with refuses(UsageError):
+            crashes(names, share=share, requests=50, seed=0)
+
+
+def test_a_client_that_was_refused_waits_as_retry_after_says():
+    """A second without suspects, in which nothing is asked."""
+    dead = [Fault(0, name, "crash") for name in spread()]
+    options = {"faults": dead, "routing": "sequential", "arrivals": Arrivals(clients=1)}
+    outcome = run(spread(), requests=10, accuracy=ACCURACY, **options)
+    assert outcome.ended["failed"] == 10
+    assert outcome.seconds == pytest.approx(9 + sum(outcome.ms) / 1000)
+    row = figures(outcome)
+    assert (row["failed"], row["right_of_requests"]) == (100, 0)
+    assert row["mean_blocks"] is row["right_of_answers"] is None
+    json.dumps(row, allow_nan=False)
 
 
 def test_the_report_holds_the_figures():
     faults = crashes([f"host-{i}" for i in range(1, 13)], share=0.3, requests=100, seed=0)
-    outcomes = {
-        routing: run(spread(), routing=routing, faults=faults, accuracy=ACCURACY)
-        for routing in ROUTINGS
-    }
+    outcomes = [
+        run(spread(), routing=routing, faults=faults, accuracy=ACCURACY) for routing in ROUTINGS
+    ]
     text = outcome_report(outcomes)
-    for outcome in outcomes.values():
+    for outcome in outcomes:
         assert f"{outcome.share('failed'):.2f}" in text
         assert f"{outcome.quantile(0.99):.1f}" in text
         assert f"{outcome.right:.1f}" in text
     assert all(f"% {end}" in text for end in ENDED)
-    assert outcomes["order-free"].quantile(1.0) == outcomes["order-free"].ms[-1]
-    assert " -" in outcome_report({"x": run(spread(), requests=1)})
+    assert outcomes[0].quantile(1.0) == outcomes[0].ms[-1]
+    assert " -" in outcome_report([run(spread(), requests=1)])
 
 
 def test_what_cannot_be_simulated():
-    with pytest.raises(UsageError, match="At least one request is needed, got 0"):
+    with refuses(UsageError):
         run(spread(), requests=0)
-    with pytest.raises(UsageError, match="no host 'x' to crash"):
-        run(spread(), faults=[Fault(1, "x", "crash")])
-    gap = SwarmPlan(hosts={"a": HostPlan(blocks=(0, 2))})
-    with pytest.raises(UsageError, match="No host holds block 1"):
-        run(gap)
-    with pytest.raises(SettingsError, match="up_s"):
-        Churn(up_s=0, down_s=1)
+    with refuses(UsageError):
+        run(spread(), min_blocks=13)
+    with refuses(UsageError):
+        run({"a": SimulatedDevice(frozenset({0, 2}))})

@@ -15,7 +15,7 @@ from layershuffle.core.stack import running
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.contract import limited_test
 from layershuffle.models import file_view
-from layershuffle.swarm.calibration import calibrate
+from layershuffle.swarm.measuring import calibrate
 from layershuffle.swarm.sureness import (
     Sureness,
     calibration_error,

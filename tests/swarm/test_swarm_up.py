@@ -108,16 +108,12 @@ def test_up_serves_and_prints_the_next_command(swarm):
 def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     """None fails or is late, and as many answers are right as the calibration lets expect."""
     _, address, state = swarm
-    words = ["--address", address, "--state", state, "--requests", "400", "--kill", "0.34"]
-    done = layershuffle("swarm", "drill", *words, "--deadline-ms", "30000")
+    words = ["--address", address, "--state", state, "--requests", "400", "--scenarios", "third"]
+    done = layershuffle("swarm", "drill", *words, "--deadline-ms", "30000", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 1
-    shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
-    assert (shares["failed"], shares["late"]) == ("0.0", "0.0"), done.stdout
-    judged = re.search(r"answers: ([\d.]+) %, (\w+) what .*\(([\d.]+) to ([\d.]+)\)", done.stdout)
-    top1, low, high = (float(judged[number]) for number in (1, 3, 4))
-    assert judged[2] == "inside", done.stdout
-    assert low <= top1 <= high
+    (row,) = json.loads(done.stdout)["scenarios"]
+    assert (row["requests"], row["percent"]["failed"], row["percent"]["late"]) == (400, 0, 0)
+    assert row["accuracy"]["low"] <= row["accuracy"]["top1"] <= row["accuracy"]["high"]
     assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
 
 

@@ -71,7 +71,7 @@ class Watched(Scripted):
             self.open[key] -= 1
 
 
-def answers(hosts, rounds, requests, back, most):
+def answers(hosts, rounds, requests, back):
     """Every request's start, seconds allowed, result, and the transport and router."""
 
     async def go():
@@ -86,9 +86,7 @@ def answers(hosts, rounds, requests, back, most):
             assert reads["all"] < STEPS, "a request turns in a circle"
             return loop_time()
 
-        router = Router(
-            transport, depth=DEPTH, limits=LIMITS, rounds=rounds, most_blocks=most, clock=clock
-        )
+        router = Router(transport, depth=DEPTH, limits=LIMITS, rounds=rounds, clock=clock)
         views = [
             HostView(f"h{k}", frozenset(blocks), compute=compute, link=0.001)
             for k, (blocks, compute, _) in enumerate(hosts)
@@ -114,11 +112,11 @@ def answers(hosts, rounds, requests, back, most):
     return run_virtual(go())
 
 
-@given(HOSTS, ROUNDS, REQUESTS, BACK, st.one_of(st.none(), st.integers(1, DEPTH)))
+@given(HOSTS, ROUNDS, REQUESTS, BACK)
 @settings(max_examples=150, deadline=None)
-def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back, most):
+def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back):
     """In time, replayed bit for bit, no block twice on one version or more often than it pays."""
-    results, transport, router = answers(hosts, rounds, requests, back, most)
+    results, transport, router = answers(hosts, rounds, requests, back)
     cleared = {f"h{number % len(hosts)}" for _, number in back}
     assert {host for _, host, _ in transport.twice} <= cleared, "a late host was asked again"
     assert router.walks == 0

@@ -80,11 +80,6 @@ class AuditDraw:
         self._passed: Counter[str] = Counter()
         self._habits: dict[str, Habit] = {}
 
-    @property
-    def traces(self) -> set[str]:
-        """Names of the hosts about which anything is stored."""
-        return {*self._passed, *self._habits}
-
     def chosen(self, host: str, *, before: State, after: State, share: float) -> bool:
         """Whether a visit to `host` is audited.
 

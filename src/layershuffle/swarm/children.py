@@ -72,10 +72,11 @@ class Children:
                 f"{name} is no process of this gateway",
                 hint=f"its own hosts are {', '.join(self.names) or 'none'} (--hosts)",
             )
-        pid = self.pids.get(name)
-        if pid is None:
-            raise LayerShuffleError(f"The process of {name} has ended")
-        os.kill(pid, number)
+        try:
+            os.kill(self.pids[name], number)
+        # The second one: it has ended, and nobody has noticed yet.
+        except (KeyError, ProcessLookupError) as error:
+            raise LayerShuffleError(f"The process of {name} has ended") from error
 
     def hold(self, name: str) -> None:
         """Do not start the host again until `release`."""

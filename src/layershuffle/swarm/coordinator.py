@@ -17,7 +17,7 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.assignment import COPIES, Holder, assign
 from layershuffle.swarm.children import Children
-from layershuffle.swarm.health import HealthMonitor, Reference
+from layershuffle.swarm.health import Check, HealthMonitor, Reference
 from layershuffle.swarm.members import Member, Members
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
@@ -204,7 +204,7 @@ class Coordinator:
         """Test a loaded block until it passes; then the router may use it."""
         name, limit = member.name, self.router.limits.start_ms / _MILLI
         while self.members.get(name) is member and block in member.assigned:
-            if not await self.health.check(name, blocks=[block], limit=limit):
+            if not await self.health.canary(Check(name, block, limit)):
                 break
             if self.router.swarm[name].condition == "shut-out":
                 return

@@ -1,107 +1,187 @@
-"""A drill: requests and injected faults on any engine, and their results.
+"""A drill: parts of a swarm fail under load. How do the requests end, and how soon is it whole?
 
-`run_drill` sends the requests and injects the faults; `judged` compares the answers with what the
-calibration predicts for each answer, from the number of blocks that it used.
+`SCENARIOS` says what fails. Where the swarm has to recover by itself (killed processes are started
+again, liars are shut out), the time counts from the failure; where the failure lasts until it is
+mended, from then. The answers are compared with what the calibration lets expect of each of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import io
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from shlex import quote
-from typing import Literal, Protocol, get_args
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-from layershuffle.errors import UsageError
+from PIL import Image
+from torch import Tensor, nn
+
+from layershuffle.data import DataOptions, open_data
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.image_view import uncropped_size
+from layershuffle.models import file_view
+from layershuffle.scoring import matched
 from layershuffle.stats import quantile
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.chaos import Fault
+from layershuffle.swarm.chaos import FaultKind
+from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.expectations import expected_at, expected_over
-from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell
+from layershuffle.swarm.server.admin import Operator
+from layershuffle.swarm.simulation.outcome import ENDED, Ended
 from layershuffle.text import counted, table
 
-Ended = Literal["answered", "degraded", "failed", "late"]
+ScenarioName = Literal[
+    "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
+    "canary-liar",
+]  # fmt: skip
+_LEAST = 4
+_MOST_IMAGES = 1000
+_TOO_MANY = 429
+_POLL = 0.1  # seconds between looks at the hosts
+_RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
+# Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
+# (`Limits.start_ms`), so that hosts of a slow machine that are starting are not given up.
+_BACK = 180.0
 
 
-class Engine(Protocol):
-    """An object that injects faults into the hosts of a running swarm."""
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`kind` happens to the hosts that `victims` chooses of all.
 
-    async def inject(self, fault: Fault) -> None:
-        """Inject the fault. Raises `LayerShuffleError` if the engine cannot."""
+    `lasts`: until it is mended, after half of the requests.
+    """
+
+    kind: FaultKind
+    victims: Callable[[Sequence[str]], Sequence[str]] = lambda hosts: hosts[-1:]
+    lasts: bool = False
+
+
+SCENARIOS: Mapping[ScenarioName, Scenario] = {
+    "third": Scenario("crash", lambda hosts: hosts[-max(1, len(hosts) // 3) :], lasts=True),
+    "all-but-one": Scenario("kill", lambda hosts: hosts[1:]),
+    "all": Scenario("kill", lambda hosts: hosts),
+    "frozen": Scenario("freeze", lasts=True),
+    "slow": Scenario("slow", lasts=True),
+    "cut": Scenario("cut", lasts=True),
+    "leaving": Scenario("leave", lasts=True),
+    "liar": Scenario("wrong"),
+    "rare-liar": Scenario("wrong-rarely"),
+    "canary-liar": Scenario("wrong-but-canaries"),
+}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An image file's bytes, and the index of its class."""
+
+    image: bytes
+    label: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of one request: how it ended, whether the class was right, blocks, milliseconds.
+    """How one request ended, whether the class was right, milliseconds, and how the blocks ran.
 
     degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
-    `cell`: how the blocks ran (default: one after the other, each once). `unjudged`: why the swarm
-    knows no accuracy to expect of the answer, as of blocks of another model; "" if it does.
     """
 
     ended: Ended
     right: bool
-    blocks: int
     ms: float
     cell: Cell | None = None
-    unjudged: str = ""
 
 
-@dataclass
-class Drill:
-    """The results: replies by request number, and the faults injected, with their seconds."""
+def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
+    """The first test images of a data spec, at most `count` and 1,000, as PNG files.
 
-    replies: dict[int, Reply] = field(default_factory=dict)
-    fired: list[tuple[Fault, float]] = field(default_factory=list)
+    They are resized to the size at which the model's preparation of images starts, so the server
+    prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
+    the model's; `UsageError` for a `count` below 4.
+    """
+    if count < _LEAST:
+        raise UsageError(f"{count} requests are too few", hint=f"--requests {_LEAST}")
+    view = file_view(model)
+    width, height = uncropped_size(view)
+    # Without normalisation, because image files hold pixels.
+    zeros, ones = (0.0,) * view.channels, (1.0,) * view.channels
+    raw = replace(view, height=height, width=width, crop_pct=1.0, mean=zeros, std=ones)
+    count = min(count, _MOST_IMAGES)
+    opened = open_data(data, raw, options=DataOptions(train=False, max_test=count))
+    opened = matched(model, opened, name="the model")
+    split = opened.splits["test"]
+    items = map(split.dataset.__getitem__, range(min(count, split.size)))
+    return tuple(Labelled(_png(opened.finish(x[None])[0]), int(label)) for x, label in items)
 
-    def share(self, *ended: Ended) -> float:
-        """Share of the requests that ended in one of these ways, in percent."""
-        count = sum(reply.ended in ended for reply in self.replies.values())
-        return 100.0 * count / max(1, len(self.replies))
 
-    def quantile(self, q: float) -> float:
-        """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        # Failed requests count, because clients waited for them too.
-        return quantile([reply.ms for reply in self.replies.values()], q)
+def _png(image: Tensor) -> bytes:
+    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
+    return file.getvalue()
 
 
-async def run_drill(
-    ask: Callable[[int], Awaitable[Reply]],
+Ask = Callable[[int], Awaitable[Reply]]
+
+
+def asking(
+    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float, patient: bool
+) -> Ask:
+    """A function that sends image number i modulo the number of images.
+
+    A `patient` client waits after a failure as long as the server asks (Retry-After), and a second
+    if nothing answers, before its next request, as simulated clients do.
+    """
+
+    async def ask(number: int) -> Reply:
+        labelled = images[number % len(images)]
+        while True:
+            # Restarted for every try, because a refusal is not part of the swarm's answer time.
+            begun = time.perf_counter()
+            try:
+                # All blocks: the accuracy to expect is measured on answers that end by chance.
+                answer = await client.classify(
+                    labelled.image, deadline_ms=deadline_ms, confidence="off", top=1
+                )
+            except SwarmError as error:
+                ms = (time.perf_counter() - begun) * 1000
+                if patient or error.status == _TOO_MANY:
+                    await asyncio.sleep(error.retry_after or 1.0)
+                if error.status != _TOO_MANY:
+                    return Reply("failed", False, ms)
+                continue
+            ms = (time.perf_counter() - begun) * 1000
+            ended: Ended = "degraded" if answer.degraded else "answered"
+            right = answer.top[0].index == labelled.label
+            return Reply("late" if ms > deadline_ms else ended, right, ms, answer.cell)
+
+    return ask
+
+
+async def sent(
+    ask: Ask,
     requests: int,
     *,
-    faults: Sequence[Fault] = (),
-    engine: Engine | None = None,
+    before: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
     concurrency: int = 4,
-) -> Drill:
-    """Send requests 0, 1, ... with up to `concurrency` at a time; each fault before its request.
+) -> list[Reply]:
+    """The replies to requests 0, 1, ..., of which up to `concurrency` are under way at a time.
 
-    A fault affects requests under way; new ones wait until the engine has injected it, which for a
-    rejoin takes until the host is back. `ask(number)` returns a `Reply` for a request that fails
-    and never raises. Raises what the engine raises.
+    `before`: what happens before the requests with these numbers, while others go on. Raises what
+    that raises.
     """
-    drill, numbers, pending = Drill(), iter(range(requests)), list(faults)
-    turn = asyncio.Lock()
+    numbers, replies = iter(range(requests)), list[Reply]()
 
     async def work() -> None:
-        while True:
-            # One lock for both, so a fault happens just before its request.
-            async with turn:
-                number = next(numbers, None)
-                if number is None:
-                    return
-                while pending and pending[0].at <= number:
-                    await happened(pending.pop(0))
-            drill.replies[number] = await ask(number)
-
-    async def happened(fault: Fault) -> None:
-        assert engine is not None, "faults need an engine"
-        begun = time.perf_counter()
-        await engine.inject(fault)
-        drill.fired.append((fault, time.perf_counter() - begun))
+        for number in numbers:
+            if before is not None and number in before:
+                await before[number]()
+            replies.append(await ask(number))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
     try:
@@ -110,140 +190,205 @@ async def run_drill(
         for worker in workers:
             # If one of them raised, the drill is over, and the others must send no more.
             worker.cancel()
-    return drill
+    return replies
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def share(replies: Sequence[Reply], *ended: Ended) -> float:
+    """Share of the requests that ended in one of these ways, in percent."""
+    return 100.0 * sum(reply.ended in ended for reply in replies) / len(replies)
 
 
 @dataclass(frozen=True, slots=True)
 class DrillJudgement:
-    """Accuracy over the answers of a drill (percent) against the calibration's interval.
-
-    `answers`: the number of judged answers; `unjudged`: of others, most of them for `why`.
-    """
+    """Top-1 over `answers` answers in percent, and the interval in which the calibration lets
+    expect it."""
 
     answers: int
     top1: float
     expected: float
     low: float
     high: float
-    unjudged: int = 0
-    why: str = ""
 
     @property
-    def inside(self) -> bool:
-        """Whether the accuracy lies in the calibration's interval."""
-        return self.low <= self.top1 <= self.high
-
-    @property
-    def note(self) -> str:
-        """How many answers were not judged, and why; "" if all were."""
-        if not self.unjudged:
-            return ""
-        return f"accuracy of {counted(self.unjudged, 'answer')} not judged: {self.why}"
+    def text(self) -> str:
+        """What was to be expected, for a table."""
+        outside = "" if self.low <= self.top1 <= self.high else ", outside"
+        return f"{self.expected:.1f} ({self.low:.1f} to {self.high:.1f}){outside}"
 
 
-def judged(replies: Sequence[Reply], calibration: Calibration) -> DrillJudgement:
-    """The accuracy of the answers, and the interval in which it should lie.
+def judged(replies: Sequence[Reply], calibration: Calibration | None) -> DrillJudgement | None:
+    """The accuracy of the answers beside its interval; `None` if there is nothing to compare.
 
     Each answer counts with the accuracy of the way in which its blocks ran
-    (`expectations.expected_over`); those that ran in a way that was not measured, or through blocks
-    that were not (`Reply.unjudged`), do not count.
+    (`expectations.expected_over`); those that ran in a way that was not measured do not count.
     """
+    if calibration is None:
+        return None
     # Late answers count, because their classes are right or wrong, too.
-    ran = {reply: reply.cell or Cell(reply.blocks) for reply in replies if reply.ended != "failed"}
-    unjudged = {
-        reply: reply.unjudged or f"{counted(cell.kept, 'block')} so late were not measured"
-        for reply, cell in ran.items()
-        if reply.unjudged or expected_at(calibration, cell) is None
-    }
-    answers = [reply for reply in replies if reply in ran and reply not in unjudged]
-    reasons = Counter(unjudged[reply] for reply in replies if reply in unjudged)
-    unknown = reasons.total(), max(reasons, key=reasons.__getitem__, default="")
+    answers = [(r.right, r.cell) for r in replies if r.cell and expected_at(calibration, r.cell)]
     if not answers:
-        return DrillJudgement(0, math.nan, math.nan, math.nan, math.nan, *unknown)
-    expected, low, high = expected_over(calibration, [ran[reply] for reply in answers])
-    right = sum(reply.right for reply in answers)
-    return DrillJudgement(len(answers), 100 * right / len(answers), expected, low, high, *unknown)
+        return None
+    interval = expected_over(calibration, [cell for _, cell in answers])
+    return DrillJudgement(len(answers), 100 * sum(r for r, _ in answers) / len(answers), *interval)
 
 
-def calibrated_data(calibration: Calibration | None, *, model: str) -> str:
-    """The data spec of the calibration. Raises `UsageError` for `None`."""
-    if calibration is None:
-        raise UsageError(
-            "The model was never calibrated, so it is not known which images it is for",
-            place=model,
-            hint="name some (--data SPEC), or calibrate it: layershuffle swarm calibrate "
-            f"{quote(model)} --data SPEC",
+@dataclass(frozen=True)
+class Played:
+    """The results of one scenario. `whole`: seconds to recovery, `None` if it was not seen."""
+
+    scenario: ScenarioName
+    replies: Sequence[Reply]
+    whole: float | None
+    judgement: DrillJudgement | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the swarm recovered, and lost no request that could have been answered."""
+        # Without any host no request can be answered for a while.
+        lost = self.scenario != "all" and share(self.replies, "failed", "late")
+        return self.whole is not None and not lost
+
+    def quantile(self, q: float) -> float:
+        """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
+        # Failed requests count, because clients waited for them too.
+        return quantile([reply.ms for reply in self.replies], q)
+
+    def as_json(self) -> dict[str, object]:
+        """The figures of the report, for `json.dumps`: shares and accuracy in percent."""
+        return {
+            "scenario": self.scenario,
+            "passed": self.passed,
+            "requests": len(self.replies),
+            "percent": {end: share(self.replies, end) for end in ENDED},
+            "ms": {"median": self.quantile(0.5), "p99": self.quantile(0.99)},
+            "accuracy": None if self.judgement is None else asdict(self.judgement),
+            "whole_s": self.whole,
+        }
+
+
+def report(results: Sequence[Played]) -> str:
+    """A row for each scenario; `results`: one or more."""
+    rows = [
+        (
+            result.scenario,
+            *(f"{share(result.replies, end):.1f}" for end in ("failed", "late", "degraded")),
+            *(f"{result.quantile(q):.0f}" for q in (0.5, 0.99)),
+            *(("-", "-") if (j := result.judgement) is None else (f"{j.top1:.1f}", j.text)),
+            "not seen" if result.whole is None else f"{result.whole:.1f} s",
         )
-    return calibration.data
+        for result in results
+    ]
+    # Their numbers hardly differ, and a column more would make the table wider than 100 columns.
+    least = counted(min(len(result.replies) for result in results), "request")
+    heading = f"{least} or more in each scenario; shares in percent"
+    head = ("", "failed", "late", "in part", "ms", "99 %", "right", "expected", "whole after")
+    return f"{heading}\n{table(head, rows)}"
 
 
-def why_not_judged(calibration: Calibration | None, *, data: str) -> str:
-    """Why the accuracy on `data` cannot be compared with the calibration; "" if it can."""
-    if calibration is None:
-        return "the model was never calibrated"
-    if calibration.data != data:
-        return f"the calibration is one on {calibration.data}, and these images are {data}"
-    return ""
+# --- the drill ------------------------------------------------------------------------------------
 
 
-def drill_report(drill: Drill, *, judgement: DrillJudgement | str, routing: Routing) -> str:
-    """A report: how the requests ended, and the accuracy beside its interval.
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """Breaks the swarm of `operator`, whose own hosts are `hosts`; `client` asks its gateway.
 
-    `judgement`: a text is the reason why the accuracy is not judged.
+    `ask` sends request number i of `requests`. `calibration`: that of the images, if there is one.
     """
-    names: dict[Ended, str] = {"answered": "answered in full"}
-    cells = [
-        (names.get(ended, ended), f"{drill.share(ended):.1f} %")
-        for ended in ("answered", "degraded", "failed", "late")
-    ]
-    lines = [
-        f"{routing}, {counted(len(drill.replies), 'request')}",
-        table(("", "requests"), cells),
-    ]
-    half, most = drill.quantile(0.5), drill.quantile(0.99)
-    lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
-    if isinstance(judgement, str):
-        return "\n".join([*lines, f"accuracy not judged: {judgement}"])
-    if judgement.answers:
-        verdict = "inside" if judgement.inside else "OUTSIDE"
-        of = f"{judgement.answers:,} answers" if judgement.unjudged else "the answers"
-        lines.append(
-            f"accuracy of {of}: {judgement.top1:.1f} %, {verdict} what the calibration lets "
-            f"expect: {judgement.expected:.1f} % ({judgement.low:.1f} to {judgement.high:.1f})"
+
+    hosts: Sequence[str]
+    operator: Operator
+    client: AsyncSwarmClient
+    ask: Ask
+    requests: int
+    calibration: Calibration | None
+    concurrency: int = 4
+
+    async def play(self, name: ScenarioName) -> Played:
+        """Break the swarm after a quarter of the requests, await its recovery, and mend the rest.
+
+        Raises `LayerShuffleError` if a fault is impossible, or if hosts stay away.
+        """
+        scenario, quarter = SCENARIOS[name], self.requests // 4
+        victims, orders = scenario.victims(self.hosts), list[asyncio.Future[Any]]()
+        watch: asyncio.Task[float | None] | None = None
+
+        async def breaking() -> None:
+            nonlocal watch
+            begun = time.perf_counter()
+            orders.extend(self._order(host, scenario.kind) for host in victims)
+            # Their threads go on if this drill ends: mending comes after them.
+            await asyncio.shield(asyncio.gather(*orders))
+            if not scenario.lasts:
+                watch = asyncio.create_task(self._recovery(scenario, victims, begun))
+
+        async def mending() -> None:
+            nonlocal watch
+            watch = asyncio.create_task(self._mended(victims, orders))
+
+        before = {quarter: breaking} | ({3 * quarter: mending} if scenario.lasts else {})
+        try:
+            replies = await sent(
+                self.ask, self.requests, before=before, concurrency=self.concurrency
+            )
+            assert watch is not None
+            # A host that lies now and then is found only while requests go on.
+            while not watch.done():
+                replies.append(await self.ask(len(replies)))
+            whole = watch.result()
+        finally:
+            if watch is not None:
+                watch.cancel()
+            # Also where it lasts, if the requests ended before it was mended.
+            await self._mended(victims, orders)
+        return Played(name, replies, whole, judged(replies, self.calibration))
+
+    async def _recovery(
+        self, scenario: Scenario, victims: Sequence[str], begun: float
+    ) -> float | None:
+        """Seconds since `begun` until the swarm has recovered by itself, if it does."""
+        if scenario.kind == "kill":
+            # A killed host may still count as healthy for a moment.
+            await self._until(lambda healthy: healthy != {*self.hosts}, within=1.0)
+            recovered = await self._until(lambda now: now >= {*self.hosts}, within=_RECOVERY)
+        else:
+            recovered = await self._until(lambda now: not now & {*victims}, within=_RECOVERY)
+        return time.perf_counter() - begun if recovered else None
+
+    async def _mended(self, victims: Sequence[str], orders: Sequence[asyncio.Future[Any]]) -> float:
+        """Bring the victims back; returns the seconds that it took. Raises `LayerShuffleError` for
+        those that stay away, after all others were seen to."""
+        begun = time.perf_counter()
+        # A fault that is still on its way would otherwise hit after its own mending.
+        await asyncio.shield(asyncio.gather(*orders, return_exceptions=True))
+        # All at once: hosts that start one after the other would each have to be waited for.
+        rejoins = (self._order(host, "rejoin") for host in victims)
+        for result in await asyncio.gather(*rejoins, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        if not await self._until(lambda now: now >= {*victims}, within=_BACK):
+            raise LayerShuffleError(
+                f"{', '.join(victims)} did not all come back within {_BACK:g} s",
+                hint="layershuffle swarm status says why, layershuffle swarm readmit HOST starts "
+                "a host again",
+            )
+        return time.perf_counter() - begun
+
+    def _order(self, host: str, kind: FaultKind) -> asyncio.Future[Any]:
+        # The operator's client blocks, and the requests must go on meanwhile.
+        return asyncio.ensure_future(
+            asyncio.to_thread(self.operator.command, "fault", host=host, kind=kind)
         )
-    if judgement.note:
-        lines.append(judgement.note)
-    return "\n".join(lines)
 
-
-def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, object]:
-    """The results of the requests of a drill, for `json.dumps`; shares and accuracy in percent.
-
-    `accuracy` is `None` where it was not judged, as JSON has no NaN; `accuracy_why` says why it was
-    not, of some answers or all.
-    """
-    judged_by = judgement if judgement is not None and judgement.answers else None
-    replied = bool(drill.replies)
-    return {
-        "requests": len(drill.replies),
-        "percent": {end: drill.share(end) for end in get_args(Ended)},
-        "ms": {
-            "median": drill.quantile(0.5) if replied else None,
-            "p99": drill.quantile(0.99) if replied else None,
-        },
-        "accuracy": judged_by and {**asdict(judged_by), "inside": judged_by.inside},
-        "accuracy_why": "" if judgement is None else judgement.why,
-    }
-
-
-def drill_json(
-    drill: Drill, *, judgement: DrillJudgement | str, routing: Routing
-) -> dict[str, object]:
-    """The content of `drill_report`, for `json.dumps`."""
-    why = {"accuracy_why": judgement} if isinstance(judgement, str) else {}
-    return {
-        "routing": routing,
-        **ends_json(drill, None if isinstance(judgement, str) else judgement),
-        **why,
-        "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
-    }
+    async def _until(self, true: Callable[[frozenset[str]], bool], *, within: float) -> bool:
+        """Whether this comes to be true of the healthy hosts within so many seconds."""
+        end = time.perf_counter() + within
+        while time.perf_counter() <= end:
+            with suppress(LayerShuffleError):  # the gateway does not answer
+                swarm = await self.client.swarm()
+                if true(frozenset(h.name for h in swarm.hosts if h.condition == "healthy")):
+                    return True
+            await asyncio.sleep(_POLL)
+        return False

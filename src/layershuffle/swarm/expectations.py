@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.errors import UsageError
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.rounds import Cell, Rounds, Way, beside_twins, cell_of_named
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way, beside_twins, cell_of_named
 
 NEVER = (
     "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
@@ -62,33 +61,18 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
     if not rows:
         return None
     row = max(rows, key=lambda row: row.passes)
-    return Expected(
-        top1=row.top1,
-        low=row.low,
-        high=row.high,
-        orders_low=row.orders_low,
-        orders_high=row.orders_high,
-        kept=row.kept,
-        orders=calibration.orders,
-        images=calibration.images,
-        data=calibration.data,
-        split=calibration.split,
-        effective=row.effective,
-        passes=row.passes,
-        parallel=row.parallel,
-    )
+    return Expected(**row.model_dump(exclude={"sd_orders"}), **asdict(calibration.facts))
 
 
 def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
     """The accuracy to expect of steps that a client named; `None` if it was not measured."""
     if calibration.tied is not None and beside_twins(order, calibration.tied):
         return None
-    cell = cell_of_named(order)
-    expected = None if cell is None else expected_at(calibration, cell)
-    # A client may name more passes than were measured, which may be harmful.
-    if expected is None or cell is None or expected.passes < cell.passes:
+    if (cell := cell_of_named(order)) is None:
         return None
-    return expected
+    expected = expected_at(calibration, cell)
+    # A client may name more passes than were measured, which may be harmful.
+    return expected if expected is not None and expected.passes == cell.passes else None
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -102,89 +86,58 @@ def useful_blocks(calibration: Calibration | None) -> int:
     return next(row.kept for row in calibration.queue if row.top1 >= enough)
 
 
-def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -> Rounds:
-    """How requests in free order run, according to the calibration.
+def rounds_of(calibration: Calibration | None) -> Rounds:
+    """How requests in free order run, according to the calibration; without one, as a queue.
 
     For each number of blocks: the fewest passes within half a point of the best number of passes,
-    and with these the most blocks in flight that cost at most half a point. `parallel` sets the
-    number in flight instead. A late answer counts up to the age at which it is worse than none, and
-    always up to the age that the number in flight causes. Without a calibration no block runs
-    again, and answers may be `2 * parallel` versions old. Raises `UsageError` for `parallel` above
-    1 if only one block after the other was measured: the blocks may not add to their state.
+    and with these the most blocks in flight that cost at most half a point. A late answer counts up
+    to the age at which it is worse than none, and always up to the age that the number in flight
+    causes.
     """
     if calibration is None:
-        return Rounds(otherwise=Way(parallel or 1), max_age=2 * (parallel or 1))
+        return QUEUE
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)
-    if parallel is not None and parallel > 1 and all(cell.parallel == 1 for cell in top1):
-        raise UsageError(
-            f"{parallel} blocks are to run side by side, but the model's calibration has no "
-            "accuracy of that: its blocks do not add to their state, or it is old",
-            hint="leave `parallel` out of the plan, or run layershuffle swarm calibrate again",
-        )
-    numbers = range(1, depth + 1)
-    ways = {kept: _way(top1, kept, parallel=parallel) for kept in numbers}
-    once = {kept: parallel or _widest(top1, kept, passes=1) for kept in numbers}
+    ways = {kept: _way(top1, kept) for kept in range(1, depth + 1)}
     without = top1[Cell(depth - 1)] if depth > 1 else 0.0
     worse = [age for age, late in enumerate(calibration.late) if late < without]
     measured = worse[0] if worse else len(calibration.late)
-    widest = max(*once.values(), *(way.parallel for way in ways.values()))
-    return Rounds(ways, max_age=max(measured, widest - 1), once=once, tied=calibration.tied)
+    widest = max(way.parallel for way in ways.values())
+    return Rounds(ways, max_age=max(measured, widest - 1), tied=calibration.tied)
 
 
-def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
+def _way(top1: Mapping[Cell, float], kept: int) -> Way:
     """How `kept` blocks run, by the accuracy of every cell."""
-    measured = sorted((cell.passes, cell.parallel) for cell in top1 if cell.kept == kept)
-    widest = measured[-1][1]
-    width = 1 if parallel is None else min(parallel, widest)
-
-    def of(passes: int, under_way: int) -> float:
-        return top1[Cell(kept, passes, under_way)]
-
-    number = [passes for passes, under_way in measured if under_way == width]
-    best = max(of(passes, width) for passes in number)
-    passes = next(passes for passes in number if of(passes, width) >= best - _POINTS)
-    if parallel is not None:
-        return Way(parallel, passes)
-    return Way(_widest(top1, kept, passes=passes), passes)
-
-
-def _widest(top1: Mapping[Cell, float], kept: int, *, passes: int) -> int:
-    """The most blocks in flight that cost at most half a point."""
-    least = top1[Cell(kept, passes)] - _POINTS
-    return max(
+    queue = {cell.passes: top1[cell] for cell in top1 if (cell.kept, cell.parallel) == (kept, 1)}
+    passes = min(n for n, right in queue.items() if right >= max(queue.values()) - _POINTS)
+    widest = max(
         cell.parallel
-        for cell, accuracy in top1.items()
-        if (cell.kept, cell.passes) == (kept, passes) and accuracy >= least
+        for cell, right in top1.items()
+        if (cell.kept, cell.passes) == (kept, passes) and right >= queue[passes] - _POINTS
     )
+    return Way(widest, passes)
 
 
-def expected_over(
-    calibration: Calibration, cells: Sequence[Cell | None]
-) -> tuple[float, float, float]:
+def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[float, float, float]:
     """(top-1, low, high) in percent to expect of answers in these cells, one image each.
 
     The interval covers the uncertainty of the calibration and the random choice of the images and
-    of their groups, so it is wide for few answers. An answer without blocks (`None`) counts as
-    wrong. Raises `UsageError` for no answers.
+    of their groups, so it is wide for few answers. There is at least one, and all cells were
+    measured.
     """
-    if not cells:
-        raise UsageError("Without answers there is no accuracy to expect")
     # Looked up once per cell: a drill has thousands of answers in few cells.
-    by_cell = {
-        cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)
-    }
-    rows = [by_cell[cell] for cell in cells]
-    top1 = mean([0.0 if row is None else row.top1 for row in rows])
+    by_cell = {cell: expected_at(calibration, cell) for cell in set(cells)}
+    rows = [row for cell in cells if (row := by_cell[cell]) is not None]
+    top1 = mean([row.top1 for row in rows])
     # The calibration's error is the same for all answers, so it does not shrink with their number.
-    below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
-    above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
+    below = mean([row.top1 - row.low for row in rows])
+    above = mean([row.high - row.top1 for row in rows])
     # The share of pairs of images that are wrong together is the same for fewer images, so the
     # design effect beyond 1 is proportional to their number.
     shared = [
         (row.images / row.effective - 1) / (row.images - 1)
         for row in rows
-        if row is not None and row.effective is not None and row.images > 1
+        if row.effective is not None and row.images > 1
     ]
     effect = 1 + sum(shared) / len(cells) * (len(cells) - 1)
     chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells) * effect)

@@ -90,16 +90,16 @@ def due(
     canaries: Mapping[str, tuple[float, int]],
     now: float,
     limits: Limits,
-    names: Iterable[str] | None = None,
+    names: Iterable[str],
 ) -> tuple[Check, ...]:
-    """The canary visits to make now, at most one per host.
+    """The canary visits to make now to the hosts `names`, at most one for each.
 
     `canaries`: the time and number of each host's canaries, because its blocks take turns. Suspect
     hosts are asked when they may be probed, healthy and draining ones `canary_every_ms` after the
-    last canary. `names`: hosts to consider (default: all of `swarm`).
+    last canary.
     """
     checks = []
-    for host in swarm.values() if names is None else map(swarm.__getitem__, names):
+    for host in map(swarm.__getitem__, names):
         blocks = sorted(expectations.get(host.name, ()))
         last, times = canaries.get(host.name, (-np.inf, 0))
         if blocks and _is_due(host, last, now=now, limits=limits):
@@ -164,16 +164,6 @@ class HealthMonitor:
         self._audits: set[asyncio.Task[None]] = set()
         router.observers.append(self._observe)
 
-    @property
-    def traces(self) -> set[str]:
-        """Names of the hosts about which anything is stored; dropped hosts are forgotten."""
-        return {
-            *self._expected,
-            *self._canaries,
-            *self._next,
-            *self._draw.traces,
-        }
-
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
         """Check these blocks of `host` too, from now on."""
         self._expected[host] = {**self._expected.get(host, {}), **blocks}
@@ -229,20 +219,6 @@ class HealthMonitor:
         self._next[name] = time
         heappush(self._alarms, (time, name))
 
-    async def check(
-        self, host: str, *, blocks: Iterable[int] | None = None, limit: float | None = None
-    ) -> str:
-        """Run the canaries of `blocks` (default: all) now; returns the fault, or "" without one.
-
-        Each has `limit` seconds (default: the longest that a visit may take). A failure counts
-        against the host as for any visit, and a wrong answer shuts it out.
-        """
-        limit = self.router.limits.hop_cap_ms / _MILLI if limit is None else limit
-        for block in sorted(self._expected.get(host, {}) if blocks is None else blocks):
-            if why := await self._canary(Check(host, block, limit)):
-                return why
-        return ""
-
     async def close(self) -> None:
         """Cancel running audits and computations, and start no more audits."""
         if self._observe in self.router.observers:
@@ -255,7 +231,7 @@ class HealthMonitor:
 
     async def _turn(self, check: Check) -> None:
         try:
-            await self._canary(check)
+            await self.canary(check)
         finally:
             self._busy.discard(check.host)
             if check.host in self._expected:
@@ -264,7 +240,11 @@ class HealthMonitor:
                 self._canaries[check.host] = (now, times + 1)
                 self._set_alarm(check.host, now + self.router.limits.canary_every_ms / _MILLI)
 
-    async def _canary(self, check: Check) -> str:
+    async def canary(self, check: Check) -> str:
+        """Carry out a check now; returns the fault, or "" without one.
+
+        A failure counts against the host as for any visit, and a wrong answer shuts it out.
+        """
         reference = self._expected.get(check.host, {}).get(check.block)
         if reference is None:
             return ""

@@ -114,8 +114,8 @@ class Visited(NamedTuple):
     begun_ms: float = 0.0
 
 
-Ending = Literal["complete", "enough", "sure", "deadline", "unreachable", "lost"]
-WHOLE: tuple[Ending, ...] = ("complete", "enough", "sure")
+Ending = Literal["complete", "sure", "deadline", "unreachable", "lost"]
+WHOLE: tuple[Ending, ...] = ("complete", "sure")
 """Endings of requests that ran all the blocks that they should run."""
 
 
@@ -125,10 +125,9 @@ class Route:
 
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
     of them read, `None` if always the newest (`core.orders`); `skipped`: the other blocks
-    with the reasons. `ending`: complete, enough (as many blocks as the plan needs), sure (the
-    answer was as sure as asked for), deadline (the time was up), unreachable (no healthy host held
-    a missing block) or lost (fixed-order routing could not continue; the request has failed). `ms`:
-    total milliseconds.
+    with the reasons. `ending`: complete, sure (the answer was as sure as asked for), deadline (the
+    time was up), unreachable (no healthy host held a missing block) or lost (fixed-order routing
+    could not continue; the request has failed). `ms`: total milliseconds.
     """
 
     depth: int

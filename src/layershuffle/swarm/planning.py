@@ -6,8 +6,8 @@ hosts:                         # HOSTS.yaml
 block_ms: 8.0                  # of a host of speed 1; else as measured here
 
 The blocks are assigned as a gateway assigns them (`assignment`). Beside the throughput of that
-assignment stands what no assignment can exceed, the bound of a linear program. Times are simulated.
-MB are 10^6 bytes.
+assignment stands what no assignment can exceed, the bound of a linear program. `swarm simulate`
+runs the same devices in virtual time. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -29,31 +29,15 @@ from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, rea
 from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.expectations import rounds_of
-from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
-from layershuffle.swarm.policy import ROUTINGS, Routing
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.simulation.outcome import SimulationOutcome
-from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
-from layershuffle.text import counted, listing, table
+from layershuffle.swarm.simulation.scenario import SimulatedDevice
+from layershuffle.text import counted, listing
 
 MEGA = 1e6
 _MILLI = 1000.0
-LARGE = 60
-"""With more hosts, throughput is not simulated: the requests that keep them busy take minutes."""
 _SHOWN = 20
 """Most hosts that are listed by name."""
-_ALONE, _BUSY = 12, 600
-"""Requests one after the other, and of many clients (at least five of each)."""
-# So that figures say what the hosts can do, and not where a deadline cuts requests off.
-_PATIENT = {
-    "deadline_ms": 1e9,
-    "hop_floor_ms": 1e9,
-    "hop_cap_ms": 1e9,
-    "canary_every_ms": 1e12,
-    "max_batch": 1,  # the gain of a host from batches is unknown
-}
 
 
 class HostSpec(Settings):
@@ -107,32 +91,26 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan, the devices that it is for, and requests per second: its most, and any plan's most.
+    """Devices with their blocks, those without blocks left out, and requests per second: the most
+    of this plan, and the most of any."""
 
-    `block_ms`: time of a block on a host of speed 1.
-    """
-
-    plan: SwarmPlan
-    hosts: Mapping[str, HostSpec]
-    block_ms: float
+    devices: Mapping[str, SimulatedDevice]
     most: float
     bound: float
 
 
-def model_facts(spec: str, *, parallel: int | None = None) -> ModelFacts:
+def model_facts(spec: str) -> ModelFacts:
     """The facts of the model `spec`, which is exported if it is not.
 
-    `parallel`: blocks in flight (default: as the calibration allows). Raises the errors of
-    `served_directory`.
+    Raises the errors of `served_directory`.
     """
     model = ServedModel(served_directory(spec))
     calibration = calibration_of(model)
-    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
     return ModelFacts(
         blocks=model.weights,
         block_ms=model.manifest.speed.block_ms,
-        cells=cells,
-        rounds=rounds_of(calibration, parallel=parallel),
+        cells={} if calibration is None else {row.cell: row.top1 for row in calibration.rows},
+        rounds=rounds_of(calibration),
     )
 
 
@@ -145,57 +123,37 @@ def read_hosts(path: Path) -> HostsFile:
         raise SettingsError(error.cause, place=path, hint=hint) from error
 
 
-def profile_of(hosts: Mapping[str, HostSpec], block_ms: float) -> Profile:
-    """The times of the devices, for a simulation."""
-    return Profile(
-        hosts={
-            name: HostTimes(block_ms=block_ms / spec.speed, link_ms=spec.link_ms)
-            for name, spec in hosts.items()
-        }
-    )
-
-
-def plan_for(
-    file: HostsFile, facts: ModelFacts, *, model: str = DEFAULT_MODEL, copies: int = COPIES
-) -> Planned:
+def plan_for(file: HostsFile, facts: ModelFacts, *, copies: int = COPIES) -> Planned:
     """The plan for these devices. Raises `UsageError` if their memory is too small for all blocks.
 
     >>> planned = plan_for(HostsFile(hosts={"pi": {"memory_mb": 1}}), facts)  # doctest: +SKIP
     """
     hosts, block_ms = file.named(), file.block_ms or facts.block_ms
-    devices = [
+    holders = [
         Holder(name, memory=int(spec.memory_mb * MEGA), speed=spec.speed)
         for name, spec in hosts.items()
     ]
-    blocks_of = assign(devices, facts.blocks, copies=copies)
-    missing = sorted(set(range(len(facts.blocks))).difference(*blocks_of.values()))
-    if missing:
+    blocks_of = assign(holders, facts.blocks, copies=copies)
+    places = range(len(facts.blocks))
+    if missing := sorted(set(places).difference(*blocks_of.values())):
         sizes = {file.digest: file.size for file in facts.blocks}
-        needed, there = sum(sizes.values()), sum(device.memory for device in devices)
+        needed, there = sum(sizes.values()), sum(holder.memory for holder in holders)
         raise UsageError(
             f"No host has room for block {missing[0]}: all blocks take {needed / MEGA:.2f} MB, the "
             f"hosts have {there / MEGA:.2f} MB",
             hint="add hosts or memory",
         )
-    plan = SwarmPlan(
-        model=model,
-        hosts={
-            name: HostPlan(blocks=tuple(sorted(blocks_of[name])))
-            for name in hosts
+    seconds = np.array([block_ms / spec.speed / _MILLI for spec in hosts.values()])
+    memory = np.array([holder.memory for holder in holders], dtype=np.float64)
+    allowed = np.array([[block in blocks_of[name] for block in places] for name in hosts])
+    return Planned(
+        devices={
+            name: SimulatedDevice(blocks_of[name], block_ms / spec.speed, spec.link_ms)
+            for name, spec in hosts.items()
             if blocks_of[name]
         },
-    )
-    seconds = np.array([block_ms / spec.speed / _MILLI for spec in hosts.values()])
-    memory = np.array([device.memory for device in devices], dtype=np.float64)
-    planned = np.array(
-        [[block in blocks_of[name] for block in range(len(facts.blocks))] for name in hosts]
-    )
-    return Planned(
-        plan=plan,
-        hosts=hosts,
-        block_ms=block_ms,
-        most=most_per_second(seconds, facts.blocks, memory=memory, allowed=planned),
-        bound=most_per_second(seconds, facts.blocks, memory=memory, allowed=np.ones_like(planned)),
+        most=most_per_second(seconds, facts.blocks, memory=memory, allowed=allowed),
+        bound=most_per_second(seconds, facts.blocks, memory=memory, allowed=np.ones_like(allowed)),
     )
 
 
@@ -244,48 +202,18 @@ def most_per_second(
     return float(1 / (answer.fun * unit))
 
 
-def simulated(
-    planned: Planned, routing: Routing, *, requests: int, clients: int, rounds: Rounds
-) -> SimulationOutcome:
-    """The plan under patient clients, with all hosts up."""
-    limits = planned.plan.limits.model_copy(update=_PATIENT)
-    return simulate(
-        planned.plan.model_copy(update={"limits": limits}),
-        profile=profile_of(planned.hosts, planned.block_ms),
-        requests=requests,
-        routing=routing,
-        arrivals=Arrivals(clients=clients),
-        rounds=rounds,
-    )
-
-
 def plan_report(planned: Planned, facts: ModelFacts) -> str:
-    """The blocks of every host, simulated figures of every routing, and the bound."""
-    plan = planned.plan
-    names, count = list(plan.hosts), len(plan.hosts)
-    lines = [
-        listing([(name, ", ".join(map(str, plan.hosts[name].blocks))) for name in names[:_SHOWN]])
-    ]
-    if count > _SHOWN:
-        lines.append(f"  and {count - _SHOWN} more hosts")
-    rows = []
-    for routing in ROUTINGS:
-        alone = simulated(planned, routing, requests=_ALONE, clients=1, rounds=facts.rounds)
-        busy = "-"
-        if count <= LARGE:
-            clients = 4 * count  # enough to keep every host busy
-            requests = max(_BUSY, 5 * clients)
-            outcome = simulated(
-                planned, routing, requests=requests, clients=clients, rounds=facts.rounds
-            )
-            busy = f"{outcome.per_second:.1f}"
-        rows.append((routing, f"{alone.quantile(0.5):.1f}", busy))
-    lines += ["", table(("simulated", "ms, a request alone", "requests/s, busy"), rows), ""]
-    copies = Counter(block for host in plan.hosts.values() for block in host.blocks)
+    """The blocks of every host, the most requests per second, and what single hosts hold."""
+    devices = planned.devices
+    blocks = [(name, ", ".join(map(str, sorted(d.blocks)))) for name, d in devices.items()]
+    lines = [listing(blocks[:_SHOWN])]
+    if len(devices) > _SHOWN:
+        lines.append(f"  and {len(devices) - _SHOWN} more hosts")
     lines.append(
-        f"These blocks on these hosts: at most {planned.most:.1f} requests/s. No plan can give "
+        f"\nThese blocks on these hosts: at most {planned.most:.1f} requests/s. No plan can give "
         f"more than {planned.bound:.1f} (linear program)."
     )
+    copies = Counter(block for device in devices.values() for block in device.blocks)
     single = sum(times == 1 for times in copies.values())
     if single:
         lines.append(
@@ -293,6 +221,6 @@ def plan_report(planned: Planned, facts: ModelFacts) -> str:
             "More memory gives every block a second host."
         )
     if facts.cells:
-        row = facts.cells[Cell(len(facts.blocks))]
-        lines.append(f"With all blocks {row:.1f} % of the calibration's images are right.")
+        top1 = facts.cells[Cell(len(facts.blocks))]
+        lines.append(f"With all blocks {top1:.1f} % of the calibration's images are right.")
     return "\n".join(lines)

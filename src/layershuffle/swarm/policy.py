@@ -66,9 +66,9 @@ class RequestProgress(NamedTuple):
     read. `deadline`: when the answer must be ready, in seconds of the router's clock. `min_blocks`:
     with fewer blocks the request waits, as long as it has time, for hosts that may come back.
     `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
-    `images`: the number of images in its state. `most`: the number of blocks that is enough in free
-    order, if not all are needed. `under_way`: all visits in flight. `chance`: that the answer after
-    the blocks in `done` is right; in free order the request ends when it reaches `confidence`.
+    `images`: the number of images in its state. `under_way`: all visits in flight. `chance`: that
+    the answer after the blocks in `done` is right; in free order the request ends when it reaches
+    `confidence`.
     """
 
     depth: int
@@ -78,7 +78,6 @@ class RequestProgress(NamedTuple):
     done: tuple[int, ...] = ()
     seed: int = 0
     images: int = 1
-    most: int | None = None
     versions: tuple[int, ...] = ()
     under_way: tuple[UnderWay, ...] = ()
     chance: float = 0.0
@@ -130,32 +129,29 @@ def decide(
     # Head and answer must still fit in after the last visit.
     ends = progress.deadline - limits.reserve_ms / 1000
     left, depth, ran = ends - now, progress.depth, set(progress.done)
-    most = min(depth, max(progress.most or depth, progress.min_blocks))
     # A pipeline gives no partial answers (decision 010).
     over = Finish("deadline" if free else "lost")
     sure = progress.confidence is not None and progress.chance >= progress.confidence
     sure = sure and free and len(ran) >= progress.min_blocks
-    if len(ran) >= most:
-        over = Finish("complete" if len(ran) == depth else "enough")
+    if len(ran) == depth:
+        over = Finish("complete")
     elif sure:
         over = Finish("sure")
-    if len(ran) >= most or sure or left <= 0:
+    if len(ran) == depth or sure or left <= 0:
         return over
     busy = {visit.block for visit in progress.under_way if not visit.late}
     begun = ran | busy
     missing = [block for block in range(depth) if block not in begun]
     first = [block for block in missing if swarm.usable(block)]
     reached = sorted([*begun, *first])
-    if len(busy) >= side_by_side(reached, swarm, rounds=rounds, enough=most, walks=walks):
+    if len(busy) >= side_by_side(reached, swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
     if not free:
         missing = missing[:1]
         first = [block for block in first if block in missing]
     occupied = rounds.with_twins(busy)
     ready = [block for block in first if block not in occupied]
-    visit = None
-    if len(begun) < most:
-        visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
+    visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
     if visit is None and not busy:
         # Its first probe decides whether a host that was late is slow or gone.
         holders = {name for block in missing for name in swarm.held(block)}
@@ -164,7 +160,7 @@ def decide(
             return Wait(min(ends, hope))
     # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
     if free and visit is None and busy <= ran and len(ready) == len(first):
-        passes = rounds.way(len(ran), enough=most).passes
+        passes = rounds.way(len(ran)).passes
         again = _again(progress, swarm, busy=busy, passes=passes)
         again = [block for block in again if block not in occupied]
         visit = _first_answer(progress, swarm, again, left=left, limits=limits)
@@ -196,11 +192,9 @@ def _nowhere(
     return Finish("unreachable" if free else "lost")
 
 
-def side_by_side(
-    reached: Sequence[int], swarm: Swarm, *, rounds: Rounds, enough: int, walks: int
-) -> int:
+def side_by_side(reached: Sequence[int], swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
     """The most visits in flight of one of `walks` requests that can reach the blocks `reached`."""
-    way = rounds.way(len(reached), enough=enough)
+    way = rounds.way(len(reached))
     # More visits would only queue at busy hosts, and each has another state.
     return max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
 
@@ -305,8 +299,6 @@ def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[
 
 
 def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
-    if ending == "enough":
-        return f"the plan needs only {len(progress.done)} blocks per request"
     if ending == "sure":
         return f"the answer was sure after {counted(len(set(progress.done)), 'block')}"
     holders = [swarm[name] for name in swarm.held(block)]

@@ -22,6 +22,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.sureness import probabilities
 
 _MILLI = 1000.0
+_WORKERS = 8  # most stems and heads that compute at a time; a walk needs no thread
 _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
 # Up to here stems and heads run in the event loop: changing threads takes as long, and costs more.
 _INLINE_SECONDS = 0.001
@@ -45,9 +46,8 @@ class Classified:
 class RemoteModel:
     """A model whose blocks run in the swarm.
 
-    `workers`: most stems and heads that compute at a time in threads, which short ones and walks
-    need not. `temperatures`: by the number of blocks (`sureness`). `stem_seconds`: time of the last
-    stem, `head_seconds`: average time of a head. Use it from the router's event loop.
+    `temperatures`: by the number of blocks (`sureness`). `stem_seconds`: time of the last stem,
+    `head_seconds`: average time of a head. Use it from the router's event loop.
     """
 
     def __init__(
@@ -55,13 +55,12 @@ class RemoteModel:
         model: ServedModel,
         router: Router,
         *,
-        workers: int = 8,
         temperatures: Sequence[float] = (),
     ) -> None:
         self.model, self.router, self.depth = model, router, model.depth
         self.temperatures = temperatures
         self.stem_seconds, self.head_seconds = math.inf, 0.0
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="remote-model")
+        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
 
     async def classify(
         self,
@@ -98,13 +97,11 @@ class RemoteModel:
                 hint="try again later, or allow a later deadline",
             ) from error
         entered = time.perf_counter()
-        # A plan may ask for fewer blocks than the calibration's useful ones.
-        useful = min(useful_blocks, router.most_blocks or self.depth)
         heads = _Heads(self.model, self.temperatures)
         state, route = await router.walk(
             start,
             deadline=deadline - late_by,
-            min_blocks=max(min_blocks, useful),
+            min_blocks=max(min_blocks, useful_blocks),
             confidence=confidence,
             chance=heads.chance,
         )

@@ -46,27 +46,19 @@ class Way:
 class Rounds:
     """How requests in free order run.
 
-    `ways`: by the number of reachable blocks; `once`: the number in flight by the number of blocks,
-    if each runs once; `otherwise`: the default. `max_age`: the largest age, in versions, of a state
-    whose answer still counts. `tied`: for every place the first one with the same weights, if
-    places share weights and the calibration measured them apart.
+    `ways`: by the number of reachable blocks; `otherwise`: the default. `max_age`: the largest age,
+    in versions, of a state whose answer still counts. `tied`: for every place the first one with
+    the same weights, if places share weights and the calibration measured them apart.
     """
 
     ways: Mapping[int, Way] = field(default_factory=dict)
     otherwise: Way = Way()
     max_age: int = 0
-    once: Mapping[int, int] = field(default_factory=dict)
     tied: tuple[int, ...] | None = None
 
-    def way(self, reached: int, *, enough: int) -> Way:
-        """How a request runs `reached` blocks; none runs again if there are `enough` of them.
-
-        More blocks in flight may cost nothing if blocks run again, but much if each runs once.
-        """
-        way = self.ways.get(min(reached, enough), self.otherwise)
-        if reached < enough:
-            return way
-        return Way(self.once.get(enough, way.parallel))
+    def way(self, reached: int) -> Way:
+        """How a request runs `reached` blocks."""
+        return self.ways.get(reached, self.otherwise)
 
     def with_twins(self, blocks: set[int]) -> set[int]:
         """`blocks`, and all places that share weights with one of them."""
@@ -78,12 +70,6 @@ class Rounds:
     def different(self, blocks: Sequence[int]) -> int:
         """The number of different weights among `blocks`: no more can be in flight at once."""
         return len(blocks if self.tied is None else {self.tied[block] for block in blocks})
-
-    @property
-    def as_a_queue(self) -> bool:
-        """Whether all requests run one block after the other, each once."""
-        ways = (*self.ways.values(), self.otherwise, *map(Way, self.once.values()))
-        return all(way == Way() for way in ways)
 
 
 QUEUE = Rounds()

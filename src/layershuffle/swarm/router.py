@@ -99,10 +99,9 @@ class Walk:
 class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts, as a value.
 
-    `routing`, `rounds` (how many blocks run side by side, and how often, in free order), `wire` and
-    `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
-    running request keeps its routing and rounds. Each of `observers` is called with every hop and
-    the states around it (metrics and audits use this). `walks`: the number of running requests.
+    `routing` and `rounds` (how many blocks run side by side, and how often, in free order) may be
+    changed at any time; a running request keeps them. Each of `observers` is called with every hop
+    and the states around it (metrics and audits use this). `walks`: the number of running requests.
     """
 
     def __init__(
@@ -113,13 +112,12 @@ class Router:
         limits: Limits,
         routing: Routing = "order-free",
         wire: Wire = "fp32",
-        most_blocks: int | None = None,
         rounds: Rounds = QUEUE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport, self.depth, self.limits = transport, depth, limits
         self.routing, self.wire, self.clock = routing, wire, clock
-        self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
+        self.rounds, self.walks = rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         self._swarm = Swarm()
         self._watching = set[Walk]()
@@ -166,11 +164,9 @@ class Router:
             self.routing,
             seed=next(self._numbers),
             images=len(start),
-            most=self.most_blocks if free else None,
             confidence=confidence,
         )
-        # In a queue no older state may be read, because a model may not add to its state.
-        rounds = self.rounds if free and not self.rounds.as_a_queue else QUEUE
+        rounds = self.rounds if free else QUEUE
         sure = chance if free and confidence is not None else None
         walk = Walk(start, progress, self.clock(), rounds, sure)
         self.walks += 1

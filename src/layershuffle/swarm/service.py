@@ -6,21 +6,37 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from layershuffle.swarm.assignment import COPIES
 from layershuffle.swarm.calibration import Calibration, calibration_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.plan import SwarmSettings
+from layershuffle.swarm.messages import Wire
+from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 
+DEFAULT_MODEL = "bundled:digits-onnx"
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmSettings:
+    """How a gateway serves a model: its name for users, hosts that hold each block where they have
+    room, how blocks are ordered, the type of states on the wire, time-outs and bounds."""
+
+    model: str = DEFAULT_MODEL
+    copies: int = COPIES
+    routing: Routing = "order-free"
+    wire: Wire = "fp32"
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
@@ -52,8 +68,7 @@ async def running_service(
         limits=settings.limits,
         routing=settings.routing,
         wire=settings.wire,
-        most_blocks=settings.most_blocks,
-        rounds=rounds_of(calibration, parallel=settings.parallel),
+        rounds=rounds_of(calibration),
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
     temperatures = () if calibration is None else calibration.temperatures

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-# Flags need these names for --help. The modules that own them (swarm.policy, plan, chaos) import
+# Flags need these names for --help. The modules that own them (swarm.policy, service, drill) import
 # pydantic and numpy, which take 0.15 to 0.24 s of the half second that --help may take. So they are
 # spelled out once more; a test and mypy compare them.
 DEFAULT_MODEL, CALIBRATED_MODEL = "bundled:digits-onnx", "bundled:digits-swarm"
 RoutingFlag = Literal["order-free", "sequential"]
 WireFlag = Literal["fp32", "fp16", "int8"]
-FaultFlag = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
 ScenarioFlag = Literal[
-    "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar", "unread",
+    "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
+    "canary-liar",
 ]  # fmt: skip
-FAULT_KINDS: tuple[FaultFlag, ...] = get_args(FaultFlag)
+SCENARIOS: tuple[ScenarioFlag, ...] = get_args(ScenarioFlag)
 ROUTINGS: tuple[RoutingFlag, ...] = get_args(RoutingFlag)

@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.bundled import image_file
@@ -61,14 +60,6 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
             )
         key = keys[0].split()[0]  # without its quota
     return {"api_key": key, "authority": server.authority}
-
-
-def server_flags(server: ServerOptions) -> str:
-    """These flags, with a space before each, for a printed command; the key itself never."""
-    files = {"--authority": server.authority, "--api-key-file": server.api_key_file}
-    named = "".join(f" {flag} {quote(str(file))}" for flag, file in files.items() if file)
-    addresses = "".join(f" --address {quote(address)}" for address in server.address)
-    return f"{addresses}{named}"
 
 
 @dataclass(frozen=True)

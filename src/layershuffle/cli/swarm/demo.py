@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,9 @@ from layershuffle.text import table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration
-    from layershuffle.swarm.drill import Drill
+    from layershuffle.swarm.drill import Labelled, Reply
     from layershuffle.swarm.service import Service
 
-_DATA = "digit-pairs"
 _HEADER = ("", "answered", "blocks", "median ms", "right", "expected")
 
 
@@ -36,8 +36,6 @@ class DemoCommand(Command):
     """Number of requests in each of the phases."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
-    seed: int = 0
-    """Seed that chooses the hosts to kill."""
 
     def run(self) -> int:
         """Run every phase."""
@@ -52,14 +50,13 @@ class DemoCommand(Command):
         import secrets
 
         from layershuffle.models import load
-        from layershuffle.swarm.load_client import labelled_images
-        from layershuffle.swarm.plan import SwarmSettings
+        from layershuffle.swarm.drill import labelled_images
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import local_hosts
-        from layershuffle.swarm.service import running_service
+        from layershuffle.swarm.service import SwarmSettings, running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
-        images = labelled_images(load(DEFAULT_MODEL), _DATA, count=self.requests)
+        images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=self.requests)
         # Room for each block once, so that a dead host's blocks are lost.
         memory = math.ceil(model.depth / self.hosts) * model.weights[0].size
         print(f"Starting {self.hosts} hosts, each a process with its own blocks ...", flush=True)
@@ -72,27 +69,38 @@ class DemoCommand(Command):
             await self._show(service, images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
-    async def _show(self, service: Service, images: Any) -> None:
-        from layershuffle.swarm.chaos import crashes
-        from layershuffle.swarm.drill import run_drill
-        from layershuffle.swarm.load_client import client_inside, load_client
+    async def _show(self, service: Service, images: Sequence[Labelled]) -> None:
+        import httpx
 
-        # Drawn from the seed before any request, so that a demo can be repeated.
-        names = service.coordinator.children.names
-        faults = crashes(names, share=1 / 3, requests=self.requests, seed=self.seed)
-        rows = []
-        async with client_inside(service) as client:
-            ask = load_client(client, images, deadline_ms=self.deadline_ms)
+        from layershuffle.swarm.client import AsyncSwarmClient
+        from layershuffle.swarm.drill import SCENARIOS, asking, sent
+        from layershuffle.swarm.server.app import create_app
+        from layershuffle.swarm.server.limits import GatewayLimits
 
-            async def phase(name: str, **drill_options: Any) -> None:
+        # The API without a port, and without a limit on the rate of its one client.
+        app = create_app(
+            service.remote_model,
+            calibration=service.calibration,
+            limits=GatewayLimits(rate=1e5, burst=1e5),
+            model=DEFAULT_MODEL,
+        )
+        transport = httpx.ASGITransport(app=app)
+        victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
+        async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
+            ask = asking(client, images, deadline_ms=self.deadline_ms, patient=False)
+
+            async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
                 print(f"{self.requests} requests: {name} ...", flush=True)
-                drill = await run_drill(ask, self.requests, **drill_options)
-                rows.append((name, *_cells(drill, service.calibration)))
+                replies = await sent(ask, self.requests, before=before)
+                rows.append((name, *_cells(replies, service.calibration)))
+
+            async def kill() -> None:
+                for host in victims:
+                    await service.faults.inject(host, "crash")
 
             await phase("all hosts up")
-            killed = ", ".join(fault.host for fault in faults)
-            await phase(f"{killed} killed meanwhile", faults=faults, engine=service.faults)
-            await phase(f"{len(faults)} of {self.hosts} hosts dead")
+            await phase(f"{', '.join(victims)} killed meanwhile", {self.requests // 4: kill})
+            await phase(f"{len(victims)} of {self.hosts} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
             service.router.routing = "sequential"
             await phase("the same as a fixed-order pipeline")
@@ -111,22 +119,18 @@ class DemoCommand(Command):
             print(f"  block {skipped.block} skipped: {skipped.why}")
 
 
-def _cells(drill: Drill, calibration: Calibration | None) -> tuple[str, ...]:
+def _cells(replies: Sequence[Reply], calibration: Calibration | None) -> tuple[str, ...]:
     """A row of the table, in the order of `_HEADER`, without its name."""
-    from layershuffle.swarm.drill import judged
+    from layershuffle.stats import mean, quantile
+    from layershuffle.swarm.drill import judged, share
 
-    replies = list(drill.replies.values())
-    answered = [reply for reply in replies if reply.ended != "failed"]
-    share = f"{100 * len(answered) / len(replies):.1f} %"
-    if not answered:
-        return (share, "", "", "", "")
-    blocks = sum(reply.blocks for reply in answered) / len(answered)
-    cells = (share, f"{blocks:.1f}", f"{drill.quantile(0.5):.0f}")
-    verdict = None if calibration is None else judged(replies, calibration)
-    # There may be nothing to compare the answers with.
-    if verdict is None or not verdict.answers:
-        return (*cells, "", "")
-    bounds = f"{verdict.expected:.1f} ({verdict.low:.1f}-{verdict.high:.1f})"
-    if not verdict.inside:
-        bounds += ", outside"
-    return (*cells, f"{verdict.top1:.1f} %", bounds)
+    answered = f"{100 - share(replies, 'failed'):.1f} %"
+    kept = [reply.cell.kept for reply in replies if reply.cell is not None]
+    verdict = judged(replies, calibration)
+    if verdict is None:
+        return (answered, "", "", "", "")
+    median = quantile([reply.ms for reply in replies], 0.5)
+    return (
+        *(answered, f"{mean(kept):.1f}", f"{median:.0f}"),
+        *(f"{verdict.top1:.1f} %", verdict.text),
+    )

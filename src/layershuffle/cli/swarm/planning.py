@@ -6,8 +6,6 @@ import json
 import math
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command, ComputingCommand
 from layershuffle.cli.swarm import CALIBRATED_MODEL, DEFAULT_MODEL, ROUTINGS, RoutingFlag
@@ -15,21 +13,15 @@ from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import counted, counted_as, table
 
-if TYPE_CHECKING:
-    from layershuffle.swarm.chaos import Fault
-
 _SAME_TIME = 1.1
 """Largest ratio of simulated seconds at which routings count as having met the same failures."""
 
 
 @dataclass(frozen=True)
-class PlanCommand(Command):
-    """Find which device should hold which blocks of a model, and what to expect of that plan.
+class DevicesCommand(Command):
+    """Flags about devices, and a model whose blocks they hold as a gateway would assign them."""
 
-    The figures come from a simulation of the plan, in free order and in sequence.
-    """
-
-    hosts: Path
+    devices: Path
     """YAML file with the devices: an entry for each under hosts, such as
     pi: {count: 4, memory_mb: 500, speed: 0.2, link_ms: 6}."""
     _: KW_ONLY
@@ -37,57 +29,39 @@ class PlanCommand(Command):
     """Model to serve."""
     copies: int = 2
     """Hosts that hold each block, where memory allows."""
-    out: Path | None = None
-    """Write the plan to this file, for `swarm simulate`."""
-    overwrite: bool = False
-    """Replace an older file at --out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(DevicesCommand):
+    """Show which device would hold which blocks of a model, and how many requests that allows."""
 
     def run(self) -> int:
-        """Plan, print, and write."""
+        """Plan and print."""
         require("swarm")
 
-        from layershuffle.files import write_text
-        from layershuffle.models.output import check_output
-        from layershuffle.swarm.plan import plan_text
         from layershuffle.swarm.planning import model_facts, plan_for, plan_report, read_hosts
 
-        hosts = read_hosts(self.hosts)
-        if self.out is not None:
-            # Before the model is loaded and timed.
-            check_output(self.out, reads=(), overwrite=self.overwrite)
-        facts = model_facts(self.model)
-        planned = plan_for(hosts, facts, model=self.model, copies=self.copies)
+        file, facts = read_hosts(self.devices), model_facts(self.model)
+        planned = plan_for(file, facts, copies=self.copies)
         print(
             # Printed, because speeds in the file are relative to this machine.
             f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that "
             "is `speed: 1` (block_ms in the file overrides it).\n"
         )
-        print(plan_report(planned, facts))
-        if self.out is not None:
-            write_text(self.out, plan_text(planned.plan))
-            print(
-                f"In {self.out}. Next: layershuffle swarm simulate {quote(str(self.out))} "
-                f"--profile {quote(str(self.hosts))}"
-            )
+        print(f"{plan_report(planned, facts)}\nNext: layershuffle swarm simulate {self.devices}")
         return 0
 
 
-@dataclass(frozen=True)
-class SimulateCommand(Command):
-    """Run a plan in virtual time with the policy of the real router.
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand(DevicesCommand):
+    """Run devices in virtual time, with the policy of the real router.
 
     The flags set how hosts die and come back and how requests arrive; every routing gets the same
     requests, and the same failures at the same simulated times.
     """
 
-    plan: Path
-    """The plan, of `swarm plan --out`."""
-    _: KW_ONLY
-    profile: Path | None = None
-    """HOSTS.yaml from which the plan was made, with the speeds of its hosts. Default: 5 ms per
-    block, 5 ms per visit."""
     hosts: int | None = None
-    """Number of hosts: the hosts of the plan are repeated in turn up to this number."""
+    """Number of hosts: the devices are repeated in turn, with their blocks, up to this number."""
     requests: int = 1000
     """Number of requests."""
     churn: tuple[float, float] | None = None
@@ -112,27 +86,12 @@ class SimulateCommand(Command):
         """Simulate every routing, and print them side by side."""
         require("swarm")
 
-        from layershuffle.swarm.chaos import crashes, crashes_text
-        from layershuffle.swarm.plan import read_swarm_plan
-        from layershuffle.swarm.planning import model_facts, profile_of, read_hosts
-        from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
+        from layershuffle.swarm.planning import model_facts, plan_for, read_hosts
+        from layershuffle.swarm.simulation.outcome import figures, outcome_report
         from layershuffle.swarm.simulation.run import simulate
-        from layershuffle.swarm.simulation.scenario import (
-            Arrivals,
-            Churn,
-            Profile,
-            scaled,
-        )
+        from layershuffle.swarm.simulation.scenario import Arrivals, Churn, crashes, in_turn
 
-        plan = read_swarm_plan(self.plan)
-        facts = model_facts(plan.model, parallel=plan.parallel)
-        profile = Profile()
-        if self.profile is not None:
-            file = read_hosts(self.profile)
-            profile = profile_of(file.named(), file.block_ms or facts.block_ms)
-        if self.hosts is not None:
-            plan = scaled(plan, self.hosts)
-        churn = None
+        file, churn = read_hosts(self.devices), None
         if self.churn is not None:
             if self.kill is not None:
                 raise UsageError("--churn and --kill exclude each other", hint="choose one")
@@ -143,41 +102,44 @@ class SimulateCommand(Command):
                     hint="--churn 60 20",
                 )
             churn = Churn(up_s=self.churn[0], down_s=self.churn[1])
+        facts = model_facts(self.model)
+        devices = plan_for(file, facts, copies=self.copies).devices
+        if self.hosts is not None:
+            devices = in_turn(devices, self.hosts)
         # The same failures for every routing, so that they can be compared.
-        names: list[str] = list(plan.hosts)
-        faults: tuple[Fault, ...] = ()
-        if self.kill is not None:
-            faults = crashes(names, share=self.kill, requests=self.requests, seed=self.seed)
-        outcomes = {
-            str(routing): simulate(
-                plan,
-                profile=profile,
+        killed = self.kill is not None and crashes(
+            list(devices), share=self.kill, requests=self.requests, seed=self.seed
+        )
+        outcomes = [
+            simulate(
+                devices,
                 requests=self.requests,
                 seed=self.seed,
                 routing=routing,
                 arrivals=Arrivals(rate=self.rate, clients=self.clients),
                 churn=churn,
-                faults=faults,
+                faults=killed or (),
                 min_blocks=self.min_blocks,
-                accuracy=facts.cells or None,
+                accuracy=facts.cells,
                 rounds=facts.rounds,
             )
             for routing in self.routings
-        }
+        ]
         if self.json:
             report = {
-                "hosts": len(names),
+                "hosts": len(devices),
                 "seed": self.seed,
-                "faults": [asdict(fault) for fault in faults],
-                "routings": [outcome_json(outcome) for outcome in outcomes.values()],
+                "faults": [asdict(fault) for fault in killed or ()],
+                "routings": [
+                    {"routing": o.routing, **figures(o), "answers_by_blocks": o.blocks}
+                    for o in outcomes
+                ],
             }
             print(json.dumps(report, indent=2))
             return 0
-        killed = counted(len(names), "host")
-        if self.kill is not None:
-            killed = crashes_text(faults, share=self.kill, hosts=len(names))
-        print(f"{killed}, seed {self.seed}\n{outcome_report(outcomes)}")
-        seconds = [outcome.seconds for outcome in outcomes.values()]
+        die = f", of which {len(killed)} die (--kill {self.kill:g}, rounded down)" if killed else ""
+        print(f"{counted(len(devices), 'host')}{die}, seed {self.seed}\n{outcome_report(outcomes)}")
+        seconds = [outcome.seconds for outcome in outcomes]
         if churn is not None and max(seconds) > _SAME_TIME * min(seconds):
             print(
                 f"\nThe routings ran for {min(seconds):.0f} to {max(seconds):.0f} s and so met "
@@ -213,8 +175,9 @@ class CalibrateCommand(ComputingCommand):
     def run(self) -> int:
         """Measure, store, and print the table."""
         from layershuffle.models import load
-        from layershuffle.swarm.calibration import calibrate, calibration_path, write_calibration
+        from layershuffle.swarm.calibration import calibration_path, write_calibration
         from layershuffle.swarm.expectations import expected_at, rounds_of
+        from layershuffle.swarm.measuring import calibrate
         from layershuffle.swarm.rounds import Cell
 
         # First: a model without a directory of its own is refused before minutes of work.
@@ -237,7 +200,7 @@ class CalibrateCommand(ComputingCommand):
         rows = []
         # From all blocks downwards, as they are lost.
         for row in reversed(calibration.queue):
-            way = rounds.way(row.kept, enough=len(calibration.queue))
+            way = rounds.way(row.kept)
             chosen = expected_at(calibration, Cell(row.kept, way.passes, way.parallel))
             rows.append(
                 (

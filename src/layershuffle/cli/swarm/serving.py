@@ -155,10 +155,10 @@ class UpCommand(Command):
 
         import asyncio
 
-        from layershuffle.swarm.plan import SwarmSettings
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import serve_swarm
         from layershuffle.swarm.server.tls import check_address, in_clear
+        from layershuffle.swarm.service import SwarmSettings
 
         say = steps()
         serving = self.serving()

@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
-from layershuffle.swarm.chaos import Fault, FaultKind
-from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.server.join import join_address, qr_code
 from layershuffle.swarm.server.tls import pinned
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.app import Gateway
     from layershuffle.swarm.service import Service
 
-CommandName = Literal["drain", "readmit", "routing", "fault", "facts", "join", "roll"]
+CommandName = Literal["drain", "readmit", "fault", "facts", "join", "roll"]
 KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
@@ -50,7 +49,6 @@ class Fields(BaseModel):
 
     host: str = ""
     kind: FaultKind | None = None
-    routing: Routing | None = None
     address: str = Field("", max_length=500)
     model: str = ""
 
@@ -62,10 +60,9 @@ def add_operator(
 
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
     start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
-    fail, by `kind`; `routing`: set that of new requests (`before`: the earlier one); `facts`: the
-    model, the gateway's own hosts, and the routing; `join`: the address, with the token, at which
-    a tab becomes a host of the gateway that it reaches at `address`, and its QR code as SVG;
-    `roll`: serve the export in the directory `model` instead of the one in `before`.
+    fail, by `kind`; `facts`: the model, and the gateway's own hosts; `join`: the address, with the
+    token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
+    code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
     """
     from starlette.requests import Request
 
@@ -117,16 +114,9 @@ async def carry_out(service: Service, name: CommandName, *, fields: Fields) -> d
         # Hosts that joined from elsewhere may be processes of others.
         if host not in coordinator.children.names:
             raise UsageError(f"This swarm did not start a host {host!r}")
-        await service.faults.inject(Fault(0, host, fields.kind))
-    elif name == "routing" and fields.routing is not None:
-        before, router.routing = router.routing, fields.routing
-        return {"before": before}
+        await service.faults.inject(host, fields.kind)
     elif name == "facts":
-        return {
-            "model": service.settings.model,
-            "hosts": list(coordinator.children.names),
-            "routing": router.routing,
-        }
+        return {"model": service.settings.model, "hosts": list(coordinator.children.names)}
     elif name == "join":
         return qr_code(join_address(fields.address, token=service.members.token))
     else:

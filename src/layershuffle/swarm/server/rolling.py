@@ -52,8 +52,7 @@ async def roll(service: Service, scheduler: RequestScheduler, *, directory: Path
                 service.coordinator.take_over(model, tested)
                 temperatures = () if calibration is None else calibration.temperatures
                 service.remote_model.take_over(model, temperatures)
-                parallel = service.settings.parallel
-                service.router.rounds = rounds_of(calibration, parallel=parallel)
+                service.router.rounds = rounds_of(calibration)
                 scheduler.take_over(calibration)
                 return
         raise LayerShuffleError(

@@ -163,20 +163,13 @@ class RequestScheduler:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.remote_model.router
         reachable = {b for host in router.swarm.values() if host.usable for b in host.blocks}
-        enough = router.most_blocks or router.depth
-        most, passes, parallel = min(len(reachable), enough), 1, 1
+        passes, parallel = 1, 1
         if router.routing == "order-free":
-            rounds = router.rounds
-            passes = rounds.way(len(reachable), enough=enough).passes
+            rounds, walks = router.rounds, router.walks + 1
+            passes = rounds.way(len(reachable)).passes
             # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = side_by_side(
-                sorted(reachable),
-                router.swarm,
-                rounds=rounds,
-                enough=enough,
-                walks=router.walks + 1,
-            )
-        return self._expected_with(Cell(most, passes, parallel) if most else None)
+            parallel = side_by_side(sorted(reachable), router.swarm, rounds=rounds, walks=walks)
+        return self._expected_with(Cell(len(reachable), passes, parallel) if reachable else None)
 
     def _expected(self, route: Route) -> tuple[Expected | None, str]:
         """The accuracy to expect of the answer of `route`, or `None` and the reason."""

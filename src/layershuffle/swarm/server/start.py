@@ -17,7 +17,6 @@ from starlette.applications import Starlette
 from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
 from layershuffle.swarm.children import Children
-from layershuffle.swarm.plan import SwarmSettings
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import Operated, add_operator
 from layershuffle.swarm.server.app import create_app
@@ -27,7 +26,7 @@ from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
 from layershuffle.swarm.server.tls import Https, check_secret
 from layershuffle.swarm.server.upkeep import Upkeep
-from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.service import Service, SwarmSettings, running_service
 
 _MEMORY = 200_000_000
 """Bytes of weights that a host of this machine takes."""

@@ -8,14 +8,13 @@ unchanged, and a block of a lying host adds 1, so canaries, audits and the clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from layershuffle.swarm.chaos import SLOW_FACTOR
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -27,14 +26,14 @@ from layershuffle.swarm.messages import (
     Wire,
     WorkExpired,
 )
-from layershuffle.swarm.simulation.scenario import HostTimes, Profile
+from layershuffle.swarm.simulation.scenario import Machines, SimulatedDevice
 
 _MILLI = 1000.0
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedVisit:
-    """A visit on its way to a host, at the host, or on its way back.
+    """A visit of one image on its way to a host, at the host, or on its way back.
 
     `answer` is done when the caller has the answer or has cancelled the visit.
     """
@@ -47,28 +46,31 @@ class SimulatedVisit:
     replied: bool = False
 
     @property
-    def images(self) -> int:
-        """Number of images in its state."""
-        return len(self.state)
-
-    @property
     def over(self) -> bool:
         """Whether its result is no longer needed."""
         return self.replied or self.answer.done()
 
 
 class SimulatedHost:
-    """One host. The router calls `visit`; the other public methods inject and end faults."""
+    """One host. The router calls `visit`; the other public methods inject and end faults.
+
+    `silent`: it delivers no visits and no answers, as a frozen process or a cut cable; `factor`: of
+    its compute time.
+    """
 
     def __init__(
-        self, times: HostTimes, *, profile: Profile, limits: Limits, delays: Iterator[float]
+        self,
+        device: SimulatedDevice,
+        *,
+        machines: Machines,
+        limits: Limits,
+        delays: Iterator[float],
     ) -> None:
-        self.profile, self.limits, self.delays = profile, limits, delays
-        self.alive, self.silent, self.lying = True, False, False
+        self.machines, self.limits, self.delays = machines, limits, delays
+        self.alive, self.silent, self.lying, self.factor = True, False, False, 1.0
         self._loop = asyncio.get_running_loop()
-        self._half_link = times.link_ms / 2 / _MILLI
-        self._block = times.block_ms / _MILLI
-        self._factor = 1.0
+        self._half_link = device.link_ms / 2 / _MILLI
+        self._block = device.block_ms / _MILLI
         self._died = 0.0
         # A restarted process does not finish the batch of its predecessor.
         self._process = 0
@@ -123,19 +125,12 @@ class SimulatedHost:
         self._forget_expired()
         if not self._jobs:
             return
-        self._batch = self._next_batch()
-        images = sum(job.images for job in self._batch)
-        seconds = self._block * self._factor * (1 + self.profile.batch_share * (images - 1))
+        # The oldest visit, and those for the same block that fit the largest batch with it.
+        same = [job for job in self._jobs if job.visit.block == self._jobs[0].visit.block]
+        self._batch = same[: self.limits.max_batch]
+        images = len(self._batch)
+        seconds = self._block * self.factor * (1 + self.machines.batch_share * (images - 1))
         self._loop.call_later(seconds, self._end_batch, seconds, images, self._process)
-
-    def _next_batch(self) -> list[SimulatedVisit]:
-        """The oldest visit, and those for the same block that fit the largest batch with it."""
-        batch, room = self._jobs[:1], self.limits.max_batch - self._jobs[0].images
-        for job in self._jobs[1:]:
-            if job.visit.block == batch[0].visit.block and job.images <= room:
-                batch.append(job)
-                room -= job.images
-        return batch
 
     def _end_batch(self, seconds: float, images: int, process: int, /) -> None:
         # This timer was set by a process that has died since.
@@ -157,9 +152,8 @@ class SimulatedHost:
             self._loop.call_later(self._half_link, _settle, job, reply)
 
     def _lose(self, job: SimulatedVisit) -> None:
-        """Tell the caller that the process is dead, as late as Ray would."""
-        # With Ray callers are told 62 to 85 ms after a SIGKILL (`Profile.notice_ms`).
-        notice = max(self._loop.time(), self._died + self.profile.notice_ms / _MILLI)
+        """Tell the caller that the process is dead, as soon as its connection ends."""
+        notice = max(self._loop.time(), self._died + self.machines.notice_ms / _MILLI)
         self._loop.call_at(notice, _settle, job, HostGone("Its process is dead"))
 
     # --- faults -----------------------------------------------------------------------------------
@@ -179,17 +173,9 @@ class SimulatedHost:
         self.alive = True
         self.mend()
 
-    def hush(self) -> None:
-        """Deliver no visits and no answers, as a frozen process or a cut cable."""
-        self.silent = True
-
-    def slow(self) -> None:
-        """Multiply its compute time by `SLOW_FACTOR`."""
-        self._factor = SLOW_FACTOR
-
     def mend(self) -> None:
         """End its faults, and deliver what was delayed."""
-        self.silent, self.lying, self._factor = False, False, 1.0
+        self.silent, self.lying, self.factor = False, False, 1.0
         delayed, self._delayed = self._delayed, []
         for deliver in delayed:
             deliver()
@@ -199,12 +185,17 @@ class SimulatedHosts:
     """All hosts of a simulation, by name; the router's transport. `visits` counts visits sent."""
 
     def __init__(
-        self, names: Iterable[str], *, profile: Profile, limits: Limits, seed: int
+        self,
+        devices: Mapping[str, SimulatedDevice],
+        *,
+        machines: Machines,
+        limits: Limits,
+        seed: int,
     ) -> None:
-        delays = profile.delays(seed)
+        delays = machines.delays(seed)
         self.hosts = {
-            name: SimulatedHost(profile.times(name), profile=profile, limits=limits, delays=delays)
-            for name in names
+            name: SimulatedHost(device, machines=machines, limits=limits, delays=delays)
+            for name, device in devices.items()
         }
         self.visits = 0
 

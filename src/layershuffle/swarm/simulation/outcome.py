@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
 from layershuffle.stats import quantile
-from layershuffle.swarm.drill import Ended
-from layershuffle.swarm.messages import WHOLE, Route
+from layershuffle.swarm.messages import Route
+from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.text import table
 
-ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
+Ended = Literal["answered", "degraded", "late", "failed"]
+ENDED: tuple[Ended, ...] = get_args(Ended)
+# (figure, its name in the table, its format there)
+_ROWS = (
+    ("requests", "requests", ".0f"),
+    ("seconds", "simulated seconds", ".1f"),
+    ("per_second", "requests/s", ".1f"),
+    *((end, f"% {end}", ".2f") for end in ENDED),
+    ("ms_median", "ms, median", ".1f"),
+    ("ms_p95", "ms, 95 %", ".1f"),
+    ("ms_p99", "ms, 99 %", ".1f"),
+    ("ms_longest", "ms, longest", ".1f"),
+    ("mean_blocks", "blocks of an answer, mean", ".2f"),
+    ("right_of_answers", "% right of the answers", ".1f"),
+    ("right_of_requests", "% right of all requests", ".1f"),
+    ("false_answers", "answers with a false block", ".0f"),
+    ("visits_per_request", "visits per request", ".2f"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SimulatedReply:
-    """The result of one request, which ended at `ended_at` seconds of virtual time.
-
-    `false`: a host that answers wrongly took part. `late`: it ended after its deadline. `enough`:
-    at least `min_blocks` blocks ran.
-    """
+    """The result of one request, which ended at `ended_at` seconds of virtual time; `false`: a
+    host that answers wrongly took part."""
 
     route: Route
+    ended: Ended
     ended_at: float
     false: bool
-    late: bool
-    enough: bool
-
-    @property
-    def ended(self) -> Ended:
-        """How the request ended."""
-        if self.route.ending == "lost" or not self.enough:
-            return "failed"
-        if self.late:
-            return "late"
-        return "answered" if self.route.ending in WHOLE else "degraded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +57,11 @@ class SimulationOutcome:
     both `None` without a calibration. `false`: answers in which a host that answers wrongly took
     part, counted as wrong. `hops`: visits per request, including failed ones. `visited`: visits for
     requests that each host answered. `seconds`: virtual time; `per_second`: requests that ended per
-    second, over the middle half of them. `visits`: all visits sent, including canaries and audits.
+    second, over the middle half of them, `None` if these ended at one moment. `visits`: all visits
+    sent, including canaries and audits.
     """
 
-    routing: str
+    routing: Routing
     requests: int
     ended: Mapping[Ended, int]
     blocks: Mapping[int, int]
@@ -67,7 +72,7 @@ class SimulationOutcome:
     hops: float
     visited: Mapping[str, int] = field(repr=False)
     seconds: float
-    per_second: float
+    per_second: float | None
     visits: int
 
     def share(self, *ended: Ended) -> float:
@@ -79,16 +84,16 @@ class SimulationOutcome:
         return quantile(self.ms, q)
 
     @property
-    def mean_blocks(self) -> float:
-        """Mean number of blocks of an answer; NaN without answers."""
+    def mean_blocks(self) -> float | None:
+        """Mean number of blocks of an answer; `None` without answers."""
         answers = sum(self.blocks.values())
-        return sum(k * n for k, n in self.blocks.items()) / answers if answers else math.nan
+        return sum(k * n for k, n in self.blocks.items()) / answers if answers else None
 
 
 def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
-    routing: str,
+    routing: Routing,
     accuracy: Mapping[Cell, float] | None,
     depth: int,
     visits: int,
@@ -121,54 +126,26 @@ def outcome_of(
         visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
         seconds=replies[-1].ended_at,
         # n ends have n - 1 intervals between them.
-        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else math.nan,
+        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else None,
         visits=visits,
     )
 
 
-def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
-    """Tables with a column per outcome, headed by its key."""
-    columns = list(outcomes.values())
-    rows = [
-        ("requests", *(f"{outcome.requests}" for outcome in columns)),
-        ("simulated seconds", *(f"{outcome.seconds:.1f}" for outcome in columns)),
-        *((f"% {end}", *(f"{outcome.share(end):.2f}" for outcome in columns)) for end in ENDED),
-        ("ms, median", *(f"{outcome.quantile(0.5):.1f}" for outcome in columns)),
-        ("ms, 95 %", *(f"{outcome.quantile(0.95):.1f}" for outcome in columns)),
-        ("ms, 99 %", *(f"{outcome.quantile(0.99):.1f}" for outcome in columns)),
-        ("ms, longest", *(f"{outcome.ms[-1]:.1f}" for outcome in columns)),
-        ("blocks of an answer, mean", *(_cell(o.mean_blocks, ".2f") for o in columns)),
-        ("% right of the answers", *(_cell(outcome.accuracy, ".1f") for outcome in columns)),
-        ("% right of all requests", *(_cell(outcome.right, ".1f") for outcome in columns)),
-        ("answers with a false block", *(f"{outcome.false}" for outcome in columns)),
-        ("visits per request", *(f"{outcome.hops:.2f}" for outcome in columns)),
-    ]
-    used = sorted({k for outcome in columns for k in outcome.blocks}, reverse=True)
-    # Where nothing was answered every share is 0.
-    pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in columns]
-    shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
-    used_blocks = table(("blocks used, % of the answers", *outcomes), shares)
-    return f"{table(('', *outcomes), rows)}\n\n{used_blocks}"
+def figures(outcome: SimulationOutcome) -> dict[str, float | None]:
+    """The rows of the report, for `json.dumps`: shares in percent, times in milliseconds.
 
-
-def outcome_json(outcome: SimulationOutcome) -> dict[str, object]:
-    """The figures of the report for `json.dumps`; shares in percent, times in milliseconds.
-
-    Figures that need answers or a calibration are `None` without them, as JSON has no NaN.
+    What needs answers or a calibration is `None` without them, as JSON has no NaN.
     """
     return {
-        "routing": outcome.routing,
         "requests": outcome.requests,
         "seconds": outcome.seconds,
-        "percent": {end: outcome.share(end) for end in ENDED},
-        "ms": {
-            "median": outcome.quantile(0.5),
-            "p95": outcome.quantile(0.95),
-            "p99": outcome.quantile(0.99),
-            "longest": outcome.ms[-1],
-        },
-        "mean_blocks": None if math.isnan(outcome.mean_blocks) else outcome.mean_blocks,
-        "answers_by_blocks": {str(kept): count for kept, count in outcome.blocks.items()},
+        "per_second": outcome.per_second,
+        **{end: outcome.share(end) for end in ENDED},
+        "ms_median": outcome.quantile(0.5),
+        "ms_p95": outcome.quantile(0.95),
+        "ms_p99": outcome.quantile(0.99),
+        "ms_longest": outcome.ms[-1],
+        "mean_blocks": outcome.mean_blocks,
         "right_of_answers": outcome.accuracy,
         "right_of_requests": outcome.right,
         "false_answers": outcome.false,
@@ -176,5 +153,16 @@ def outcome_json(outcome: SimulationOutcome) -> dict[str, object]:
     }
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
+def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:
+    """Tables with a column for each outcome, headed by its routing."""
+    heads, columns = [outcome.routing for outcome in outcomes], [*map(figures, outcomes)]
+    rows = [
+        (name, *("-" if (x := column[key]) is None else format(x, form) for column in columns))
+        for key, name, form in _ROWS
+    ]
+    used = sorted({k for outcome in outcomes for k in outcome.blocks}, reverse=True)
+    # Where nothing was answered every share is 0.
+    pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in outcomes]
+    shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
+    used_blocks = table(("blocks used, % of the answers", *heads), shares)
+    return f"{table(('', *heads), rows)}\n\n{used_blocks}"

@@ -1,4 +1,4 @@
-"""`simulate`: run a plan under load and failures, with the real router, in virtual time.
+"""`simulate`: devices under load and failures, with the real router, in virtual time.
 
 `Router`, `HealthMonitor` and the policy are those of the gateway, unchanged; the hosts behind them
 are simulated, and the event loop's clock jumps (`clock`).
@@ -14,17 +14,29 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.chaos import Fault, check_faults
+from layershuffle.swarm.chaos import SLOW_FACTOR
 from layershuffle.swarm.health import HealthMonitor, Reference
+from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
-from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedHosts
-from layershuffle.swarm.simulation.outcome import SimulatedReply, SimulationOutcome, outcome_of
-from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, depth_of, lives
+from layershuffle.swarm.simulation.outcome import (
+    Ended,
+    SimulatedReply,
+    SimulationOutcome,
+    outcome_of,
+)
+from layershuffle.swarm.simulation.scenario import (
+    Arrivals,
+    Churn,
+    Fault,
+    Machines,
+    SimulatedDevice,
+    life,
+)
 from layershuffle.swarm.state import HostView, Swarm, retry_after
 
 _MILLI = 1000.0
@@ -38,12 +50,13 @@ async def _unchanged(state: State) -> State:
 
 
 def simulate(
-    plan: SwarmPlan,
+    devices: Mapping[str, SimulatedDevice],
     *,
-    profile: Profile,
     requests: int,
+    machines: Machines | None = None,
+    limits: Limits | None = None,
     seed: int = 0,
-    routing: Routing | None = None,
+    routing: Routing = "order-free",
     arrivals: Arrivals | None = None,
     churn: Churn | None = None,
     faults: Sequence[Fault] = (),
@@ -53,34 +66,40 @@ def simulate(
 ) -> SimulationOutcome:
     """The outcome of all requests; the same for the same arguments.
 
-    `routing`: instead of the plan's. `faults` happen before requests by number, as in a drill;
-    `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
-    by how the blocks ran; as one after the other for what is not named there. `rounds`: what the
-    router is to run side by side and again. Times are those of the swarm alone, without stem and
-    head. Raises `UsageError` for plans that miss blocks, faults of unknown hosts, no
-    requests, or more `min_blocks` than there are.
+    `faults` happen before requests by number; `churn` goes on by itself; both depend on the seed
+    and not on the routing. `accuracy`: percent by how the blocks ran; as one after the other for
+    what is not named there. `rounds`: what the router is to run side by side and again. Times are
+    those of the swarm alone, without stem and head. Raises `UsageError` for devices that lack a
+    block, no requests, or more `min_blocks` than there are.
     """
     if requests < 1:
         raise UsageError(f"At least one request is needed, got {requests}", hint="--requests 1000")
-    if min_blocks > (depth := depth_of(plan)):
+    everywhere = {block for device in devices.values() for block in device.blocks}
+    depth = 1 + max(everywhere)
+    if missing := sorted({*range(depth)} - everywhere):
+        raise UsageError(f"No host holds block {missing[0]}", hint="give every block to a host")
+    if min_blocks > depth:
         raise UsageError(
-            f"An answer is to have {min_blocks} blocks or more, and the plan has {depth}",
+            f"An answer is to have {min_blocks} blocks or more, and the model has {depth}",
             hint=f"ask for at most {depth} (--min-blocks)",
         )
-    pending = check_faults(faults, list(plan.hosts))
-    arrivals = arrivals or Arrivals()
+    arrivals, limits = arrivals or Arrivals(), limits or Limits()
 
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
-        simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
-        simulation.router.rounds = rounds
+        clock = asyncio.get_running_loop().time
+        hosts = SimulatedHosts(devices, machines=machines or Machines(), limits=limits, seed=seed)
+        router = Router(
+            hosts, depth=depth, limits=limits, routing=routing, rounds=rounds, clock=clock
+        )
+        simulation = _Simulation(devices, hosts, router=router, faults=faults, seed=seed)
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
         return outcome_of(
             simulation.replies,
-            routing=simulation.router.routing,
+            routing=routing,
             accuracy=accuracy,
-            depth=simulation.router.depth,
-            visits=simulation.transport.visits,
+            depth=depth,
+            visits=hosts.visits,
         )
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -92,30 +111,22 @@ class _Simulation:
 
     def __init__(
         self,
-        plan: SwarmPlan,
+        devices: Mapping[str, SimulatedDevice],
+        transport: SimulatedHosts,
         *,
-        profile: Profile,
-        routing: Routing | None,
+        router: Router,
         faults: Sequence[Fault],
         seed: int,
     ) -> None:
-        self.plan, self.seed, self.pending = plan, seed, list(faults)
+        self.devices, self.transport, self.router, self.seed = devices, transport, router, seed
+        self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
         self.loop = asyncio.get_running_loop()
-        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits, seed=seed)
-        self.router = Router(
-            self.transport,
-            depth=depth_of(plan),
-            limits=plan.limits,
-            routing=routing or plan.routing,
-            most_blocks=plan.most_blocks,
-            clock=self.loop.time,
-        )
-        self.router.swarm = Swarm(self._view(name) for name in plan.hosts)
-        self.health = HealthMonitor(self.router, seed=seed)
+        router.swarm = Swarm(self._view(name) for name in devices)
+        self.health = HealthMonitor(router, seed=seed)
 
     def _view(self, name: str) -> HostView:
-        return HostView(name, frozenset(self.plan.hosts[name].blocks))
+        return HostView(name, self.devices[name].blocks)
 
     async def _expect_all(self) -> None:
         """Begin the health checks of all hosts, spread over the time between two canaries.
@@ -123,9 +134,9 @@ class _Simulation:
         Real hosts join one by one, too. If all began at once, they would always answer their
         canaries at the same moments.
         """
-        shares = np.random.default_rng((self.seed, _CANARY_STREAM)).random(len(self.plan.hosts))
-        times = shares * self.plan.limits.canary_every_ms / _MILLI
-        for time, name in sorted(zip(times.tolist(), self.plan.hosts, strict=True)):
+        shares = np.random.default_rng((self.seed, _CANARY_STREAM)).random(len(self.devices))
+        times = shares * self.router.limits.canary_every_ms / _MILLI
+        for time, name in sorted(zip(times.tolist(), self.devices, strict=True)):
             await asyncio.sleep(time - self.loop.time())
             self._expect(name)
 
@@ -136,7 +147,7 @@ class _Simulation:
             {
                 # The number replaces the digest of the weights.
                 block: Reference(_STATE, _unchanged, str(block))
-                for block in self.plan.hosts[name].blocks
+                for block in self.devices[name].blocks
             },
         )
 
@@ -179,39 +190,37 @@ class _Simulation:
     async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:
             self.inject(self.pending.pop(0))
-        deadline_ms = self.plan.limits.deadline_ms
+        deadline_ms = self.router.limits.deadline_ms
         after, route = await self.router.walk(
             _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
         )
-        reply = SimulatedReply(
-            route=route,
-            ended_at=self.loop.time(),
-            false=bool((after != _STATE).any()),
-            late=route.ms > deadline_ms,
-            enough=route.kept >= min_blocks,
-        )
+        ended: Ended = "degraded" if route.degraded else "answered"
+        if route.ending == "lost" or route.kept < min_blocks:
+            ended = "failed"
+        elif route.ms > deadline_ms:
+            ended = "late"
+        false = bool((after != _STATE).any())
+        reply = SimulatedReply(route, ended, self.loop.time(), false)
         self.replies.append(reply)
         return reply
 
     # --- failures ---------------------------------------------------------------------------------
 
     def inject(self, fault: Fault) -> None:
-        """Make the fault happen; see `chaos.Fault`."""
+        """Make the fault happen."""
         host = self.transport.hosts[fault.host]
         if fault.kind == "crash":
             host.die()
         elif fault.kind in ("freeze", "cut"):
-            host.hush()
+            host.silent = True
         elif fault.kind == "slow":
-            host.slow()
+            host.factor = SLOW_FACTOR
         elif fault.kind == "wrong":
             host.lying = True
         elif fault.kind == "leave":
             self.router.update(fault.host, state.draining)
-        elif fault.kind == "rejoin":
-            self.rejoin(fault.host)
         else:
-            raise UsageError(f"A host cannot {fault.kind} in a simulation")
+            self.rejoin(fault.host)
 
     def rejoin(self, name: str) -> None:
         """Restart a dead, shut-out or leaving host; end the faults of any other."""
@@ -230,14 +239,14 @@ class _Simulation:
         One heap of tuples, and not a timer for each host: with 10,000 timers the event loop spends
         more time on comparing them than on anything else.
         """
-        up, stays = lives(churn, len(self.plan.hosts), seed=self.seed)
-        for name, there in zip(self.plan.hosts, up, strict=True):
-            if not there:
+        changes = []
+        for number, name in enumerate(self.devices):
+            up, stays = life(churn, number, seed=self.seed)
+            changes.append((next(stays), name, stays))
+            if not up:
                 self.transport.hosts[name].die()
                 absent = self._view(name)._replace(condition="gone", why="it has not come yet")
                 self.router.swarm = self.router.swarm.with_host(absent)
-        firsts = zip(self.plan.hosts, stays, strict=True)
-        changes = [(next(times), name, times) for name, times in firsts]
         heapify(changes)
         return changes
 

@@ -1,64 +1,56 @@
-"""The scenario of a simulation: speed and churn of hosts, arrivals of requests. Plain data."""
+"""What is simulated: hosts and their times, their churn and faults, arrivals of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
-from pydantic import Field
 
+from layershuffle.core.draws import Stream
 from layershuffle.errors import UsageError
-from layershuffle.settings import Above, NotBelow, Positive, Settings
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.settings import Above, Positive, Settings
 
-_COPY = "~"
-# Arrivals, churn and canaries draw from separate streams: a change of one leaves the others.
-_CHURN_STREAM = 1
+# Apart from that of arrivals: a change of one leaves the other.
 _DELAY_STREAM = 3
+SimulatedFault = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
+FAULTS: tuple[SimulatedFault, ...] = get_args(SimulatedFault)
 
 
-class HostTimes(Settings):
-    """Times of one host."""
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """A host: its blocks, milliseconds of one block for one image, and of a visit beyond compute
+    and queue, both ways together."""
 
-    block_ms: Above = 5.0
-    """Compute time of one block for one image."""
-    link_ms: NotBelow = 5.0
-    """Time of a visit beyond compute and queue, both ways together."""
+    blocks: frozenset[int]
+    block_ms: float = 5.0
+    link_ms: float = 5.0
 
 
-class Profile(Settings):
-    """Times of all hosts, and the delay until a death is noticed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """What all hosts have in common. `notice_ms`: from the death of a process until its callers
+    are told; `batch_share`: time of every further image of a batch, as a share of the first one's.
 
-    every: HostTimes = HostTimes()
-    """Times of hosts that `hosts` does not name."""
-    hosts: dict[str, HostTimes] = Field(default_factory=dict)
-    """Times by host; they hold for the copies that `scaled` makes of a host, too."""
-    batch_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Time of every further image of a batch, as a share of the first one's."""
+    `delay_ms` is the median of the random delay of a visit on a busy machine, and `delay_spread`
+    the standard deviation of its logarithm.
+    """
+
+    notice_ms: float = 10.0  # SIGKILL of a process of this machine: 5 to 11 ms
+    batch_share: float = 1.0
     # Among 25,500 requests on a machine with a load of 10, some visits took ten times the usual
     # time: a lognormal delay is as uneven.
-    delay_ms: NotBelow = 0.0
-    """Median of the random delay of a visit on a busy machine ..."""
-    delay_spread: NotBelow = 0.8
-    """... and the standard deviation of its logarithm."""
-    notice_ms: NotBelow = 70.0
-    """Time from the death of a process until its callers are told (Ray, SIGKILL: 62 to 85 ms)."""
+    delay_ms: float = 0.0
+    delay_spread: float = 0.8
 
     def delays(self, seed: int) -> Iterator[float]:
         """The delays of successive visits in seconds, without end."""
-        draw = np.random.default_rng((seed, _DELAY_STREAM))
+        draw, seconds = np.random.default_rng((seed, _DELAY_STREAM)), self.delay_ms / 1000
         while True:
             # Nothing is drawn for a quiet machine, which saves time.
-            yield (
-                self.delay_ms / 1000 * draw.lognormal(0, self.delay_spread)
-                if self.delay_ms
-                else 0.0
-            )
-
-    def times(self, name: str) -> HostTimes:
-        """Times of the host `name`."""
-        return self.hosts.get(name) or self.hosts.get(name.partition(_COPY)[0]) or self.every
+            yield seconds * draw.lognormal(0, self.delay_spread) if seconds else 0.0
 
 
 class Churn(Settings):
@@ -91,58 +83,66 @@ class Arrivals(Settings):
         return tuple(np.cumsum(gaps).tolist())
 
 
-def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
-    """A plan for `hosts` hosts: copies of those of `plan`, in turn (NAME~2 ...).
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Just before request number `at` is sent, `kind` happens to `host` (`chaos.FaultKind`)."""
 
-    Raises `UsageError` for fewer hosts than the plan has.
+    at: int
+    host: str
+    kind: SimulatedFault
+
+
+def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> tuple[Fault, ...]:
+    """A share of the hosts (rounded down, at least one) dies, each at a request drawn at random.
+
+    No host dies before the first tenth of the requests or in the last one. Raises `UsageError` for
+    a share that is not above 0 and at most 1.
     """
-    names = list(plan.hosts)
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"The share of hosts to kill must be in (0, 1], got {share:g}",
+            hint="0.34 is about a third of them",
+        )
+    stream = Stream(seed, 0)
+    count = max(1, int(len(hosts) * share))
+    chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
+    # No crashes at both ends, so the times before and after can be compared.
+    first, last = requests // 10, requests - requests // 10
+    return tuple(Fault(first + stream.below(max(1, last - first)), h, "crash") for h in chosen)
+
+
+def in_turn(devices: Mapping[str, SimulatedDevice], hosts: int) -> dict[str, SimulatedDevice]:
+    """`hosts` hosts: copies of `devices`, in turn (NAME~2 ...).
+
+    Raises `UsageError` for fewer than there are devices.
+    """
+    names = list(devices)
     if hosts < len(names):
         raise UsageError(
-            f"The number of hosts must be at least that of the plan ({len(names)}), got {hosts}",
-            hint="with fewer hosts blocks would be missing; simulate more hosts or another plan",
+            f"The number of hosts must be at least that of the devices ({len(names)}), got {hosts}",
+            hint="with fewer hosts blocks would be missing; simulate more hosts or other devices",
         )
-    copies = {
-        names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
-        for i in range(hosts)
+    rounds = [divmod(number, len(names)) for number in range(hosts)]
+    return {
+        names[place] + (f"~{turn + 1}" if turn else ""): devices[names[place]]
+        for turn, place in rounds
     }
-    grown = {
-        name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
-        for name, i in copies.items()
-    }
-    return plan.model_copy(update={"hosts": grown})
 
 
-def lives(
-    churn: Churn, hosts: int, *, seed: int
-) -> tuple[tuple[bool, ...], tuple[Iterator[float], ...]]:
-    """Whether each host is up at first, and the lengths of its stays up and down, in seconds.
+def life(churn: Churn, number: int, *, seed: int) -> tuple[bool, Iterator[float]]:
+    """Whether host `number` is up at first, and the lengths of its stays up and down, in seconds.
 
-    The times of a host depend on the seed and its number alone, not on what else is simulated.
+    They depend on the seed and the number alone, not on what else is simulated.
     """
-    draw = np.random.default_rng((seed, _CHURN_STREAM))
+    # Cheaper to make than one of numpy: there is one for each of 10,000 hosts.
+    draw = random.Random(seed << 32 | number)
     # In the steady state: if all hosts were up at first, the first seconds would look too good.
-    up = draw.random(hosts) < churn.availability
-    # Exponential times have no memory: the remainder of a stay is distributed like a whole one.
-    stays = draw.exponential(np.where(up, churn.up_s, churn.down_s)).tolist()
-    return tuple(up.tolist()), tuple(
-        _stays(churn, there, stay, (seed, _CHURN_STREAM, number))
-        for number, (there, stay) in enumerate(zip(up.tolist(), stays, strict=True))
-    )
+    up = draw.random() < churn.availability
 
+    def stays(there: bool) -> Iterator[float]:
+        # Exponential times have no memory: the rest of a stay is distributed like a whole one.
+        while True:
+            yield draw.expovariate(1 / (churn.up_s if there else churn.down_s))
+            there = not there
 
-def _stays(churn: Churn, up: bool, first: float, seed: tuple[int, ...]) -> Iterator[float]:
-    yield first
-    # Created late, because few hosts of a short run change their state twice.
-    draw = np.random.default_rng(seed)
-    while True:
-        up = not up
-        yield float(draw.exponential(churn.up_s if up else churn.down_s))
-
-
-def depth_of(plan: SwarmPlan) -> int:
-    """Number of blocks that the plan's hosts hold. Raises `UsageError` if one is missing."""
-    # Gaps below the last block can be seen; a plan that ends too early looks complete.
-    depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
-    plan.check(depth)
-    return depth
+    return up, stays(up)
