@@ -1,13 +1,14 @@
 """Claim: a request costs little more than its model, and a swarm is there in seconds.
 
 Processor time of the gateway and of its hosts per request; the client is a process of its own and
-not counted. What a hop takes beyond its compute, how soon a killed host is felt, and how soon four
-hosts are up.
+not counted. Answers a second and the time of a request, what a hop takes beyond its compute, how
+soon a killed host is felt, and how soon four hosts are up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import statistics
@@ -33,29 +34,34 @@ from layershuffle.swarm.service import DEFAULT_MODEL, Service, SwarmSettings, ru
 
 CLIENTS, PLENTY = 2, 100_000.0
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}
+ANSWERS = {1: Bound("at_least", 250), 4: Bound("at_least", 220), 6: Bound("at_least", 200)}
 WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
 """Two blocks of a ViT-B/16: its states are 148 KiB in int8."""
 TICK = 1000 / os.sysconf("SC_CLK_TCK")
 # Standard library alone, so that it starts at once and takes little of the machine. It asks for all
 # blocks, because answers in part would cost less.
 CLIENT = """
-import http.client, sys, threading
+import http.client, statistics, sys, threading, time
 port, count, clients = map(int, sys.argv[1:])
 body = sys.stdin.buffer.read()
 path = "/v1/classify?min_blocks=12&deadline_ms=30000"
-wrong = []
+wrong, times = [], []
 def ask(count):
     gateway = http.client.HTTPConnection("127.0.0.1", port)
     for _ in range(count):
+        begun = time.perf_counter()
         gateway.request("POST", path, body)
         answer = gateway.getresponse()
         text = answer.read()
+        times.append(1000 * (time.perf_counter() - begun))
         if answer.status != 200 or b'"degraded":false' not in text:
             wrong.append(text)
 asking = [threading.Thread(target=ask, args=(count // clients,)) for _ in range(clients)]
+begun = time.perf_counter()
 for thread in asking: thread.start()
 for thread in asking: thread.join()
-print(len(wrong), wrong[:1])
+seconds = time.perf_counter() - begun
+print(len(wrong), len(times) / seconds, statistics.median(times), wrong[:1])
 """
 
 
@@ -95,6 +101,8 @@ async def gateway_of(service: Service) -> AsyncIterator[int]:
     with GatewaySocket("127.0.0.1", port=0, limits=limits) as listener:
         server = server_of(app, listener)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        gc.collect()
+        gc.freeze()  # as `swarm up` does
         try:
             yield listener.getsockname()[1]
         finally:
@@ -134,14 +142,37 @@ async def cost(hosts: int, *, effort: Effort) -> ClaimRow:
     )
 
 
-async def asked(port: int, body: bytes, *, count: int) -> None:
-    """So many requests from a process of its own. Raises `AssertionError` for one not whole."""
-    words = [sys.executable, "-c", CLIENT, str(port), str(count), str(CLIENTS)]
+async def asked(
+    port: int, body: bytes, *, count: int, clients: int = CLIENTS
+) -> tuple[float, float]:
+    """So many requests from a process of its own: answers a second, median milliseconds of one.
+
+    Raises `AssertionError` for one not whole.
+    """
+    words = [sys.executable, "-c", CLIENT, str(port), str(count), str(clients)]
     client = await asyncio.create_subprocess_exec(
         *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     output, _ = await client.communicate(body)
-    assert output.startswith(b"0 "), output
+    wrong, rate, median, _ = output.split(maxsplit=3)
+    assert wrong == b"0", output
+    return float(rate), float(median)
+
+
+async def answers(hosts: int, *, clients: int) -> ClaimRow:
+    """Requests as fast as they are answered: how many a second, or of one client how long each."""
+    body, alone = asset("digit-pair.png").read_bytes(), clients == 1
+    async with swarm_of(DEFAULT_MODEL, hosts) as service, gateway_of(service) as port:
+        await asked(port, body, count=80, clients=clients)  # warms it up
+        turns = [await asked(port, body, count=160, clients=clients) for _ in range(5)]
+    return ClaimRow(
+        name=f"{clients} client{'' if alone else 's'}, {hosts} host{'s' if hosts > 1 else ''}",
+        what="time of a request, all blocks," if alone else "answers with all blocks,",
+        values=tuple(median if alone else rate for rate, median in turns),
+        unit="ms" if alone else "a second",
+        bound=Bound("at_most", 6) if alone else ANSWERS[hosts],
+        facts={"load": os.getloadavg()[0]},
+    )
 
 
 async def hop(*, count: int) -> ClaimRow:
@@ -209,6 +240,9 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     if effort is SMOKE:
         return
     yield asyncio.run(cost(4, effort=effort))
+    for hosts in ANSWERS:
+        yield asyncio.run(answers(hosts, clients=8))
+    yield asyncio.run(answers(6, clients=1))
     yield asyncio.run(hop(count=40))
     yield asyncio.run(felt(count=5))
     yield asyncio.run(up())

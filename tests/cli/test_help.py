@@ -192,6 +192,7 @@ FLAGS = {
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",
+    "swarm roll": "directory state",
     "swarm drill": "address api-key api-key-file authority concurrency data deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from layershuffle.bundled import asset
+from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
@@ -83,7 +84,7 @@ class Site:
 async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[Site]:
     """A gateway that listens on this machine."""
     site = Site(limits, parallel)
-    async with listening(site) as port:
+    async with listening(site, site.members) as port:
         site.url = f"ws://127.0.0.1:{port}"
         keeping = asyncio.create_task(site.coordinator.run())
         try:
@@ -95,15 +96,18 @@ async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[int]:
-    """Serve an ASGI app; gives its port."""
+async def listening(app: Any, members: Members) -> AsyncIterator[int]:
+    """Serve an ASGI app, and the connections of hosts; gives its port."""
+
+    def connection(**_: Any) -> asyncio.Protocol:
+        most = wire.MAX_FRAME_BYTES
+        return HostConnection(members, most_bytes=most, accepted=lambda _: None)
+
     config = uvicorn.Config(
         app,
         lifespan="off",
         log_config=None,
-        ws="websockets-sansio",
-        ws_max_size=wire.MAX_FRAME_BYTES,
-        ws_per_message_deflate=False,
+        ws=cast("type[asyncio.Protocol]", connection),
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)

@@ -10,7 +10,7 @@ from dial_site import dialled, gateway, hosting, states
 from gateway_site import picture, run
 
 from layershuffle.cli.swarm.serving import JsonLines
-from layershuffle.swarm import coordinator, members, state
+from layershuffle.swarm import coordinator, members
 from layershuffle.swarm.messages import HostFailed, Visited
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
@@ -63,7 +63,7 @@ def test_a_host_that_comes_and_goes_is_one_line_in_ten_seconds(tmp_path, lines):
             for _ in range(50):
                 site.router.report(hop("pi", "late", "no answer in time"))
                 await asyncio.sleep(0.01)
-                site.router.update("pi", lambda host: state.replace(host, condition="healthy"))
+                site.router.update("pi", lambda host: host._replace(condition="healthy"))
                 await asyncio.sleep(0.01)
             await site.walk(states())
 

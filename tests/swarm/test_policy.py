@@ -88,7 +88,7 @@ def test_a_host_that_failed_once_is_waited_for_until_its_probe_has_decided():
     assert next_of(suspect, B, **asked, now=0.1) == Wait(pytest.approx(hope))
     assert next_of(suspect, B, **asked, now=hope) == Finish("unreachable")
     assert next_of(suspect, B, **asked, now=0.1, deadline=0.5) == Wait(pytest.approx(0.49))
-    twice = state.failed(suspect, replace(hop, lag_ms=None), now=0.2, limits=LIMITS)
+    twice = state.failed(suspect, hop._replace(lag_ms=None), now=0.2, limits=LIMITS)
     assert next_of(twice, B, **asked, now=0.2) == Finish("unreachable")
     assert asked_of(suspect, B, done=(3,), now=0.1) == ("b", 2), "others go on meanwhile"
 
@@ -98,7 +98,7 @@ def test_with_too_few_blocks_who_may_come_back_is_waited_for():
     suspect = host("a", 0, 1, condition="suspect", strikes=3, retry_at=0.4)
     few = {"done": (2,), "min_blocks": 3}
     assert next_of(suspect, **few) == Wait(0.99)
-    assert next_of(replace(suspect, retry_at=2.0), **few) == Finish("unreachable")
+    assert next_of(suspect._replace(retry_at=2.0), **few) == Finish("unreachable")
     dead = state.failed(A, Visited("a", 0, "lost", 1.0), now=5.0, limits=LIMITS)
     few |= {"deadline": 20.0}
     assert next_of(dead, now=14.9, **few) == Wait(19.99)
@@ -143,10 +143,10 @@ def test_a_pipeline_needs_each_block_in_its_place():
     pipeline = {"routing": "sequential"}
     assert asked_of(a, b, **pipeline) == ("a", 0)
     assert asked_of(a, b, c, **pipeline) == ("c", 0), "any replica"
-    dead, frozen = (replace(a, condition=name, retry_at=0.2) for name in ("gone", "suspect"))
+    dead, frozen = (a._replace(condition=name, retry_at=0.2) for name in ("gone", "suspect"))
     assert next_of(dead, b, **pipeline) == Finish("lost")
     assert next_of(frozen, b, **pipeline).until <= 0.99
-    assert next_of(replace(frozen, strikes=5), b, **pipeline) == Wait(0.99)
+    assert next_of(frozen._replace(strikes=5), b, **pipeline) == Wait(0.99)
     assert next_of(frozen, b, **pipeline, now=0.99) == Finish("lost")
     assert next_of(a, b, **pipeline, done=(0, 1), now=0.99) == Finish("lost")
 
@@ -181,14 +181,14 @@ def test_every_skipped_block_has_its_reason():
 
 def test_idle_hosts_get_a_block_each_as_far_as_they_may_and_busy_swarms_one():
     asked = {"rounds": THREE}
-    a, b, c = (replace(host, waiting=1) for host in (A, B, C))
+    a, b, c = (host._replace(waiting=1) for host in (A, B, C))
     assert asked_of(a, B, C, **asked, under_way=under_way(("a", 0, 0))) == ("b", 2)
     two = under_way(("a", 0, 0), ("c", 3, 0))
     assert next_of(a, b, c, **asked, under_way=two) == Wait(0.99), "nobody is idle"
     three = (*two, *under_way(("b", 2, 0)))
     full = Wait(0.99, for_hosts=False)
     assert next_of(A, B, C, **asked, under_way=three) == full
-    late = (replace(three[0], late=True), *three[1:])
+    late = (three[0]._replace(late=True), *three[1:])
     assert asked_of(A, B, C, **asked, under_way=late) == ("a", 0)
     assert next_of(A, B, C, **asked, walks=2, under_way=two[:1]) == full
 
@@ -231,7 +231,7 @@ def test_places_with_the_same_weights_are_not_under_way_together():
     assert asked_of(A, B, C, rounds=tied, under_way=first) == ("b", 2)
     assert asked_of(A, B, C, rounds=THREE, under_way=first, done=(2, 3)) == ("a", 1)
     assert next_of(A, B, C, rounds=tied, under_way=first, done=(2, 3)) == Wait(0.99)
-    late = (replace(first[0], late=True),)
+    late = (first[0]._replace(late=True),)
     assert asked_of(A, B, C, rounds=tied, under_way=late, done=(2, 3)) == ("a", 0), "again"
 
 
@@ -263,7 +263,7 @@ def test_a_step_compares_a_bounded_number_of_hosts():
         assert {block for host in chosen for block in host.blocks} == set(range(12))
         seen.update(host.name for host in chosen)
         assert chosen == compared(progress, swarm, blocks=range(12), limits=limits)
-        beside = replace(progress, under_way=under_way(("h0000", 0, 0)))
+        beside = progress._replace(under_way=under_way(("h0000", 0, 0)))
         other = compared(beside, swarm, blocks=range(12), limits=limits)
         assert other != chosen, "visits side by side draw others"
     assert max(seen.values()) < 20
@@ -316,7 +316,7 @@ def played(hosts, fates, *, rounds, progress, walks=1):
     for _ in range(500):
         calls = [call for call in calls if counts(progress, call[1], max_age=rounds.max_age)]
         action = decide(
-            replace(progress, under_way=tuple(view for _, view, _, _ in calls)),
+            progress._replace(under_way=tuple(view for _, view, _, _ in calls)),
             swarm, now=now, limits=LIMITS, rounds=rounds, walks=walks,
         )  # fmt: skip
         if isinstance(action, Finish):
@@ -346,7 +346,7 @@ def played(hosts, fates, *, rounds, progress, walks=1):
         _, view, outcome, limit = call
         calls.remove(call)
         if kind == "late":
-            calls.append((call[0], replace(view, late=True), outcome, limit))
+            calls.append((call[0], view._replace(late=True), outcome, limit))
             outcome = "late"
         hop = Visited(view.host, view.block, outcome, 1.0, 0.5, 0.1, lag_ms=0.0)
         if outcome == "answered":

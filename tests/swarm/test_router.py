@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def outcomes(route):
 
 def healthy(name):
     """The host is back."""
-    return lambda router: router.update(name, lambda v: replace(v, condition="healthy", why=""))
+    return lambda router: router.update(name, lambda v: v._replace(condition="healthy", why=""))
 
 
 # --- one visit after the other --------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The router's state of a host, event by event, against numbers worked out by hand."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -72,7 +70,7 @@ def test_a_suspect_comes_back_by_a_probe_alone():
 
 
 def lagging(lag_ms, outcome="answered"):
-    return replace(hop(outcome), lag_ms=lag_ms)
+    return hop(outcome)._replace(lag_ms=lag_ms)
 
 
 def test_the_longest_recent_lag_fades_from_visit_to_visit():
@@ -180,12 +178,12 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
         name = f"h{number}"
         view = swarm.get(name) or HostView(name, frozenset({number % 3}))
         new = [
-            lambda v: replace(v, waiting=v.waiting + 1),
-            lambda v: replace(
-                v, compute=float(draw.integers(1, 5)), link=1.0, lag=float(draw.integers(9))
+            lambda v: v._replace(waiting=v.waiting + 1),
+            lambda v: v._replace(
+                compute=float(draw.integers(1, 5)), link=1.0, lag=float(draw.integers(9))
             ),
-            lambda v: replace(v, condition=conditions[draw.integers(6)]),
-            lambda v: replace(v, blocks=frozenset(draw.integers(0, 4, size=2).tolist())),
+            lambda v: v._replace(condition=conditions[draw.integers(6)]),
+            lambda v: v._replace(blocks=frozenset(draw.integers(0, 4, size=2).tolist())),
         ][kind % 4](view)
         old, before = swarm, dict(swarm)
         swarm = swarm.without(name) if kind == 6 else swarm.with_host(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -52,7 +53,7 @@ class Block:
         """
         (out,) = self._session.run(None, {self._input: state})
         # In float64, where the sum of finite numbers cannot overflow.
-        finite = np.isfinite(np.sum(out, dtype=np.float64))
+        finite = math.isfinite(np.add.reduce(out, axis=None, dtype=np.float64))
         if out.shape != state.shape or out.dtype != np.float32 or not finite:
             raise RefusedGraph("the block gives no finite state of the shape that it got")
         return out  # type: ignore[no-any-return]

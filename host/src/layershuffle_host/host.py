@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import onnxruntime
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidState, InvalidURI
+from websockets.frames import Frame, Opcode
 
 from layershuffle_host import __version__, wire
 from layershuffle_host.blocks import Block
@@ -50,9 +51,9 @@ def delays(draw: random.Random) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A visit that came at `arrived`, with the outbox of its connection, which alone knows it."""
+    """A visit that came at `arrived` by a `socket`, whose gateway alone knows it."""
 
-    outbox: asyncio.Queue[str | bytes]
+    socket: _Socket
     header: Header
     state: State
     block: Block
@@ -60,7 +61,7 @@ class _Waiting:
 
     def refuse(self, why: Why) -> None:
         """Send the reason why it has no answer."""
-        self.outbox.put_nowait(_refusal(self.header, why))
+        self.socket.write(_refusal(self.header, why))
 
 
 class Host:
@@ -100,19 +101,15 @@ class Host:
 
     async def run(self) -> None:
         """Serve until `drain`, then answer what waits and leave."""
-        tasks = [asyncio.create_task(link.run()) for link in self.links]
-        tasks.append(asyncio.create_task(self._work()))
-        drained = asyncio.create_task(self._drain.wait())
         try:
-            done, _ = await asyncio.wait([*tasks, drained], return_when=asyncio.FIRST_COMPLETED)
-            if drained not in done:
-                for task in done:
-                    task.result()  # a fault of ours: say it, and end
-            await self._finish()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(link.run()) for link in self.links]
+                tasks.append(group.create_task(self._work()))
+                await self._drain.wait()
+                await self._finish()
+                for task in tasks:
+                    task.cancel()
         finally:
-            for task in (*tasks, drained):
-                task.cancel()
-            await asyncio.gather(*tasks, drained, return_exceptions=True)
             for link in self.links:
                 link.stop_loading()
             self._pool.shutdown(wait=False)
@@ -124,13 +121,15 @@ class Host:
         self._drain.set()
 
     async def _finish(self) -> None:
-        for link in self.links:
-            link.send(wire.text_of("drain"))
+        sockets = [link.socket for link in self.links if link.socket is not None]
+        for socket in sockets:
+            socket.write(wire.text_of("drain"))
+        ways = [socket.transport for socket in sockets]
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
-                while self.waiting or self.busy or not all(link.idle() for link in self.links):
+                while self.waiting or self.busy or any(w.get_write_buffer_size() for w in ways):
                     await asyncio.sleep(0.005)
-                await asyncio.gather(*(link.close() for link in self.links))
+                await asyncio.gather(*(socket.close(1001) for socket in sockets))
         except TimeoutError:
             _log.warning("drained for %.0f s, leaving with visits unanswered", _DRAIN_SECONDS)
 
@@ -173,13 +172,15 @@ class Host:
                         if len(batch) == 1 or not await self._served([visit]):
                             visit.refuse(Why.FAILED)
                 self.busy = 0
-                # So that what has arrived meanwhile can join the next batch.
-                await asyncio.sleep(0)
+                if self.waiting:
+                    # So that what has arrived meanwhile can join the next batch.
+                    await asyncio.sleep(0)
 
     async def _served(self, batch: Sequence[_Waiting]) -> bool:
         """Run visits of one block together, and answer them; whether that went well."""
         block, begin = batch[0].block, time.monotonic()
-        state = np.concatenate([visit.state for visit in batch])
+        states = [visit.state for visit in batch]
+        state = np.concatenate(states) if len(batch) > 1 else states[0]
         try:
             if block.seconds * len(state) <= _INLINE_SECONDS:
                 out = block.run(state)
@@ -197,7 +198,7 @@ class Host:
                 state = state - visit.state
             waited = int(1e6 * (begin - visit.arrived))
             header = Header(Kind.ANSWER, *visit.header[1:5], together, micros, waited)
-            visit.outbox.put_nowait(wire.frame(header, state))
+            visit.socket.write(wire.frame(header, state))
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -218,6 +219,29 @@ class Host:
         return batch
 
 
+class _Socket(ClientConnection):
+    """Gives visits to its `link` as they are read, and sends without waiting: the library's queues
+    and tasks between them would cost three turns of the event loop a visit."""
+
+    link: _Link | None = None
+
+    def process_event(self, event: Any) -> None:
+        whole = isinstance(event, Frame) and event.opcode is Opcode.BINARY and event.fin
+        if whole and self.link is not None:
+            with suppress(WireError):  # raised again where the connection is served
+                return self.link.visited(self, event.data)
+        super().process_event(event)
+
+    def write(self, content: str | bytes) -> None:
+        """Send it. What a connection that has ended is to send is lost: nobody wants it."""
+        with suppress(InvalidState):
+            if isinstance(content, bytes):
+                self.protocol.send_binary(content)
+            else:
+                self.protocol.send_text(content.encode())
+            self.send_data()
+
+
 class _Link:
     """The connection to one gateway, which comes back for as long as the host runs."""
 
@@ -225,35 +249,17 @@ class _Link:
         parts = urlsplit(url)
         secure = {"ws": "", "http": "", "wss": "s", "https": "s"}.get(parts.scheme)
         if secure is None or not parts.netloc:
-            raise ValueError(
-                f"{url!r} is no address of a gateway: write ws://HOST:PORT or wss://HOST"
-            )
+            raise ValueError(f"{url!r} is no address of a gateway: write ws://HOST:PORT")
         tls = ssl.create_default_context(cafile=ca) if secure else None
         base = f"{parts.netloc}{parts.path.rstrip('/')}"
         self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
         self._source = Source(f"http{secure}://{base}", token, tls)
         self.slots: dict[int, Key] = {}
-        self._socket: ClientConnection | None = None
-        self._outbox: asyncio.Queue[str | bytes] = asyncio.Queue()
+        self.socket: _Socket | None = None
         self._loading: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
 
-    def idle(self) -> bool:
-        """Whether everything for this gateway has left."""
-        return self._socket is None or self._outbox.empty()
-
-    def send(self, content: str | bytes) -> None:
-        """Send as soon as the gateway takes it; without a connection nobody wants it."""
-        if self._socket is not None:
-            self._outbox.put_nowait(content)
-
-    async def close(self) -> None:
-        """Close the connection as the protocol asks."""
-        if self._socket is not None:
-            await self._socket.close(1001)
-
     def stop_loading(self) -> None:
-        """End the transfers of an earlier assignment."""
         self._stopped.set()
         if self._loading is not None:
             self._loading.cancel()
@@ -273,7 +279,9 @@ class _Link:
                     ping_interval=wire.PING_SECONDS,
                     ping_timeout=wire.PONG_SECONDS,
                     close_timeout=1,
+                    create_connection=_Socket,
                 ) as socket:
+                    assert isinstance(socket, _Socket)
                     if await self._serve(socket):
                         waits, before = delays(random.Random()), ""
                 if self._host.draining:
@@ -285,9 +293,9 @@ class _Link:
                 _log.warning("%s %s", self._url, said)
             await asyncio.sleep(next(waits))
 
-    async def _serve(self, socket: ClientConnection) -> bool:
+    async def _serve(self, socket: _Socket) -> bool:
         """Serve until the connection ends; whether the gateway took this host."""
-        self._outbox, self._socket, taken = asyncio.Queue(), socket, False
+        self.socket, socket.link, taken = socket, self, False
         hello = wire.text_of(
             "hello",
             protocol=wire.PROTOCOL,
@@ -300,43 +308,36 @@ class _Link:
             speed=self._host.speed,
             held=self._host.cache.digests()[: wire.MAX_HELD],
         )
-        self.send(hello)
-        sender = asyncio.create_task(self._send_all(socket))
+        socket.write(hello)
         try:
             with suppress(ConnectionClosed):  # `run` says how
                 async for content in socket:
                     if isinstance(content, bytes):
-                        self._visited(content)
+                        self.visited(socket, content)
                     else:
-                        self._told(wire.message_in(content))
+                        self._told(socket, wire.message_in(content))
                         taken = True
         except WireError as error:
             _log.warning("%s breaks the protocol: %s", self._url, error)
             await socket.close(1002, str(error)[:100])
         finally:
-            self._socket = None
-            sender.cancel()
+            self.socket = None
         return taken
 
-    async def _send_all(self, socket: ClientConnection) -> None:
-        # A task of its own: a gateway that does not read holds up nobody else's answers.
-        with suppress(ConnectionClosed):
-            while True:
-                await socket.send(await self._outbox.get())
-
-    def _visited(self, content: bytes) -> None:
+    def visited(self, socket: _Socket, content: bytes) -> None:
+        """Take a visit. Raises `WireError`, without effect, for what is none."""
         header = wire.header_of(content)
         if header.kind != Kind.VISIT:
             raise WireError(f"a frame of kind {header.kind} from a gateway")
-        if self._outbox.qsize() > _MOST_WAITING:
+        if socket.transport.get_write_buffer_size() > _MOST_WAITING_BYTES:
             raise WireError("it sends visits and reads no answers")
         block = self._host.blocks.get(self.slots.get(header.slot, ("", "")))
         if block is None:
-            return self.send(_refusal(header, Why.UNKNOWN_BLOCK))
+            return socket.write(_refusal(header, Why.UNKNOWN_BLOCK))
         state = wire.state_in(content, header, shape=block.shape)
-        self._host.take(_Waiting(self._outbox, header, state, block, time.monotonic()))
+        self._host.take(_Waiting(socket, header, state, block, time.monotonic()))
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _told(self, socket: _Socket, message: dict[str, Any]) -> None:
         if message["type"] != "assign":
             raise WireError(f"a message {message['type']} from a gateway")
         blocks = message["blocks"]
@@ -345,9 +346,9 @@ class _Link:
         self.stop_loading()
         self._stopped = threading.Event()
         self._host.drop_unassigned()
-        self._loading = asyncio.create_task(self._load_all(blocks, self._stopped))
+        self._loading = asyncio.create_task(self._load_all(socket, blocks))
 
-    async def _load_all(self, blocks: Sequence[dict[str, Any]], stopped: threading.Event) -> None:
+    async def _load_all(self, socket: _Socket, blocks: Sequence[dict[str, Any]]) -> None:
         """Load what is missing, and try again what failed, until another assignment comes."""
         loop, waits, left = asyncio.get_running_loop(), delays(random.Random()), list(blocks)
         said = set[str]()
@@ -359,7 +360,7 @@ class _Link:
                     if key not in self._host.blocks:
                         self._host.room_for(block["weights"]["bytes"])
                         loaded = await loop.run_in_executor(
-                            self._host.loader, self._loaded, block, stopped
+                            self._host.loader, self._loaded, block, self._stopped
                         )
                         self._host.room_for(loaded.bytes)
                         self._host.blocks[key] = loaded
@@ -369,11 +370,11 @@ class _Link:
                     if why not in said:  # once, not for every try of a night
                         said.add(why)
                         _log.warning("block %s: %s", key[1][:12], why)
-                    self.send(wire.text_of("failed", slot=slot, why=why))
+                    socket.write(wire.text_of("failed", slot=slot, why=why))
                     failed.append(block)
                 else:
                     seconds = self._host.blocks[key].seconds
-                    self.send(wire.text_of("ready", slot=slot, seconds=seconds))
+                    socket.write(wire.text_of("ready", slot=slot, seconds=seconds))
             left = failed
             if left:
                 await asyncio.sleep(next(waits))

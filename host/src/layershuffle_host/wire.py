@@ -82,7 +82,7 @@ def frame(header: Header, state: State | None = None) -> bytes:
         state = np.rint(state / scales)
     if header.dtype == Dtype.FLOAT16:
         state = np.clip(state, -65504, 65504)
-    return head + state.astype(_WIDTHS[header.dtype]).tobytes()
+    return b"".join((head, np.ascontiguousarray(state, _WIDTHS[header.dtype]).data))
 
 
 def header_of(content: bytes) -> Header:
@@ -111,7 +111,7 @@ def state_in(content: bytes, header: Header, *, shape: tuple[int, int]) -> State
         factors = np.frombuffer(content, "<f4", count=scales, offset=HEADER.size)
         state = state * factors.reshape(*sizes[:2], 1)
     # One number that is not finite makes the sum so.
-    if not np.isfinite(np.sum(state, dtype=np.float64)):
+    if not math.isfinite(np.add.reduce(state, axis=None, dtype=np.float64)):
         raise WireError("a state with numbers that are not finite")
     return state.astype(np.float32, copy=False)
 

@@ -53,6 +53,7 @@ SWARM_COMMANDS = {
     "demo": ("Classify, kill a third of the hosts, classify again.", "swarm.demo:DemoCommand"),
     "status": ("Show the hosts of a running swarm.", "swarm.asking:StatusCommand"),
     "drain": ("Let a host finish its work and take no more.", "swarm.admin:DrainCommand"),
+    "roll": ("Serve another export of the model.", "swarm.admin:RollCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "swarm.admin:ReadmitCommand"),
     "drill": ("Rehearse failures on a running swarm.", "swarm.drill:DrillCommand"),
     "plan": ("Find which host should hold which blocks.", "swarm.planning:PlanCommand"),

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from layershuffle.errors import UsageError
@@ -62,10 +61,7 @@ class Coordinator:
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
         self.away: dict[str, str] = {}
-        self._references = [
-            Reference(model.sample, partial(model.compute, block), file.digest)
-            for block, file in enumerate(model.weights)
-        ]
+        self._references = _references_of(model)
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
         self._said: dict[str, tuple[str, float]] = {}
@@ -114,6 +110,18 @@ class Coordinator:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
 
+    def take_over(self, model: ServedModel, tested: Mapping[Member, frozenset[int]]) -> None:
+        """Let hosts serve `model`, whose blocks they hold beside those of the other: of each the
+        `tested` ones at once, the others once they are loaded and tested."""
+        self.model, self._references, self._planned = model, _references_of(model), []
+        for name, member in self.members.items():
+            blocks = tested.get(member, frozenset()) & member.assigned
+            self.health.forget(name, range(model.depth))
+            self.health.expect(name, {block: self._references[block] for block in blocks})
+            left = member.assigned - blocks
+            change = partial(HostView._replace, blocks=blocks, loading=left)
+            self.router.update(name, change)
+
     def is_up(self, member: Member) -> bool:
         """Whether a host serves all blocks that it is to hold."""
         view = self.router.swarm.get(member.name)
@@ -125,7 +133,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tests, return_exceptions=True)
         await self.health.close()
-        await self.members.close()
+        self.members.close()
 
     # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
 
@@ -137,9 +145,9 @@ class Coordinator:
         view = HostView(member.name, frozenset(), loading=loading)
         if before is not None and before.condition == "shut-out":
             # A new connection is no proof of honesty.
-            view = replace(view, condition="shut-out", why=before.why)
+            view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
-            view = replace(view, condition="draining", why=self.away[member.name])
+            view = view._replace(condition="draining", why=self.away[member.name])
         self.router.swarm = self.router.swarm.with_host(view)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
@@ -245,7 +253,7 @@ class Coordinator:
         # First, so that no visit to a block that leaves is sent behind the assignment.
         self.router.update(
             name,
-            lambda host: replace(host, blocks=host.blocks & blocks, loading=blocks - host.blocks),
+            lambda host: host._replace(blocks=host.blocks & blocks, loading=blocks - host.blocks),
         )
         self.health.forget(name, self.members[name].assigned - blocks)
         self.members.assign(name, blocks)
@@ -281,7 +289,7 @@ class Coordinator:
         self.away.pop(name, None)
         if name in self.children.names:
             self.children.release(name)
-        self.router.update(name, lambda host: replace(host, condition="gone", why="it is starting"))
+        self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
         # It gets its blocks and its tests anew, as any host that dials in.
         self.members.cut(name)
 
@@ -292,13 +300,20 @@ class Coordinator:
             raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
 
 
+def _references_of(model: ServedModel) -> list[Reference]:
+    return [
+        Reference(model.sample, partial(model.compute, block), file.digest)
+        for block, file in enumerate(model.weights)
+    ]
+
+
 def _loaded(host: HostView, block: int) -> HostView:
-    return replace(host, blocks=host.blocks | {block}, loading=host.loading - {block})
+    return host._replace(blocks=host.blocks | {block}, loading=host.loading - {block})
 
 
 def _gone(host: HostView, why: str, *, until: float) -> HostView:
     if host.condition == "shut-out":
-        return replace(host, blocks=frozenset(), loading=frozenset(), retry_at=until)
+        return host._replace(blocks=frozenset(), loading=frozenset(), retry_at=until)
     blocks = host.blocks | host.loading
-    gone = replace(host, condition="gone", why=why, retry_at=until)
-    return replace(gone, blocks=blocks, loading=frozenset())
+    gone = host._replace(condition="gone", why=why, retry_at=until)
+    return gone._replace(blocks=blocks, loading=frozenset())

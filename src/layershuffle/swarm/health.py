@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -291,30 +291,31 @@ class HealthMonitor:
                 answer = await visiting
         except TimeoutError:
             late = WorkExpired("it did not answer a canary in time")
-            hop = replace(hop, outcome=late.outcome, why=late.cause)
+            hop = hop._replace(outcome=late.outcome, why=late.cause)
         except VisitError as error:
-            hop = replace(hop, outcome=error.outcome, why=error.cause)
+            hop = hop._replace(outcome=error.outcome, why=error.cause)
         # Unexpected; nothing that a host does may end the watch.
         except Exception as error:  # noqa: BLE001 -- it is logged, and counts as a failure
             _log.exception("A canary of host %s broke", check.host)
             why = f"its canary broke ({type(error).__name__}: {error})"
-            hop = replace(hop, outcome="failed", why=why)
-        hop = replace(hop, ms=(clock() - begun) * _MILLI)
+            hop = hop._replace(outcome="failed", why=why)
+        hop = hop._replace(ms=(clock() - begun) * _MILLI)
         if hop.outcome != "answered":
             return hop, None
         if fault := fault_of(answer, before=start, ms=hop.ms):
             outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
-            return replace(hop, outcome=outcome, why=fault), None
-        return replace(
-            hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
+            return hop._replace(outcome=outcome, why=fault), None
+        return hop._replace(
+            compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
         ), answer.state
 
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
         share = self.router.limits.audit_share
         if hop.outcome != "answered" or after is None or not share:
             return
-        row = int(self._chance.integers(len(after)))  # one image stands for all of them
-        before, after = before[row : row + 1], after[row : row + 1]
+        if len(after) > 1:
+            row = int(self._chance.integers(len(after)))  # one image stands for all of them
+            before, after = before[row : row + 1], after[row : row + 1]
         chosen = self._draw.chosen(hop.host, before=before, after=after, share=share)
         if not chosen or len(self._audits) >= _AUDITS:
             return
@@ -355,4 +356,4 @@ class HealthMonitor:
 
 
 def _wrong(hop: Visited, why: str) -> Visited:
-    return replace(hop, outcome="wrong", why=why)
+    return hop._replace(outcome="wrong", why=why)

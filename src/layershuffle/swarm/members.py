@@ -1,8 +1,8 @@
 """The gateway's end of the hosts' wire: who has dialled in, and the visits to them.
 
-`docs/host-protocol.md` specifies it. Two ASGI routes take part in the gateway's one port: a
-WebSocket for hosts, and the files of the model by their SHA-256. Nothing that a host sends is
-believed before `layershuffle_host.wire` has checked it.
+`docs/host-protocol.md` specifies it. Two things take part in the gateway's one port: the WebSockets
+of hosts, and the files of the model by their SHA-256. Nothing that a host sends is believed before
+`layershuffle_host.wire` has checked it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Collection, Coroutine, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.routing import BaseRoute, Route
 
+from layershuffle.errors import UsageError
+from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.messages import (
     Answer,
     HostFailed,
@@ -43,6 +44,8 @@ HELLO_SECONDS = 5.0
 STALLED_SECONDS = 4.0
 """A host that has read nothing for so long is dropped."""
 _MOST_ABANDONED = 4096
+_GOING_AWAY = 1001  # of WebSocket
+_SLOTS = 1 << 16
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
@@ -75,20 +78,19 @@ class _Sent:
 @dataclass(eq=False, slots=True)
 class Member:
     """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
-    `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
+    `ready`: those that it has loaded, with its seconds for one image; `beside`: the same of a model
+    that is loaded beside (`Members.load_beside`), and why it cannot; `draining`: it leaves."""
 
     name: str
     hello: Mapping[str, Any]
-    address: str
-    socket: WebSocket
-    serving: asyncio.Task[None]
+    connection: HostConnection
     assigned: frozenset[int] = frozenset()
     ready: dict[int, float] = field(default_factory=dict)
+    beside: dict[int, float] = field(default_factory=dict)
+    beside_failed: str = ""
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
     abandoned: dict[int, None] = field(default_factory=dict)
-    unread_since: float | None = None
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class MemberWatcher(Protocol):
@@ -113,14 +115,21 @@ class MemberWatcher(Protocol):
 class Members(Mapping[str, Member]):
     """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
 
-    `token`: what hosts have to know. Use it from one event loop only.
+    `token`: what hosts have to know; `most_bytes`: of the largest message of a host, an answer of
+    one image, which anybody may fill before saying hello. Use it from one event loop only.
     """
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
-        self._model, self.token = model, token
+        self.token = token
+        # By turns: a slot means the same for as long as a connection lasts.
+        self._models, self._turn, self._beside = {0: model}, 0, 0
+        self._turns, self._most_turns = count(1), _SLOTS // model.depth
+        self._depth, self._shape = model.depth, model.shape
+        tokens, width = model.shape
+        self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
         self._members: dict[str, Member] = {}
         self._numbers = count(1)
-        self._tasks = set[asyncio.Task[None]]()
+        self._connections: dict[HostConnection, Member | None] = {}
         self._refused_at = -_QUIET
         self.watcher: MemberWatcher | None = None
 
@@ -134,153 +143,104 @@ class Members(Mapping[str, Member]):
         return len(self._members)
 
     def routes(self) -> list[BaseRoute]:
-        """The ASGI routes of hosts."""
-        return [
-            WebSocketRoute(wire.HOST_PATH, self._host),
-            Route(f"{wire.FILE_PATH}{{digest}}", self._file),
-        ]
+        """The ASGI routes of hosts: the files. Their connections pass ASGI by (`connections`)."""
+        return [Route(f"{wire.FILE_PATH}{{digest}}", self._file)]
 
     # --- visits -----------------------------------------------------------------------------------
 
-    async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
-        """The host's answer; see `messages.Transport`."""
+    def visit(
+        self, visit: Visit, state: State, *, form: Wire = "fp32", beside: bool = False
+    ) -> asyncio.Future[Answer]:
+        """The host's answer; see `messages.Transport`. `beside`: of the model of `load_beside`."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         member = self._members.get(visit.host)
         if member is None:
-            raise HostGone(f"Host {visit.host} is not connected")
+            answer.set_exception(HostGone(f"Host {visit.host} is not connected"))
+            return answer
         number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
-        header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
-        sent = _Sent(header, state, asyncio.get_running_loop().create_future())
-        member.sent[number] = sent
-        try:
-            await self._send(member, wire.frame(header, state))
-            return await sent.answer
-        finally:
-            if member.sent.pop(number, None) is not None:
-                # Its answer may still come, too late to be believed.
-                member.abandoned[number] = None
-                if len(member.abandoned) > _MOST_ABANDONED:
-                    del member.abandoned[next(iter(member.abandoned))]
+        slot = (self._beside if beside else self._turn) * self._depth + visit.block
+        header = Header(Kind.VISIT, DTYPES[form], slot, number, len(state), 0, micros)
+        member.sent[number] = _Sent(header, state, answer)
+        answer.add_done_callback(partial(_over, member, number))
+        self._send(member, wire.frame(header, state))
+        return answer
 
     def assign(self, name: str, blocks: Collection[int]) -> None:
         """Tell a host which blocks to hold from now on."""
         member = self._members[name]
         member.assigned = frozenset(blocks)
         member.ready = {block: s for block, s in member.ready.items() if block in member.assigned}
-        self._start(self._tell(member))
+        entries = [
+            {**model.entry(block), "slot": turn * self._depth + block}
+            for turn, model in self._models.items()
+            for block in sorted(member.assigned)
+        ]
+        self._send(member, wire.text_of("assign", blocks=entries))
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether hosts load a second model."""
+        return self._beside != self._turn
+
+    def load_beside(self, model: ServedModel | None) -> None:
+        """Let hosts load their blocks of another `model` beside those that they serve; `None`: let
+        them forget these. Raises `UsageError` while they load a third one."""
+        if model is not None and self.loads_beside:
+            raise UsageError("The swarm rolls to another model already", hint="wait until it has")
+        self._beside = self._turn if model is None else next(self._turns) % self._most_turns
+        served = self._models[self._turn]
+        self._models = {self._turn: served} | ({} if model is None else {self._beside: model})
+        for name, member in self._members.items():
+            member.beside, member.beside_failed = {}, ""
+            self.assign(name, member.assigned)
+
+    def take_over(self) -> None:
+        """Serve the model of `load_beside`, and let hosts forget the other."""
+        self._turn = self._beside
+        for member in self._members.values():
+            member.ready = {}  # they say it again, and each block is tested once more
+        self.load_beside(None)
 
     def cut(self, name: str) -> None:
         """End the connection of a host, which may dial in again."""
         if name in self._members:
-            self._members[name].serving.cancel()
+            why = "the gateway has cut its connection"
+            self._members[name].connection.close(_GOING_AWAY, why)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End all connections."""
-        tasks = [*self._tasks, *(member.serving for member in self._members.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close(_GOING_AWAY, "the gateway ends")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _send(self, member: Member, content: str | bytes) -> None:
+        since = member.connection.unread_since
+        if since is not None and asyncio.get_running_loop().time() - since > STALLED_SECONDS:
+            member.connection.close(_GOING_AWAY, f"it has read nothing for {STALLED_SECONDS:g} s")
+        else:
+            member.connection.send(content)
 
-    async def _tell(self, member: Member) -> None:
-        # One after the other, and only the newest: what was assigned before is void.
-        async with member.turn:
-            entries = [self._model.entry(block) for block in sorted(member.assigned)]
-            with suppress(HostGone):  # `left` was said
-                await self._send(member, wire.text_of("assign", blocks=entries))
+    # --- connections (`connections.Receiver`) -----------------------------------------------------
 
-    async def _send(self, member: Member, content: str | bytes) -> None:
-        now = asyncio.get_running_loop().time()
-        if member.unread_since is None:
-            member.unread_since = now
-        elif now - member.unread_since > STALLED_SECONDS:
-            member.serving.cancel(f"it has read nothing for {STALLED_SECONDS:g} s")
-        try:
-            if isinstance(content, str):
-                await member.socket.send_text(content)
-            else:
-                await member.socket.send_bytes(content)
-        # Starlette raises the second one for a connection that it has seen the end of.
-        except (WebSocketDisconnect, RuntimeError) as error:
-            raise HostGone(f"The connection of host {member.name} has ended") from error
-        member.unread_since = None
+    def opened(self, connection: HostConnection) -> None:
+        """See `connections.Receiver`."""
+        self._connections[connection] = None
+        asyncio.get_running_loop().call_later(HELLO_SECONDS, self._no_hello, connection)
 
-    # --- connections ------------------------------------------------------------------------------
+    def received(self, connection: HostConnection, content: str | bytes) -> None:
+        """See `connections.Receiver`."""
+        member = self._connections[connection]
+        if member is None:
+            self._greeted(connection, content)
+        elif isinstance(content, str):
+            self._told(member, wire.message_in(content))
+        else:
+            self._answered(member, content)
 
-    async def _host(self, socket: WebSocket) -> None:
-        """Serve one connection, from hello to its end."""
-        await socket.accept()
-        try:
-            hello = await self._hello(socket)
-        except _Refused as refused:
-            now, where = asyncio.get_running_loop().time(), socket.client
-            if now - self._refused_at >= _QUIET:  # it dials again, every few seconds
-                self._refused_at = now
-                _log.warning("A host at %s is refused: %s", where.host if where else "", refused)
-            await socket.close(refused.code, str(refused)[:100])
-            return
-        if hello is None:
-            return
-        name, serving = hello["name"], asyncio.current_task()
-        assert serving is not None
-        address = socket.client.host if socket.client is not None else ""
-        member = Member(name, hello, address, socket, serving)
-        if (before := self._members.get(name)) is not None:
-            # The same process, on a new connection: the old one is dead, and may not know it.
-            before.serving.cancel("it has dialled in again")
-            self._leave(before, "it has dialled in again")
-        self._members[name] = member
-        why = "its connection has ended"
-        try:
-            if self.watcher is not None:
-                self.watcher.joined(member)
-            await self._read(member)
-        except WireError as error:
-            why = f"it breaks the protocol: {error}"
-            await socket.close(Close.BROKEN, str(error)[:100])
-        except asyncio.CancelledError as error:
-            why = str(error) or "the gateway has cut its connection"
-        finally:
-            self._leave(member, why)
-
-    async def _hello(self, socket: WebSocket) -> dict[str, Any] | None:
-        """The host's hello, `None` if it has gone. Raises `_Refused`."""
-        try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                event = await socket.receive()
-        except TimeoutError as error:
-            raise _Refused(Close.NO_HELLO, f"no hello within {HELLO_SECONDS:g} s") from error
-        if event["type"] != "websocket.receive":
-            return None
-        try:
-            hello = wire.message_in(event.get("text") or "")
-        except WireError as error:
-            raise _Refused(Close.BROKEN, str(error)) from error
-        if hello["type"] != "hello":
-            raise _Refused(Close.BROKEN, "the first message is no hello")
-        if why := wire.version_refused(hello["protocol"]):
-            raise _Refused(Close.VERSION, why)
-        if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
-            raise _Refused(Close.BAD_TOKEN, "another token")
-        there = self._members.get(hello["name"])
-        if there is not None and there.hello["instance"] != hello["instance"]:
-            raise _Refused(Close.NAME_IN_USE, f"the name {hello['name']} is in use")
-        return hello
-
-    async def _read(self, member: Member) -> None:
-        """Take what the host sends, until its connection ends. Raises `WireError`."""
-        while (event := await member.socket.receive())["type"] == "websocket.receive":
-            if (content := event.get("bytes")) is not None:
-                self._answered(member, content)
-            else:
-                self._told(member, wire.message_in(event.get("text") or ""))
-
-    def _leave(self, member: Member, why: str) -> None:
-        if self._members.get(member.name) is not member:
+    def ended(self, connection: HostConnection, why: str) -> None:
+        """See `connections.Receiver`."""
+        member = self._connections.pop(connection)
+        if member is None or self._members.get(member.name) is not member:
             return
         del self._members[member.name]
         for sent in member.sent.values():
@@ -289,45 +249,85 @@ class Members(Mapping[str, Member]):
         if self.watcher is not None:
             self.watcher.left(member, why)
 
+    def _no_hello(self, connection: HostConnection) -> None:
+        if self._connections.get(connection, connection) is None:
+            self._refuse(connection, Close.NO_HELLO, f"no hello within {HELLO_SECONDS:g} s")
+
+    def _greeted(self, connection: HostConnection, content: str | bytes) -> None:
+        """Take a host by the first message of its connection, or refuse it."""
+        try:
+            hello = wire.message_in(content if isinstance(content, str) else "")
+        except WireError as error:
+            return self._refuse(connection, Close.BROKEN, str(error))
+        if hello["type"] != "hello":
+            return self._refuse(connection, Close.BROKEN, "the first message is no hello")
+        if why := wire.version_refused(hello["protocol"]):
+            return self._refuse(connection, Close.VERSION, why)
+        if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
+            return self._refuse(connection, Close.BAD_TOKEN, "another token")
+        name = hello["name"]
+        if (before := self._members.get(name)) is not None:
+            if before.hello["instance"] != hello["instance"]:
+                why = f"the name {name} is in use"
+                return self._refuse(connection, Close.NAME_IN_USE, why)
+            # The same process, on a new connection: the old one is dead, and may not know it.
+            before.connection.close(_GOING_AWAY, "it has dialled in again")
+        self._members[name] = self._connections[connection] = Member(name, hello, connection)
+        if self.watcher is not None:
+            self.watcher.joined(self._members[name])
+
+    def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at >= _QUIET:  # it dials again, every few seconds
+            self._refused_at = now
+            _log.warning("A host at %s is refused: %s", connection.address, why)
+        connection.close(code, why)
+
     def _told(self, member: Member, message: dict[str, Any]) -> None:
         kind, watcher = message["type"], self.watcher
         if kind == "drain":
             member.draining = True
             if watcher is not None:
                 watcher.leaving(member)
-        elif kind not in ("ready", "failed"):
+            return
+        if kind not in ("ready", "failed"):
             raise WireError(f"a message {kind} from a host")
-        elif message["slot"] not in member.assigned:
+        turn, block = divmod(message["slot"], self._depth)
+        if block not in member.assigned:
             pass  # of an assignment before this one
+        elif turn != self._turn:
+            if turn == self._beside and kind == "ready":
+                member.beside[block] = message["seconds"]
+            elif turn == self._beside:
+                member.beside_failed = message["why"]
         elif kind == "ready":
-            again = message["slot"] in member.ready
-            member.ready[message["slot"]] = message["seconds"]
+            again = block in member.ready
+            member.ready[block] = message["seconds"]
             if watcher is not None and not again:
-                watcher.loaded(member, message["slot"])
+                watcher.loaded(member, block)
         elif watcher is not None:
-            watcher.failed(member, message["slot"], why=message["why"])
+            watcher.failed(member, block, why=message["why"])
 
     def _answered(self, member: Member, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
-        number = wire.header_of(content).visit
-        sent = member.sent.pop(number, None)
+        header = wire.header_of(content)
+        sent = member.sent.pop(header.visit, None)
         if sent is None:
-            if number not in member.abandoned:
+            if header.visit not in member.abandoned:
                 raise WireError("an answer to a visit that was never sent")
-            del member.abandoned[number]
+            del member.abandoned[header.visit]
             return
         if sent.answer.done():
             return
         try:
-            answer = self._answer(member, sent, content=content)
+            answer = self._answer(member, sent, header=header, content=content)
         except VisitError as error:
             sent.answer.set_exception(error)
         else:
             sent.answer.set_result(answer)
 
-    def _answer(self, member: Member, sent: _Sent, *, content: bytes) -> Answer:
+    def _answer(self, member: Member, sent: _Sent, *, header: Header, content: bytes) -> Answer:
         """The answer in a frame. Raises `VisitError` for a refusal, and for what is no answer."""
-        header = wire.header_of(content)
         if header.kind == Kind.REFUSAL and header.note in _REFUSALS:
             why = Why(header.note)
             raise _REFUSALS[why](f"Host {member.name} refused: {why.name.lower()}")
@@ -337,7 +337,7 @@ class Members(Mapping[str, Member]):
         if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
             raise WrongAnswer(f"Host {member.name} answered for another number of images")
         try:
-            values = wire.state_in(content, header, shape=self._model.shape)
+            values = wire.state_in(content, header, shape=self._shape)
         except WireError as error:
             raise WrongAnswer(f"Host {member.name} answered with {error}") from error
         return Answer(
@@ -354,15 +354,18 @@ class Members(Mapping[str, Member]):
         _, _, token = request.headers.get("authorization", "").partition(" ")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
-        path: Path | None = self._model.files.get(request.path_params["digest"])
+        digest = request.path_params["digest"]
+        places = (model.files.get(digest) for model in self._models.values())
+        path: Path | None = next((place for place in places if place is not None), None)
         if path is None:
             return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
         return FileResponse(path, media_type="application/octet-stream")
 
 
-class _Refused(Exception):
-    """A host that is not taken, with the code that says why."""
-
-    def __init__(self, code: Close, why: str) -> None:
-        super().__init__(why)
-        self.code = code
+def _over(member: Member, number: int, answer: asyncio.Future[Answer]) -> None:
+    """Note that nobody waits for a visit any more: its answer may still come, too late."""
+    del answer
+    if member.sent.pop(number, None) is not None:
+        member.abandoned[number] = None
+        if len(member.abandoned) > _MOST_ABANDONED:
+            del member.abandoned[next(iter(member.abandoned))]

@@ -6,8 +6,9 @@ ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,8 +94,7 @@ class WrongAnswer(VisitError):
     outcome: Outcome = "wrong"
 
 
-@dataclass(frozen=True, slots=True)
-class Visited:
+class Visited(NamedTuple):
     """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".
 
     `images`: images of the request; `batch`: as in `Answer`; `lag_ms`: time beyond the expected
@@ -158,7 +158,7 @@ class Route:
 class Transport(Protocol):
     """Carries visits to hosts."""
 
-    async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
+    def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Awaitable[Answer]:
         """The host's answer to `state`, float32 `[images, tokens, width]`, which travels as `form`.
 
         On a narrow wire the answer is what the block added, which is smaller and has smaller

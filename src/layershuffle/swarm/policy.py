@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
@@ -45,8 +45,8 @@ _FAIR = 2.0
 """A limit is fair to the host if it is at least this many times the expected time."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnderWay:
+# Tuples, as `HostView`: a decision makes several of them.
+class UnderWay(NamedTuple):
     """A visit in flight, and the version of the state that it carries.
 
     `late`: its limit has passed, so the request does not wait for it; its answer still counts if it
@@ -59,8 +59,7 @@ class UnderWay:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RequestProgress:
+class RequestProgress(NamedTuple):
     """The progress of a request.
 
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
@@ -87,7 +86,7 @@ class RequestProgress:
     def after(self, block: int, *, version: int | None = None) -> RequestProgress:
         """This request after `block` ran on the state `version` (default: the newest)."""
         read = len(self.done) if version is None else version
-        return replace(self, done=(*self.done, block), versions=(*self.versions, read))
+        return self._replace(done=(*self.done, block), versions=(*self.versions, read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +140,16 @@ def decide(
     if len(ran) == depth or sure or left <= 0:
         return over
     busy = {visit.block for visit in progress.under_way if not visit.late}
-    reached = [block for block in range(depth) if block in ran | busy or swarm.usable(block)]
+    begun = ran | busy
+    missing = [block for block in range(depth) if block not in begun]
+    first = [block for block in missing if swarm.usable(block)]
+    reached = sorted([*begun, *first])
     if len(busy) >= side_by_side(reached, swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
-    missing = [block for block in range(depth) if block not in ran | busy]
     if not free:
         missing = missing[:1]
+        first = [block for block in first if block in missing]
     occupied = rounds.with_twins(busy)
-    first = [block for block in missing if swarm.usable(block)]
     ready = [block for block in first if block not in occupied]
     visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
     if visit is None and not busy:
@@ -225,8 +226,6 @@ def _first_answer(
     if not blocks:
         return None
     pace, alone = swarm.pace(limits), all(visit.late for visit in progress.under_way)
-    # The rarest block goes first, so that many hosts remain useful until the end.
-    rarest = sorted(blocks, key=lambda block: (len(swarm.usable(block)), block))
     offers = [
         # The name breaks ties, so the result is the same in every run.
         (expected(host, pace=pace, images=progress.images), host.name)
@@ -238,7 +237,9 @@ def _first_answer(
         return None
     seconds, name = min(offers)
     host = swarm[name]
-    block = next(block for block in rarest if block in host.blocks)
+    # The rarest block goes first, so that many hosts remain useful until the end.
+    held = [block for block in blocks if block in host.blocks]
+    block = min(held, key=lambda block: (len(swarm.usable(block)), block))
     limit = hop_limit(seconds, lag=lag_of(host, pace), left=left, limits=limits)
     # If the deadline cut the limit short, lateness is not the host's fault (decision 010).
     fair = limit < left or limit >= _FAIR * seconds

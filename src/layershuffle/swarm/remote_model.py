@@ -1,12 +1,13 @@
 """The model at the gateway: its stem and head run here, its blocks on the hosts.
 
-A request is three awaits: stem in a thread, walk through the swarm, head in a thread. A request
-that ends when it is sure has run its head after every block.
+A request is three steps: stem, walk through the swarm, head. A request that ends when it is sure
+has run its head after every block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from layershuffle.swarm.sureness import probabilities
 _MILLI = 1000.0
 _WORKERS = 8  # most stems and heads that compute at a time; a walk needs no thread
 _HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
+# Up to here stems and heads run in the event loop: changing threads takes as long, and costs more.
+_INLINE_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Classified:
 class RemoteModel:
     """A model whose blocks run in the swarm.
 
-    `temperatures`: by the number of blocks (`sureness`). `head_seconds`: average time of a head.
-    Use it from the router's event loop.
+    `temperatures`: by the number of blocks (`sureness`). `stem_seconds`: time of the last stem,
+    `head_seconds`: average time of a head. Use it from the router's event loop.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class RemoteModel:
     ) -> None:
         self.model, self.router, self.depth = model, router, model.depth
         self.temperatures = temperatures
-        self.head_seconds = 0.0
+        self.stem_seconds, self.head_seconds = math.inf, 0.0
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
 
     async def classify(
@@ -84,7 +87,10 @@ class RemoteModel:
         try:
             # A cancelled stem that is still queued never runs.
             async with asyncio.timeout(max(0.0, deadline - router.clock())):
-                start = await loop.run_in_executor(self._pool, self.model.stem, images)
+                if self.stem_seconds <= _INLINE_SECONDS:
+                    start = self._stem(images)
+                else:
+                    start = await loop.run_in_executor(self._pool, self._stem, images)
         except TimeoutError as error:
             raise NotAnswered(
                 "The deadline passed before the model's stem had run",
@@ -109,7 +115,10 @@ class RemoteModel:
             raise
         left = time.perf_counter()
         if heads.state is not state:
-            await loop.run_in_executor(self._pool, heads.run, state)
+            if 0 < self.head_seconds <= _INLINE_SECONDS:
+                heads.run(state)
+            else:
+                await loop.run_in_executor(self._pool, heads.run, state)
         self.head_seconds += _HEAD_WEIGHT * (heads.seconds / heads.runs - self.head_seconds)
         logits = heads.logits
         # Every hop was finite, but a head may overflow.
@@ -127,6 +136,16 @@ class RemoteModel:
             swarm_ms=(left - entered) * _MILLI,
             head_ms=(time.perf_counter() - left) * _MILLI,
         )
+
+    def take_over(self, model: ServedModel, temperatures: Sequence[float]) -> None:
+        """Answer by another model from now on, while no request is under way."""
+        self.model, self.temperatures, self.stem_seconds = model, temperatures, math.inf
+
+    def _stem(self, images: NDArray[np.float32]) -> State:
+        begun = time.perf_counter()
+        start = self.model.stem(images)
+        self.stem_seconds = time.perf_counter() - begun
+        return start
 
     def close(self) -> None:
         """End the worker threads after their current computations."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ _GROWTH = 1e4
 """Growth of the largest value above which an answer is wrong: blocks add to their state."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingVisit:
     """A visit in flight that carries the state `before`, which has this `version`.
 
@@ -58,7 +57,7 @@ class PendingVisit:
     """
 
     visit: Visit
-    task: asyncio.Task[Answer]
+    task: asyncio.Future[Answer]
     started: float
     before: State
     version: int
@@ -68,12 +67,16 @@ class PendingVisit:
     @property
     def under_way(self) -> UnderWay:
         """What decisions know of it."""
-        return UnderWay(self.visit.host, self.visit.block, self.version, late=self.late)
+        return UnderWay(self.visit.host, self.visit.block, self.version, self.late)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Walk:
-    """A running request: its state, its progress, its visits so far and those in flight."""
+    """A running request: its state, its progress, its visits so far and those in flight.
+
+    While it waits, `woken` is not done; `until`: when it goes on at the latest, in seconds of the
+    router's clock, by the `alarm`, which may go off earlier and is then set again.
+    """
 
     state: State
     progress: RequestProgress
@@ -82,6 +85,15 @@ class Walk:
     chance: Callable[[State, int], float] | None = None
     hops: list[Visited] = field(default_factory=list)
     calls: list[PendingVisit] = field(default_factory=list)
+    woken: asyncio.Future[None] | None = None
+    until: float = 0.0
+    alarm: asyncio.TimerHandle | None = None
+    alarm_at: float = 0.0
+
+    def wake(self) -> None:
+        """Go on, if it waits."""
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
 
 
 class Router:
@@ -108,7 +120,7 @@ class Router:
         self.rounds, self.walks = rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         self._swarm = Swarm()
-        self._changed = asyncio.Event()
+        self._watching = set[Walk]()
         self._numbers = count()
 
     @property
@@ -119,9 +131,8 @@ class Router:
     @swarm.setter
     def swarm(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        # A new event, because a waiting request may not have run before the next one waits.
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for walk in self._watching:
+            walk.wake()
 
     def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
         """Apply a pure change to one host, if it is still known."""
@@ -163,7 +174,9 @@ class Router:
             route = self._route(walk, await self._ending(walk))
         finally:
             for call in walk.calls:
-                call.task.cancel()
+                self._drop(call)
+            if walk.alarm is not None:
+                walk.alarm.cancel()
             self.walks -= 1
         return walk.state, route
 
@@ -173,9 +186,8 @@ class Router:
             # Read once: the deadline might pass between two reads, and no visit would be late.
             now = self.clock()
             self._take_ended(walk, now)
-            under_way = tuple([call.under_way for call in walk.calls])
             action = decide(
-                replace(walk.progress, under_way=under_way),
+                walk.progress._replace(under_way=tuple([call.under_way for call in walk.calls])),
                 self._swarm,
                 now=now,
                 limits=self.limits,
@@ -197,9 +209,11 @@ class Router:
         for call in [call for call in walk.calls if call.task.done()]:
             if not self._counts(walk, call):  # since the answer before it
                 continue
-            walk.calls.remove(call)
             after = self._answer_to(walk, call)
-            if after is not None:
+            walk.calls.remove(call)
+            if after is None:
+                self._drop(call)
+            else:
                 # The answer itself if it read the newest state; otherwise add its residual.
                 newest = call.version == len(walk.progress.done)
                 walk.state = after if newest else walk.state + (after - call.before)
@@ -209,10 +223,16 @@ class Router:
                 if walk.chance is not None and kept >= walk.progress.min_blocks:
                     # Here and not in a thread: a head takes less time than a hop.
                     chance = walk.chance(walk.state, kept)
-                    walk.progress = replace(walk.progress, chance=chance)
+                    walk.progress = walk.progress._replace(chance=chance)
         for call in [call for call in walk.calls if not self._counts(walk, call)]:
-            call.task.cancel()
+            self._drop(call)
             walk.calls.remove(call)
+
+    def _drop(self, call: PendingVisit) -> None:
+        """Nobody waits for a visit any more; without this its host would look busy forever."""
+        call.task.cancel()
+        work = len(call.before)
+        self.update(call.visit.host, lambda host: state.settled(host, work))
 
     def _counts(self, walk: Walk, call: PendingVisit) -> bool:
         return counts(walk.progress, call.under_way, max_age=walk.rounds.max_age)
@@ -222,20 +242,31 @@ class Router:
 
         It follows a decision without any await in between, so that no change is missed.
         """
-        until = min([action.until, *(call.ends for call in walk.calls if not call.late)])
-        waiting: set[asyncio.Future[Any]] = {call.task for call in walk.calls}
-        changed = asyncio.ensure_future(self._changed.wait()) if action.for_hosts else None
-        if changed is not None:
-            waiting.add(changed)
+        walk.until = min([action.until, *(call.ends for call in walk.calls if not call.late)])
+        walk.woken = asyncio.get_running_loop().create_future()
+        # One alarm for many waits: nearly all of them end long before it.
+        if walk.alarm is None or walk.until < walk.alarm_at:
+            self._set_alarm(walk)
+        if action.for_hosts:
+            self._watching.add(walk)
         try:
-            await asyncio.wait(
-                waiting,
-                timeout=max(0.0, until - self.clock()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await walk.woken
         finally:
-            if changed is not None:
-                changed.cancel()
+            self._watching.discard(walk)
+
+    def _set_alarm(self, walk: Walk) -> None:
+        if walk.alarm is not None:
+            walk.alarm.cancel()
+        left = max(0.0, walk.until - self.clock())
+        walk.alarm_at = walk.until
+        walk.alarm = asyncio.get_running_loop().call_later(left, self._rung, walk)
+
+    def _rung(self, walk: Walk) -> None:
+        walk.alarm = None
+        if walk.alarm_at < walk.until:
+            self._set_alarm(walk)
+        else:
+            walk.wake()
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         done, versions = walk.progress.done, walk.progress.versions
@@ -255,11 +286,10 @@ class Router:
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
 
-        def over(task: asyncio.Task[Answer]) -> None:
+        def over(task: asyncio.Future[Answer]) -> None:
             if not task.cancelled():
                 task.exception()  # otherwise asyncio reports exceptions of dropped calls as lost
-            # Also for a cancelled call, or the host would look busy forever.
-            self.update(visit.host, lambda host: state.settled(host, work))
+            walk.wake()
 
         task.add_done_callback(over)
         # From `now`: sending a large state takes time, and the limit must not pass the deadline.
@@ -285,9 +315,15 @@ class Router:
             call.visit.host, call.visit.block, "answered", elapsed_ms,
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
             lag_ms=elapsed_ms - call.visit.expected * _MILLI,
+            begun_ms=(call.started - walk.started) * _MILLI,
         )  # fmt: skip
         self._note(walk, call, hop=hop, after=after)
-        self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
+        self.update(
+            hop.host,
+            lambda host: state.answered(
+                state.settled(host, len(call.before)), hop, limits=self.limits
+            ),
+        )
         return after
 
     def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
@@ -297,6 +333,7 @@ class Router:
         hop = Visited(
             call.visit.host, call.visit.block, outcome, elapsed * _MILLI, why=why,
             images=len(call.before), lag_ms=(elapsed - call.visit.expected) * _MILLI,
+            begun_ms=(call.started - walk.started) * _MILLI,
         )  # fmt: skip
         if not call.late:
             self._note(walk, call, hop=hop, after=None)
@@ -310,7 +347,7 @@ class Router:
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
     def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
-        walk.hops.append(replace(hop, begun_ms=(call.started - walk.started) * _MILLI))
+        walk.hops.append(hop)
         for observe in self.observers:
             observe(hop, call.before, after)
 
@@ -326,6 +363,6 @@ def fault_of(answer: Answer, *, before: State, ms: float) -> str:
         return TOO_LONG
     largest = float(np.abs(answer.state).max(initial=0.0))
     # At least 1, because a state of zeros may grow by any factor; `not <=`, because of NaN.
-    if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
+    if not largest <= _GROWTH and not largest <= _GROWTH * float(np.abs(before).max(initial=0.0)):
         return f"it answered with numbers up to {largest:.1g}"
     return ""

@@ -1,9 +1,10 @@
-"""`layershuffle swarm drain` and `readmit`: change a running swarm from its own machine."""
+"""`layershuffle swarm drain`, `readmit` and `roll`: change a running swarm from its own machine."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.admin import Operator
 
 
-@dataclass(frozen=True)
-class _NamedHostCommand(Command):
-    """A change to one host, by the operator's key."""
+@dataclass(frozen=True, kw_only=True)
+class _OperatorCommand(Command):
+    """A change to the running swarm, by the operator's key."""
 
-    host: str
-    """Name of the host in the plan."""
-    _: KW_ONLY
     state: str | None = None
     """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
@@ -32,6 +30,14 @@ class _NamedHostCommand(Command):
         from layershuffle.swarm.server.admin import operator_of
 
         return operator_of(self.state)
+
+
+@dataclass(frozen=True)
+class _NamedHostCommand(_OperatorCommand):
+    """A change to one host."""
+
+    host: str
+    """Name of the host in the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,4 +67,20 @@ class ReadmitCommand(_NamedHostCommand):
         with self.operator() as operator:
             operator.command("readmit", host=self.host)
         print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
+        return 0
+
+
+@dataclass(frozen=True)
+class RollCommand(_OperatorCommand):
+    """Serve another export of the model, without a failed request; run this on its machine."""
+
+    directory: Path
+    """Directory of `layershuffle export`, of the same form as the model that is served."""
+
+    def run(self) -> int:
+        """Wait until hosts have loaded it beside the other, and it has taken over."""
+        with self.operator() as operator:
+            before = operator.command("roll", model=str(self.directory.absolute()))["before"]
+        back = f"layershuffle swarm roll {quote(before)}{state_flag(self.state)}"
+        print(f"{self.directory} is served. To take it back: {back}")
         return 0

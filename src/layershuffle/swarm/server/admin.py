@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
+    from layershuffle.swarm.server.app import Gateway
     from layershuffle.swarm.service import Service
 
-CommandName = Literal["drain", "readmit", "fault", "facts", "join"]
+CommandName = Literal["drain", "readmit", "fault", "facts", "join", "roll"]
 KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
-# Seconds; a host that is readmitted may have to start a process before the gateway answers.
-_TIMEOUT = 120.0
+# Seconds; a roll answers when hosts have loaded another model (`rolling.LOAD_SECONDS`).
+_TIMEOUT = 330.0
 
 
 class Fields(BaseModel):
@@ -49,6 +50,7 @@ class Fields(BaseModel):
     host: str = ""
     kind: FaultKind | None = None
     address: str = Field("", max_length=500)
+    model: str = ""
 
 
 def add_operator(
@@ -60,12 +62,13 @@ def add_operator(
     start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
     fail, by `kind`; `facts`: the model, and the gateway's own hosts; `join`: the address, with the
     token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
-    code as SVG.
+    code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
     """
     from starlette.requests import Request
 
     from layershuffle.swarm.server.errors import HTTPError
     from layershuffle.swarm.server.keys import Keys
+    from layershuffle.swarm.server.rolling import roll
 
     keys = Keys([key])
 
@@ -78,7 +81,13 @@ def add_operator(
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
         try:
-            return await carry_out(service, name, fields=fields)
+            if name != "roll":
+                return await carry_out(service, name, fields=fields)
+            gateway: Gateway = app.state.gateway
+            before = service.coordinator.model.directory
+            await roll(service, gateway.scheduler, directory=Path(fields.model))
+            gateway.model = gateway.metrics.model = fields.model
+            return {"before": str(before)}
         except UsageError:
             raise
         except LayerShuffleError as error:

@@ -108,7 +108,7 @@ def create_app(
         decoder_threads=decoder_threads,
     )
     metrics = Metrics(scheduler, model=model, watching=watching, audits=audits, upkeep=upkeep)
-    gateway = _Gateway(
+    gateway = Gateway(
         scheduler,
         keys=keys or Keys(),
         model=model,
@@ -134,7 +134,7 @@ def create_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.keys = gateway.keys
+    app.state.keys, app.state.gateway = gateway.keys, gateway
     _add_routes(app, gateway)
     if page:
         app.router.routes += _page_of(gateway)
@@ -150,7 +150,7 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
+def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     guarded, errors, refusals = [Depends(gateway.admit)], dict(_ERRORS), dict(_GUARDED)
     if gateway.keys:
         # For the OpenAPI description: `admit` reads the headers itself.
@@ -165,14 +165,16 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         _CLASSIFY,
         dependencies=guarded,
         responses=errors,
+        response_model=Classification,
         openapi_extra={"requestBody": BODY_SCHEMA},
         summary="Classify an image",
     )
-    async def classify(request: Request, options: Annotated[Options, Query()]) -> Classification:
+    async def classify(request: Request, options: Annotated[Options, Query()]) -> Response:
         gateway.charge(request)
         answer = await gateway.scheduler.classify(request, options)
         gateway.metrics.count_answer(answer)
-        return answer
+        # As a response, or FastAPI would validate it once more.
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     @app.get(
         "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"
@@ -210,22 +212,23 @@ def _with_status(health: Health, response: Response) -> Health:
     return health
 
 
-def _page_of(gateway: _Gateway) -> Sequence[BaseRoute]:
+def _page_of(gateway: Gateway) -> Sequence[BaseRoute]:
     """The routes of the page, whose models are loaded for the first visitor."""
-    scheduler, loaded = gateway.scheduler, list[asyncio.Future[Any]]()
+    scheduler, loaded = gateway.scheduler, dict[str, asyncio.Future[Any]]()
     manifest = scheduler.remote_model.model.manifest
     view = manifest.file_view
 
     async def workbench() -> Workbench:
-        if not loaded:
+        if gateway.model not in loaded:  # at first, and after a roll
             # It imports torch, which the gateway itself does without.
             from layershuffle.swarm.server.workbench import workbench_of
 
             loading = asyncio.to_thread(
                 workbench_of, gateway.model, calibration=scheduler.calibration
             )
-            loaded.append(asyncio.ensure_future(loading))
-        bench: Workbench = await asyncio.shield(loaded[0])
+            loaded.clear()
+            loaded[gateway.model] = asyncio.ensure_future(loading)
+        bench: Workbench = await asyncio.shield(loaded[gateway.model])
         return bench
 
     async def facts() -> PageFacts:
@@ -247,7 +250,7 @@ def _page_of(gateway: _Gateway) -> Sequence[BaseRoute]:
     )
 
 
-class _Gateway:
+class Gateway:
     """State that the routes share."""
 
     def __init__(

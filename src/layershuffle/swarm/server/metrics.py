@@ -53,7 +53,7 @@ class Metrics(Collector):
         router = scheduler.remote_model.router
         self._router, self._watching, self._audits = router, watching, audits
         self._scheduler, self._upkeep = scheduler, upkeep
-        self._build = {"version": __version__, "python": python_version(), "model": model}
+        self.model = model
         # Not by prometheus_client, which never forgets a label: hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
@@ -114,7 +114,8 @@ class Metrics(Collector):
         for name, text, value in gauges:
             if value is not None:
                 yield GaugeMetricFamily(f"layershuffle_{name}", text, value=value)
-        yield InfoMetricFamily("layershuffle_build", "What runs.", value=self._build)
+        build = {"version": __version__, "python": python_version(), "model": self.model}
+        yield InfoMetricFamily("layershuffle_build", "What runs.", value=build)
 
     def _counters(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -198,7 +199,8 @@ class Metrics(Collector):
         # Also here, not only in `collect`, for gateways whose metrics are never read.
         if hop.host not in self.hops:
             self._forget_hosts()
-        self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1
+            self.hops[hop.host] = Counter()
+        self.hops[hop.host][hop.outcome] += 1
 
     def _forget_hosts(self) -> None:
         """Drop the counters of hosts that have left, because spares come and go for years."""

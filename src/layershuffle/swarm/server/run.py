@@ -15,7 +15,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,9 +23,10 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.connections import HostConnection
+from layershuffle.swarm.members import Members
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.tls import check_address
-from layershuffle_host.wire import MAX_TEXT_BYTES, PING_SECONDS, PONG_SECONDS
 
 PORT = 8000
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
@@ -43,7 +44,7 @@ async def serve(
     public: bool = False,
     tls: ssl.SSLContext | None = None,
     trusted_proxies: Sequence[str] = (),
-    ws_bytes: int = MAX_TEXT_BYTES,
+    members: Members | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
@@ -63,7 +64,7 @@ async def serve(
             scheme = "http" if tls is None else "https"
             ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{number}")
         async with listener.watched():
-            server = server_of(app, listener, tls=tls, trusted=trusted_proxies, ws_bytes=ws_bytes)
+            server = server_of(app, listener, tls=tls, trusted=trusted_proxies, members=members)
             await server.serve([listener])
 
 
@@ -73,24 +74,24 @@ def server_of(
     *,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
-    ws_bytes: int = MAX_TEXT_BYTES,
+    members: Members | None = None,
 ) -> uvicorn.Server:
     """The server of `app` at `listener`, whose connections it reports there.
 
-    `ws_bytes`: of the largest message of a host, which anybody may fill before saying hello.
+    `members`: the hosts that dial in there, if any.
     """
     # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
     inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
+
+    def connection(**_: Any) -> asyncio.Protocol:
+        assert members is not None
+        return HostConnection(members, most_bytes=members.most_bytes, accepted=listener.keep)
 
     return uvicorn.Server(
         uvicorn.Config(
             listener.around(inner),
             http="h11",
-            ws="websockets-sansio",
-            ws_max_size=ws_bytes,
-            ws_per_message_deflate=False,
-            ws_ping_interval=PING_SECONDS,
-            ws_ping_timeout=PONG_SECONDS,
+            ws="none" if members is None else cast("type[asyncio.Protocol]", connection),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -196,6 +197,11 @@ class GatewaySocket(socket.socket):
                 # Below the server, which sees its client leave. An answer that is not read is lost.
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def keep(self, address: Any) -> None:
+        """Let the connection of a host, which has time-outs of its own, wait for any time."""
+        if (connection := self.open.get(tuple(address[:2]))) is not None:
+            connection.waiting_since = None
 
     def _leave(self, address: tuple[str, int]) -> None:
         del self.open[address]

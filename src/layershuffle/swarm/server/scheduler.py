@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -44,15 +45,36 @@ class RequestScheduler:
         decoder_threads: Executor | None = None,
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
-        self.calibration = calibration
+        self.take_over(calibration)
         self._clock = remote_model.router.clock
         self.admission = Admission(limits, clock=self._clock)
-        self._useful = useful_blocks(calibration)
         self._decoder = Decoder(remote_model.model.manifest.file_view, limits)
         self._decoder_threads = decoder_threads or ThreadPoolExecutor(
             limits.decoders, thread_name_prefix="decoder"
         )
         self._walks = asyncio.Semaphore(limits.running)
+
+    def take_over(self, calibration: Calibration | None) -> None:
+        """Expect of answers what another `calibration` says."""
+        self.calibration, self._useful = calibration, useful_blocks(calibration)
+
+    @asynccontextmanager
+    async def paused(self, seconds: float) -> AsyncIterator[bool]:
+        """Let no request walk within; false if those that do so now take longer than `seconds`.
+
+        New ones wait for their turn.
+        """
+        turns = 0
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while turns < self.limits.running:
+                        await self._walks.acquire()
+                        turns += 1
+            yield turns == self.limits.running
+        finally:
+            for _ in range(turns):
+                self._walks.release()
 
     async def classify(self, request: Request, options: Options) -> Classification:
         """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`.

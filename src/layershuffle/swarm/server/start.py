@@ -27,7 +27,6 @@ from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
 from layershuffle.swarm.server.tls import Https, check_secret
 from layershuffle.swarm.server.upkeep import Upkeep
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
-from layershuffle_host.wire import HEADER, MAX_TEXT_BYTES
 
 _MEMORY = 200_000_000
 """Bytes of weights that a host of this machine takes."""
@@ -147,7 +146,7 @@ async def serve_service(
             public=serving.public,
             tls=None if https is None else https.context,
             trusted_proxies=serving.trusted_proxies,
-            ws_bytes=message_bytes(coordinator.model),
+            members=service.members,
             ready=open_at,
         )
     finally:
@@ -170,8 +169,7 @@ async def local_hosts(
     app = Starlette(routes=service.members.routes())
     ways = GatewayLimits(connections=4096, client_connections=4096)
     with GatewaySocket("127.0.0.1", port=0, limits=ways) as listener:
-        size = message_bytes(coordinator.model)
-        server = server_of(app, listener, ws_bytes=size)
+        server = server_of(app, listener, members=service.members)
         coordinator.children = children = Children(
             tuple(f"host-{number + 1}" for number in range(hosts)),
             url=f"ws://127.0.0.1:{listener.getsockname()[1]}",
@@ -187,12 +185,6 @@ async def local_hosts(
             tasks[1].cancel()
             server.should_exit = True
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def message_bytes(model: ServedModel) -> int:
-    """The bytes of the largest message that a host of `model` sends: an answer of one image."""
-    tokens, width = model.shape
-    return max(MAX_TEXT_BYTES, HEADER.size + 4 * tokens * width)
 
 
 def token_in(path: Path) -> str:

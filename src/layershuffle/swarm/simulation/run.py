@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -246,7 +245,7 @@ class _Simulation:
             changes.append((next(stays), name, stays))
             if not up:
                 self.transport.hosts[name].die()
-                absent = replace(self._view(name), condition="gone", why="it has not come yet")
+                absent = self._view(name)._replace(condition="gone", why="it has not come yet")
                 self.router.swarm = self.router.swarm.with_host(absent)
         heapify(changes)
         return changes
