@@ -28,7 +28,7 @@ from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import GatewaySocket, server_of
+from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import DEFAULT_MODEL, Service, SwarmSettings, running_service
 
@@ -98,16 +98,10 @@ async def gateway_of(service: Service) -> AsyncIterator[int]:
     """The port of a gateway to `service`, which listens inside."""
     limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
     app = create_app(service.remote_model, calibration=service.calibration, limits=limits)
-    with GatewaySocket("127.0.0.1", port=0, limits=limits) as listener:
-        server = server_of(app, listener)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with listening(app, limits=limits) as (listener, _):
         gc.collect()
         gc.freeze()  # as `swarm up` does
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await serving
+        yield listener.port
 
 
 async def cost(hosts: int, *, effort: Effort) -> ClaimRow:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from layershuffle.bundled import asset
-from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
@@ -25,6 +22,7 @@ from layershuffle.swarm.messages import Route, State, Visit, Wire
 from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.run import listening
 from layershuffle_host import wire
 from layershuffle_host.host import Host
 from layershuffle_host.wire import HOST_PATH, Header
@@ -84,8 +82,8 @@ class Site:
 async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[Site]:
     """A gateway that listens on this machine."""
     site = Site(limits, parallel)
-    async with listening(site, site.members) as port:
-        site.url = f"ws://127.0.0.1:{port}"
+    async with listening(site, members=site.members) as (listener, _):
+        site.url = f"ws://127.0.0.1:{listener.port}"
         keeping = asyncio.create_task(site.coordinator.run())
         try:
             yield site
@@ -93,31 +91,6 @@ async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await site.coordinator.close()
-
-
-@asynccontextmanager
-async def listening(app: Any, members: Members) -> AsyncIterator[int]:
-    """Serve an ASGI app, and the connections of hosts; gives its port."""
-
-    def connection(**_: Any) -> asyncio.Protocol:
-        most = wire.MAX_FRAME_BYTES
-        return HostConnection(members, most_bytes=most, accepted=lambda _: None)
-
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        ws=cast("type[asyncio.Protocol]", connection),
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await running
 
 
 @asynccontextmanager

@@ -1,12 +1,12 @@
 """A gateway without sockets: a pico model whose blocks run in this process, host by host."""
 
 import asyncio
-import ssl
 import struct
 import subprocess
+import threading
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +27,6 @@ from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.keys import Keys
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import GatewaySocket, server_of
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -138,24 +136,41 @@ async def site(
             remote_model.close()
 
 
-@asynccontextmanager
-async def listening(
-    app: Any,
-    limits: GatewayLimits,
-    *,
-    tls: ssl.SSLContext | None = None,
-    trusted: Sequence[str] = (),
-) -> AsyncIterator[tuple[GatewaySocket, int]]:
-    """The listening socket and its port, on this machine, of a server of `app`."""
-    with GatewaySocket("127.0.0.1", port=0, limits=limits, trusted=trusted) as listener:
-        server = server_of(app, listener, tls=tls, trusted=trusted)
-        async with listener.watched():
-            running = asyncio.create_task(server.serve(sockets=[listener]))
-            try:
-                yield listener, listener.getsockname()[1]
-            finally:
-                server.should_exit = True
-                await running
+@contextmanager
+def started(
+    serving: Callable[[Callable[[Any], None]], Awaitable[None]],
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> Iterator[Any]:
+    """What `serving(told)` tells from a thread of its own, on the event loop that `loop` makes; it
+    is cancelled at the end."""
+    reports, ready, running = list[Any](), threading.Event(), list[Any]()
+
+    def tell(what: Any) -> None:
+        reports.append(what)
+        ready.set()
+
+    async def go() -> None:
+        running.extend([asyncio.current_task(), asyncio.get_running_loop()])
+        try:
+            await serving(tell)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            ready.set()
+
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(go())
+
+    thread = threading.Thread(target=run_loop)
+    thread.start()
+    try:
+        assert ready.wait(HANGS)
+        yield reports[0]
+    finally:
+        task, its_loop = running
+        its_loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
 
 
 def run(

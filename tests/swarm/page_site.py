@@ -2,51 +2,32 @@
 
 import asyncio
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from gateway_site import listening
+from gateway_site import started
 
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.run import listening
 from waiting import HANGS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDE, NARROW = {"width": 1600, "height": 1000}, {"width": 360, "height": 780}
 
 
-@contextmanager
-def served(make: Callable[[], Any], *, leave: Callable[[], Any] | None = None) -> Iterator[str]:
-    """The address of the app of `make`, which is called and served in a thread with a loop, on
-    which `leave` is awaited in the end."""
-    address: list[str] = []
-    ready, end = threading.Event(), threading.Event()
+def served(
+    making: Callable[[], AbstractAsyncContextManager[Any]],
+) -> AbstractContextManager[str]:
+    """The address of the app of `making`, which is entered and served in a thread with a loop."""
 
-    async def serve() -> None:
-        async with listening(await make(), GatewayLimits()) as (_, port):
-            address.append(f"http://127.0.0.1:{port}")
-            ready.set()
-            await asyncio.to_thread(end.wait)
-        if leave is not None:
-            await leave()
+    async def serving(tell: Callable[[str], None]) -> None:
+        async with making() as app, listening(app) as (listener, _):
+            tell(f"http://127.0.0.1:{listener.port}")
+            await asyncio.Event().wait()
 
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        finally:
-            ready.set()  # or a failure at the start would be waited for
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        ready.wait()
-        yield address[0]
-    finally:
-        end.set()
-        thread.join()
+    return started(serving)
 
 
 # By the formula of WCAG 2: (lighter + 0.05) / (darker + 0.05) of relative luminances, for all text

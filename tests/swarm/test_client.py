@@ -6,14 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from gateway_site import HOSTS, certify, listening, picture, site
+from gateway_site import HOSTS, certify, picture, site, started
 
 from clock import SkippingLoop
 from common import DEPTH
@@ -26,6 +25,7 @@ from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.keys import read_keys
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import serve_swarm
 from layershuffle.swarm.server.tls import client_context, server_context
 from layershuffle.swarm.service import SwarmSettings
@@ -37,43 +37,17 @@ KEY = "a-key-of-some-length"
 URL = "http://gateway"
 
 
-class Bridge(httpx.BaseTransport):
-    """Requests of a blocking client, answered by an app on another thread's event loop."""
-
-    def __init__(self, app, loop):
-        self.inner, self.loop = httpx.ASGITransport(app=app), loop
-
-    def handle_request(self, request):
-        return asyncio.run_coroutine_threadsafe(self._handle(request), self.loop).result(30)
-
-    async def _handle(self, request):
-        response = await self.inner.handle_async_request(request)
-        return httpx.Response(
-            response.status_code, headers=response.headers, content=await response.aread()
-        )
-
-
 @contextmanager
 def blocking(**options):
     """(client, site) with the gateway in a thread of its own."""
-    started, done, running = threading.Event(), asyncio.Event(), []
 
-    async def serve():
-        async with site(**options) as place:
-            running.extend([place, asyncio.get_running_loop()])
-            started.set()
-            await done.wait()
+    async def serving(tell):
+        async with site(**options) as place, listening(place.app) as (listener, _):
+            tell((f"http://127.0.0.1:{listener.port}", place))
+            await asyncio.Event().wait()
 
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    assert started.wait(120)
-    place, loop = running
-    try:
-        with SwarmClient(URL, api_key=KEY, patience=0, transport=Bridge(place.app, loop)) as client:
-            yield client, place
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(30)
+    with started(serving) as (url, place), SwarmClient(url, api_key=KEY, patience=0) as client:
+        yield client, place
 
 
 def test_every_kind_of_image(tmp_path):
@@ -110,14 +84,16 @@ def test_errors_have_the_gateways_messages():
         place.router.swarm = Swarm(host for host in place.router.swarm.values() if host.name != "b")
         with pytest.raises(SwarmError) as few:
             client.classify(picture(), min_blocks=4, deadline_ms=30_000)
-        stranger = SwarmClient(URL, transport=client._gateways[0]._transport)
-        with pytest.raises(SwarmError) as closed:
+        with (
+            SwarmClient(few.value.place.partition("/v1")[0]) as stranger,
+            pytest.raises(SwarmError) as closed,
+        ):
             stranger.swarm()
     assert unread.value.status == 422
     assert unread.value.hint == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
     assert (few.value.status, few.value.retry_after) == (503, 1.0)
     assert "3 of 4 blocks could be run" in str(few.value)
-    assert "Where: http://gateway/v1/classify?" in str(few.value)
+    assert "/v1/classify?" in few.value.place
     assert closed.value.status == 401
     assert closed.value.hint.startswith("send it as")
 
@@ -262,9 +238,9 @@ def test_a_thousand_requests_while_a_gateway_ends():
     async def go():
         async with site(limits=limits) as one, site(limits=limits) as two:
             async with AsyncExitStack() as first:
-                dying, a = await first.enter_async_context(listening(one.app, limits))
-                async with listening(two.app, limits) as (_, b):
-                    urls = f"http://127.0.0.1:{a}", f"http://127.0.0.1:{b}"
+                dying, _ = await first.enter_async_context(listening(one.app, limits=limits))
+                async with listening(two.app, limits=limits) as (staying, _):
+                    urls = [f"http://127.0.0.1:{end.port}" for end in (dying, staying)]
                     async with AsyncSwarmClient(*urls, patience=60) as client:
                         numbers = iter(range(1000))
 
@@ -356,40 +332,6 @@ def papers(tmp_path_factory):
     return place
 
 
-@contextmanager
-def started(serving, loop=asyncio.new_event_loop):
-    """What `serving(told)` tells from a thread of its own, on the event loop that `loop` makes; it
-    is cancelled at the end."""
-    reports, ready, running = [], threading.Event(), []
-
-    def tell(what):
-        reports.append(what)
-        ready.set()
-
-    async def go():
-        running.extend([asyncio.current_task(), asyncio.get_running_loop()])
-        try:
-            await serving(tell)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            ready.set()
-
-    def run():
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(go())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert ready.wait(HANGS)
-        yield reports[0]
-    finally:
-        task, its_loop = running
-        its_loop.call_soon_threadsafe(task.cancel)
-        thread.join(30)
-
-
 @needs_openssl
 def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatch):
     """A swarm with certificate and key, asked by both clients and on the command line."""
@@ -467,8 +409,8 @@ def test_handshakes_that_do_not_come_are_closed(papers):
     async def serving(tell):
         loop = asyncio.get_running_loop()
         skip = partial(loop.call_soon_threadsafe, loop.skip, 11 * HANGS)
-        async with site() as place, listening(place.app, limits, tls=tls) as (_, port):
-            tell((port, skip))
+        async with site() as place, listening(place.app, limits=limits, tls=tls) as (listener, _):
+            tell((listener.port, skip))
             await asyncio.Event().wait()
 
     def connection(port):

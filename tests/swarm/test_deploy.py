@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +143,9 @@ def test_the_gateway_has_every_metric_of_alerts_and_dashboard(tmp_path: Path) ->
         await place.classify(file_of(picture()))
         return str((await place.client.get("/metrics")).text)
 
-    text = run(go, upkeep=upkeep, watching=lambda: True, audits=lambda: (1, 0), model="pico")
+    health = SimpleNamespace(audited=1, disagreed=0)
+    coordinator = SimpleNamespace(watching=True, health=health)
+    text = run(go, upkeep=upkeep, coordinator=coordinator, model="pico")
     there = set(re.findall(r"^(layershuffle_\w+)", text, re.MULTILINE))
     rules = [rule["expr"] for rule in documents("alerts.yaml")[0]["groups"][0]["rules"]]
     board = json.loads((DEPLOY / "grafana.json").read_text())

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,13 @@ SEQUENTIAL = ",".join(map(str, range(12)))
 def address():
     """The demo, served by this process."""
 
-    async def make():
+    @asynccontextmanager
+    async def making():
         loading = asyncio.get_running_loop().create_future()
         loading.set_result(digits_workbench())
-        return demo_app(loading)
+        yield demo_app(loading)
 
-    with served(make) as url:
+    with served(making) as url:
         yield url
 
 

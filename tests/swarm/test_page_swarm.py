@@ -2,7 +2,7 @@
 
 import os
 import re
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,26 +24,26 @@ KEY = "an-operators-key-of-this-test"
 @pytest.fixture(scope="module")
 def address():
     """A gateway to four hosts with three blocks each, which an operator may break."""
-    inside = AsyncExitStack()
 
-    async def make():
+    @asynccontextmanager
+    async def making():
         model = ServedModel(asset("digits-onnx"))
-        service = await inside.enter_async_context(
-            running_service(SwarmSettings(copies=1), model, token="a token")
-        )
         # No room for the blocks of a host that dies.
         memory = 3 * model.weights[0].size
-        await inside.enter_async_context(local_hosts(service, 4, memory=memory))
-        assert await service.coordinator.ready(4, within=60) == frozenset()
-        return create_app(
-            service.remote_model,
-            calibration=service.calibration,
-            model="bundled:digits-onnx",
-            page=True,
-            operate=partial(add_operator, service=service, key=KEY),
-        )
+        async with (
+            running_service(SwarmSettings(copies=1), model, token="a token") as service,
+            local_hosts(service, 4, memory=memory),
+        ):
+            assert await service.coordinator.ready(4, within=60) == frozenset()
+            yield create_app(
+                service.remote_model,
+                calibration=service.calibration,
+                model="bundled:digits-onnx",
+                page=True,
+                operate=partial(add_operator, service=service, key=KEY),
+            )
 
-    with served(make, leave=inside.aclose) as url:
+    with served(making) as url:
         yield url
 
 
@@ -143,17 +143,13 @@ def test_hosts_in_every_condition_can_be_read_at_every_size(address, size, schem
 
 def test_a_model_of_other_images_answers_through_the_swarm():
     """Its blocks lie on the hosts alone: the gateway has none to try orders on."""
-    inside = []
 
-    async def make():
-        gateway = site(page=True, model="pico")
-        inside.append(gateway)
-        return (await gateway.__aenter__()).app
+    @asynccontextmanager
+    async def making():
+        async with site(page=True, model="pico") as place:
+            yield place.app
 
-    async def leave():
-        await inside[0].__aexit__(None, None, None)
-
-    with served(make, leave=leave) as url, chromium() as browser, visit(browser, url) as tab:
+    with served(making) as url, chromium() as browser, visit(browser, url) as tab:
         tab.page.locator("#hosts .host").nth(2).wait_for()
         assert not tab.page.is_visible("#ordinary")
         assert not tab.page.is_visible("#blocks")

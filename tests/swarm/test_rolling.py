@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from dial_site import TOKEN, hosting, listening, replayed
+from dial_site import TOKEN, hosting, replayed
 from safetensors.numpy import load, save
 from starlette.applications import Starlette
 
@@ -26,6 +26,7 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.rolling import roll
+from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
 from layershuffle.swarm.sureness import probabilities
 from refusals import refuses
@@ -54,9 +55,9 @@ async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Any
     settings = SwarmSettings(limits=SLOW)
     async with (
         running_service(settings, model, token=TOKEN) as service,
-        listening(Starlette(routes=service.members.routes()), service.members) as port,
-        hosting(f"ws://127.0.0.1:{port}", cache=tmp_path / "a", name="a", **how),
-        hosting(f"ws://127.0.0.1:{port}", cache=tmp_path / "b", name="b", **how),
+        listening(Starlette(routes=service.members.routes()), members=service.members) as (way, _),
+        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "a", name="a", **how),
+        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "b", name="b", **how),
     ):
         assert not await service.coordinator.ready(2, within=60)
         limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)

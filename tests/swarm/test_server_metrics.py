@@ -1,5 +1,7 @@
 """The metrics and the health of the gateway."""
 
+from types import SimpleNamespace
+
 from gateway_site import picture, run
 
 from common import DEPTH
@@ -37,15 +39,15 @@ def test_metrics():
 
 
 def test_health_says_whether_hosts_are_watched():
-    watched = [True]
+    coordinator = SimpleNamespace(watching=True, health=SimpleNamespace(audited=0, disagreed=0))
 
     async def go(place):
         before = await place.client.get("/healthz")
-        watched[0] = False
+        coordinator.watching = False
         after = await place.client.get("/healthz")
         return before, after, (await place.client.get("/metrics")).text
 
-    before, after, metrics = run(go, watching=lambda: watched[0])
+    before, after, metrics = run(go, coordinator=coordinator)
     assert (before.status_code, before.json()["watching"], before.json()["why"]) == (200, True, "")
     assert (after.status_code, after.json()["watching"]) == (200, False)  # requests are answered
     assert after.json()["why"] == "the hosts are not watched now: those that fail do not come back"
@@ -56,7 +58,8 @@ def test_audits_are_counted():
     async def go(place):
         return [await place.client.get(path) for path in ("/metrics", "/v1/swarm")]
 
-    metrics, swarm = run(go, audits=lambda: (12, 3))
+    health = SimpleNamespace(audited=12, disagreed=3)
+    metrics, swarm = run(go, coordinator=SimpleNamespace(watching=True, health=health))
     assert {
         "layershuffle_audits_total 12.0", "layershuffle_audits_disagreed_total 3.0",
     } <= set(metrics.text.splitlines())  # fmt: skip

@@ -7,11 +7,11 @@ import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
-from gateway_site import certify, listening, site
+from gateway_site import certify, site
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import GatewaySocket
+from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
@@ -62,7 +62,7 @@ def test_the_listener():
 
     async def go():
         with GatewaySocket("127.0.0.1", port=0, limits=GatewayLimits()) as listener:
-            taken = listener.getsockname()[1]
+            taken = listener.port
             with socket.create_connection(("127.0.0.1", taken)):
                 accepted, _ = listener.accept()
             with accepted:
@@ -87,7 +87,10 @@ def test_when_a_connection_waits_for_its_client():
 
     async def go():
         limits = GatewayLimits(head_ms=1000 * PATIENCE)
-        async with listening(slow, limits) as (listener, port), connected(port) as (reader, writer):
+        async with (
+            listening(slow, limits=limits) as (listener, _),
+            connected(listener.port) as (reader, writer),
+        ):
             await until(lambda: listener.open)
             (connection,) = listener.open.values()
             since = connection.idle_since(now)
@@ -126,7 +129,8 @@ def test_silent_connections_are_closed():
             trickling.cancel()
 
     async def go():
-        async with listening(plain, QUICK) as (_, port):
+        async with listening(plain, limits=QUICK) as (listener, _):
+            port = listener.port
             unread = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n"
             await asyncio.gather(
                 waits(port, b""),
@@ -145,13 +149,13 @@ def test_a_client_that_reads_nothing_loses_its_place(requests):
     limits = GatewayLimits(head_ms=200, client_connections=1)
 
     async def go():
-        async with listening(plain, limits) as (listener, port):
-            with socket.create_connection(("127.0.0.1", port)) as client:
+        async with listening(plain, limits=limits) as (listener, _):
+            with socket.create_connection(("127.0.0.1", listener.port)) as client:
                 client.setblocking(False)
                 client.send(HEAD.replace(b"/healthz", b"/large") * requests)
                 await until(lambda: listener.open)
                 await until(lambda: not listener.open)
-                async with connected(port) as other:
+                async with connected(listener.port) as other:
                     return await answered(*other)
 
     assert asyncio.run(go())
@@ -162,10 +166,11 @@ def test_one_address_leaves_connections_for_others():
     limits = GatewayLimits(head_ms=600_000, client_connections=2, connections=3)
 
     async def go():
-        async with AsyncExitStack() as stack, listening(plain, limits) as (listener, port):
+        async with AsyncExitStack() as stack, listening(plain, limits=limits) as (listener, _):
 
             async def connect(address):
-                return await stack.enter_async_context(connected(port, local_addr=(address, 0)))
+                way = connected(listener.port, local_addr=(address, 0))
+                return await stack.enter_async_context(way)
 
             first = await connect("127.0.0.1")
             assert await answered(*await connect("127.0.0.1"))
@@ -196,10 +201,10 @@ def test_the_word_of_a_proxy_on_the_client(trusted):
     async def go():
         async with (
             site(limits=limits) as place,
-            listening(place.app, limits, trusted=trusted) as (listener, port),
+            listening(place.app, limits=limits, trusted=trusted) as (listener, _),
             AsyncExitStack() as stack,
         ):
-            statuses = []
+            port, statuses = listener.port, []
             for forwarded in (b"10.0.0.1", b"10.0.0.2", b"10.9.9.9, 10.0.0.2"):
                 statuses.append(await ask(port, forwarded))
                 await until(lambda: not listener.open)
@@ -232,7 +237,8 @@ def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(
     limits = LONG.model_copy(update={"client_connections": 1})
 
     async def go():
-        async with listening(plain, limits, tls=tls) as (listener, port):
+        async with listening(plain, limits=limits, tls=tls) as (listener, _):
+            port = listener.port
             with await asyncio.to_thread(mute_client, port, tmp_path / "ca.pem"):
                 await until(lambda: listener.open)
                 listener.cut(asyncio.get_running_loop().time() + PATIENCE)
@@ -268,7 +274,8 @@ def test_four_addresses_that_never_read_keep_nobody_else_out():
 
     async def go():
         async with AsyncExitStack() as stack:
-            listener, port = await stack.enter_async_context(listening(large, limits))
+            listener, _ = await stack.enter_async_context(listening(large, limits=limits))
+            port = listener.port
             unread, served = [], 0
             for source in ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5") * 32:
                 unread.append(stack.enter_context(socket.socket()))

@@ -1,14 +1,13 @@
 """Requests that schemathesis makes from the gateway's OpenAPI description, with all checks."""
 
 import asyncio
-import threading
-from contextlib import contextmanager
 
 import pytest
-from gateway_site import listening, site
+from gateway_site import site, started
 from hypothesis import HealthCheck, Phase, given, settings
 
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.run import listening
 
 KEY = "the-key-of-this-test"
 LIMITS = GatewayLimits(rate=1e6, burst=1e6)
@@ -21,31 +20,6 @@ BOUNDS = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-
-
-@contextmanager
-def served(**options):
-    """The address of a gateway that runs in a thread of its own."""
-    address, ready, end, loops = [], threading.Event(), asyncio.Event(), []
-
-    async def go():
-        loops.append(asyncio.get_running_loop())
-        async with (
-            site(limits=LIMITS, **options) as place,
-            listening(place.app, LIMITS) as (_, port),
-        ):
-            address.append(f"http://127.0.0.1:{port}")
-            ready.set()
-            await end.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=[go()])
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield address[0]
-    finally:
-        loops[0].call_soon_threadsafe(end.set)
-        thread.join(30)
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "with keys"])
@@ -65,7 +39,15 @@ def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
         unfit = [negative_data_rejection, positive_data_acceptance] if case.method == "POST" else []
         case.call_and_validate(headers=headers, excluded_checks=unfit, timeout=60)
 
-    with served(keys=keys) as address:
+    async def serving(tell):
+        async with (
+            site(limits=LIMITS, keys=keys) as place,
+            listening(place.app, limits=LIMITS) as (listener, _),
+        ):
+            tell(f"http://127.0.0.1:{listener.port}")
+            await asyncio.Event().wait()
+
+    with started(serving) as address:
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json", timeout=60)
         for result in schema.get_all_operations():
             operation = result.ok()

@@ -50,6 +50,7 @@ from layershuffle.swarm.server.upkeep import Upkeep
 from layershuffle.swarm.state import retry_after
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
     from layershuffle.swarm.server.workbench import Workbench
 
 _Admit = Callable[[Request], Awaitable[None]]
@@ -81,8 +82,7 @@ def create_app(
     calibration: Calibration | None = None,
     keys: Keys | None = None,
     model: str = "",
-    watching: Callable[[], bool] | None = None,
-    audits: Callable[[], tuple[int, int]] | None = None,
+    coordinator: Coordinator | None = None,
     upkeep: Upkeep | None = None,
     page: bool = False,
     min_accuracy: float | None = None,
@@ -93,8 +93,8 @@ def create_app(
     """The gateway to `remote_model`, which it closes when the server ends.
 
     `keys`: the API keys, none for an open gateway; `model`: the model's name in /v1/swarm;
-    `watching`: whether the hosts are watched; `audits`: the numbers of audits and of those that
-    disagreed; `upkeep`: of the gateway's files; `page`: whether there is a page at /;
+    `coordinator`: that of the hosts, which knows of watch and audits; `upkeep`: of the gateway's
+    files; `page`: whether there is a page at /;
     `min_accuracy`: top-1 in percent that must be expected for /readyz; `operate` adds the
     operator's routes, given the check of the rates; `hosts`: the routes of hosts that dial in;
     `decoder_threads`: the executor that decodes images (default: its own threads). Raises
@@ -107,7 +107,7 @@ def create_app(
         calibration=calibration,
         decoder_threads=decoder_threads,
     )
-    metrics = Metrics(scheduler, model=model, watching=watching, audits=audits, upkeep=upkeep)
+    metrics = Metrics(scheduler, model=model, coordinator=coordinator, upkeep=upkeep)
     gateway = Gateway(
         scheduler,
         keys=keys or Keys(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from platform import python_version
 
@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from layershuffle._version import __version__
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.messages import Outcome, State, Visited
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.scheduler import RequestScheduler
@@ -36,9 +37,8 @@ _OUTCOMES = {
 class Metrics(Collector):
     """The counters of one gateway, in a Prometheus registry of their own.
 
-    `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
-    whether the hosts are watched; `audits`: the numbers of audits and of those that disagreed;
-    `model`: the name of what is served.
+    `requests` counts classifications by outcome, `hops` visits by host and outcome. `coordinator`
+    knows of watch and audits; `model`: the name of what is served.
     """
 
     def __init__(
@@ -46,12 +46,11 @@ class Metrics(Collector):
         scheduler: RequestScheduler,
         *,
         model: str = "",
-        watching: Callable[[], bool] | None = None,
-        audits: Callable[[], tuple[int, int]] | None = None,
+        coordinator: Coordinator | None = None,
         upkeep: Upkeep | None = None,
     ) -> None:
         router = scheduler.remote_model.router
-        self._router, self._watching, self._audits = router, watching, audits
+        self._router, self._coordinator = router, coordinator
         self._scheduler, self._upkeep = scheduler, upkeep
         self.model = model
         # Not by prometheus_client, which never forgets a label: hosts come and go.
@@ -165,7 +164,7 @@ class Metrics(Collector):
         return schemas.health(
             self._router.swarm,
             depth=self._router.depth,
-            watching=None if self._watching is None else self._watching(),
+            watching=None if self._coordinator is None else self._coordinator.watching,
             troubles=() if self._upkeep is None else self._upkeep.troubles().values(),
         )
 
@@ -175,10 +174,10 @@ class Metrics(Collector):
 
     def audits(self) -> Audits | None:
         """How many visits were audited; `None` if they are not counted."""
-        if self._audits is None:
+        if self._coordinator is None:
             return None
-        audited, disagreed = self._audits()
-        return Audits(audited=audited, disagreed=disagreed)
+        health = self._coordinator.health
+        return Audits(audited=health.audited, disagreed=health.disagreed)
 
     def count_answer(self, answer: Classification) -> None:
         """Count an answer."""

@@ -57,28 +57,34 @@ async def serve(
     check_address(host, keyed=bool(app.state.keys), public=public)
     # It logs every broken head: a client could fill the disk.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    limits = GatewayLimits()
-    with GatewaySocket(host, port=port, limits=limits, trusted=trusted_proxies) as listener:
-        name, number = listener.getsockname()[:2]
+    async with listening(
+        app, host=host, port=port, tls=tls, trusted=trusted_proxies, members=members
+    ) as (listener, serving):
+        name = listener.getsockname()[0]
         if ready is not None:
             scheme = "http" if tls is None else "https"
-            ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{number}")
-        async with listener.watched():
-            server = server_of(app, listener, tls=tls, trusted=trusted_proxies, members=members)
-            await server.serve([listener])
+            ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.port}")
+        await serving
 
 
-def server_of(
+@asynccontextmanager
+async def listening(
     app: Any,
-    listener: GatewaySocket,
     *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: GatewayLimits | None = None,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
     members: Members | None = None,
-) -> uvicorn.Server:
-    """The server of `app` at `listener`, whose connections it reports there.
+) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
+    """Serve `app` within; gives the listening socket, and the task of the server.
 
-    `members`: the hosts that dial in there, if any.
+    `members`: the hosts that dial in there, if any. Raises `LayerShuffleError` if it cannot listen
+    on the address.
+
+        async with listening(app) as (listener, _):
+            httpx.get(f"http://127.0.0.1:{listener.port}/livez")
     """
     # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
     inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
@@ -87,8 +93,9 @@ def server_of(
         assert members is not None
         return HostConnection(members, most_bytes=members.most_bytes, accepted=listener.keep)
 
-    return uvicorn.Server(
-        uvicorn.Config(
+    limits = limits or GatewayLimits()
+    with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
+        config = uvicorn.Config(
             listener.around(inner),
             http="h11",
             ws="none" if members is None else cast("type[asyncio.Protocol]", connection),
@@ -101,7 +108,15 @@ def server_of(
             timeout_graceful_shutdown=_GRACE,
             ssl_context_factory=None if tls is None else lambda *_: tls,
         )
-    )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        async with listener.watched():
+            try:
+                yield listener, serving
+            finally:
+                server.should_exit = True
+                # It raises the signal that ended it once more, which whoever waits for it gets.
+                await asyncio.gather(serving, return_exceptions=True)
 
 
 class GatewaySocket(socket.socket):
@@ -137,6 +152,12 @@ class GatewaySocket(socket.socket):
                 f"The gateway cannot listen on {host}:{port} ({error.strerror or error})",
                 hint="end what listens there, or name another --port (0: a free one) or address",
             ) from error
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        number: int = self.getsockname()[1]
+        return number
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection and its address. Raises `ConnectionAbortedError` for a connection

@@ -23,7 +23,7 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.join import join_routes, runtime
 from layershuffle.swarm.server.keys import Keys
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import GatewaySocket, serve, server_of
+from layershuffle.swarm.server.run import GatewaySocket, listening, serve
 from layershuffle.swarm.server.tls import Https, check_secret
 from layershuffle.swarm.server.upkeep import Upkeep
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
@@ -107,7 +107,6 @@ async def serve_service(
 ) -> None:
     """Serve clients and the operator, until SIGINT or SIGTERM; `ready` is called with the address
     and the operator's key."""
-    coordinator, health = service.coordinator, service.coordinator.health
     operated, https = serving.operated, serving.https
     upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     app = create_app(
@@ -115,9 +114,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=serving.keys,
         model=service.settings.model,
-        # Functions, because these change while the server runs.
-        watching=lambda: coordinator.watching,
-        audits=lambda: (health.audited, health.disagreed),
+        coordinator=service.coordinator,
         upkeep=upkeep,
         page=serving.page,
         min_accuracy=serving.min_accuracy,
@@ -165,26 +162,23 @@ async def local_hosts(
     They dial in at a port of their own on the loopback network, which is open while they run: no
     certificate is made for it, and nobody outside can crowd it.
     """
-    limits, coordinator = service.router.limits, service.coordinator
     app = Starlette(routes=service.members.routes())
     ways = GatewayLimits(connections=4096, client_connections=4096)
-    with GatewaySocket("127.0.0.1", port=0, limits=ways) as listener:
-        server = server_of(app, listener, members=service.members)
-        coordinator.children = children = Children(
+    async with listening(app, limits=ways, members=service.members) as (listener, _):
+        service.coordinator.children = children = Children(
             tuple(f"host-{number + 1}" for number in range(hosts)),
-            url=f"ws://127.0.0.1:{listener.getsockname()[1]}",
+            url=f"ws://127.0.0.1:{listener.port}",
             token=service.members.token,
             memory=memory,
-            limits=limits,
+            limits=service.router.limits,
         )
-        tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(children.run())]
+        running = asyncio.create_task(children.run())
         try:
             yield children
         finally:
             service.members.watcher = None  # that they leave now is no news
-            tasks[1].cancel()
-            server.should_exit = True
-            await asyncio.gather(*tasks, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def token_in(path: Path) -> str:
