@@ -125,6 +125,12 @@ class Network:
         """Connect the host again."""
         self._ip("-n", f"{self.tag}-br", "link", "set", name, "up")
 
+    def worsen(self, name: str) -> bool:
+        """Delay what the host sends by 200 ms, and lose a fifth of it; whether the kernel can."""
+        words = ["tc", "-n", f"{self.tag}-{name}", "qdisc", "add", "dev", "eth0", "root", "netem"]
+        bad = ["delay", "200ms", "loss", "20%"]
+        return subprocess.run([*words, *bad], capture_output=True, check=False).returncode == 0
+
     def kill(self, name: str) -> None:
         """All of the host's processes die at once: its process 1 takes the others along."""
         process = self.processes.pop(name)

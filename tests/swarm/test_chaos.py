@@ -86,6 +86,30 @@ def test_a_cut_host_computes_and_nobody_hears_of_it():
     run_virtual(go())
 
 
+def test_a_bad_link_delays_each_way_and_sends_again_what_it_lost():
+    """Of n messages 0.8 n arrive at once; one that is lost k times is 2 k delays later."""
+
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "lossy")
+        times = []
+        for _ in range(2000):
+            begun = loop_time()
+            await visit_through(transport)
+            times.append(loop_time() - begun)
+        extra = (np.array(times) - 0.42) / 0.4  # messages lost, on both ways
+        assert np.abs(extra - extra.round()).max() < 1e-6
+        assert extra.min() == pytest.approx(0, abs=1e-6)
+        # Two geometric draws: 2 x 0.2 / 0.8 losses in the mean, with a variance of 0.625.
+        assert abs(extra.mean() - 0.5) < 4 * np.sqrt(0.625 / 2000)
+        transport.heal("a")
+        begun = loop_time()
+        await visit_through(transport)
+        assert loop_time() - begun == pytest.approx(0.02)
+
+    run_virtual(go())
+
+
 @pytest.mark.parametrize(
     ("kind", "request_lies", "canary_lies"),
     [("wrong", 400, 400), ("wrong-but-canaries", 400, 0), ("wrong-rarely", 4, 0)],

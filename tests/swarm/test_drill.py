@@ -216,6 +216,8 @@ BROKEN = {
     "frozen": [("freeze", "c")],
     "slow": [("slow", "c")],
     "cut": [("cut", "c")],
+    "lossy": [("lossy", "c")],
+    "restless": [("restless", "c")],
     "leaving": [("leave", "c")],
     "liar": [("wrong", "c")],
     "rare-liar": [("wrong-rarely", "c")],

@@ -1,5 +1,6 @@
 """A real swarm of processes: up, asked, under load while its hosts die, killed, and ended."""
 
+import asyncio
 import io
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import pytest
 from layershuffle import cli
 from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.swarm.client import SwarmClient
+from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.server.admin import Operator
 from waiting import HANGS, wait_for, wait_for_address
 
@@ -143,3 +144,73 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
     assert "Traceback" not in text
     assert text.endswith("The swarm has ended, with all its hosts.\n")
     assert layershuffle("swarm", "status", "--address", address).returncode == 1
+
+
+def test_of_two_gateways_a_killed_one_loses_its_requests_in_flight_and_no_other(tmp_path):
+    """Two hosts serve both. Clients of the other notice nothing, nor do those who name both."""
+    token, clients = tmp_path / "token", 4
+    token.touch(mode=0o600)
+    token.write_text("a secret of this test")
+
+    def program(stack, name, *words):
+        log = stack.enter_context((tmp_path / name).open("w"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, "--token-file", str(token)],
+            stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT},
+        )  # fmt: skip
+        stack.callback(process.wait, HANGS)
+        stack.callback(process.kill)
+        return process
+
+    async def asked(dying, addresses):
+        """Answers by who was asked, and errors; the first gateway dies after 100 answers."""
+        image = asset("digit-pair.png")
+        groups = {"dying": addresses[:1], "staying": addresses[1:], "both": addresses}
+        blocks, errors = {name: [] for name in groups}, {name: [] for name in groups}
+        before = dict.fromkeys(groups, 0)
+
+        async def ask(name):
+            patience = 60 if name == "both" else 0
+            async with AsyncSwarmClient(*groups[name], patience=patience) as client:
+                while dying.poll() is None or (
+                    name != "dying" and len(blocks[name]) < before[name] + 40
+                ):
+                    try:
+                        answer = await client.classify(image, deadline_ms=30_000, confidence="off")
+                        blocks[name].append(len(answer.blocks))
+                    except SwarmError as error:
+                        errors[name].append(error)
+
+        async def kill():
+            while sum(map(len, blocks.values())) < 100:
+                await asyncio.sleep(0.005)
+            before.update({name: len(answers) for name, answers in blocks.items()})
+            dying.kill()
+            dying.wait(HANGS)
+
+        await asyncio.gather(kill(), *(ask(name) for name in groups for _ in range(clients)))
+        return blocks, errors
+
+    with ExitStack() as stack:
+        up = ("layershuffle", "swarm", "up", "--hosts", "0", "--port", "0")
+        names = ["one", "two"]
+        gateways = [program(stack, n, *up, "--state", str(tmp_path / f"s-{n}")) for n in names]
+        addresses = [
+            wait_for_address(tmp_path / name, process)
+            for name, process in zip(names, gateways, strict=True)
+        ]
+        for name in ("h1", "h2"):
+            ways = [address.replace("http", "ws", 1) for address in addresses]
+            words = ("--name", name, "--cache", str(tmp_path / "cache"))
+            program(stack, name, "layershuffle_host", *ways, *words)
+        for address in addresses:
+            with SwarmClient(address) as client:
+                wait_for(
+                    lambda client=client: [len(host.blocks) for host in client.swarm().hosts],
+                    holds=lambda held: held == [12, 12],
+                )
+        blocks, errors = asyncio.run(asked(gateways[0], addresses))
+    assert {kept for answers in blocks.values() for kept in answers} == {12}
+    assert min(map(len, blocks.values())) >= 10
+    assert len(errors["dying"]) <= clients
+    assert (errors["staying"], errors["both"]) == ([], [])

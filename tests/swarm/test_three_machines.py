@@ -71,6 +71,8 @@ class Machines:
         answers["cut"] = self.until(self.classified, lambda answer: not answer["degraded"])
         self.network.mend("h1")
         self.until(self.healthy, lambda healthy: healthy == {"h1", "h2"})
+        lossy = self.network.worsen("h1")
+        answers["lossy"] = [self.classified() for _ in range(5)] if lossy else []
         self.network.kill("h1")
         answers["half"] = self.until(self.classified, lambda answer: not answer["degraded"])
         # The last word is said, if ten seconds later.
@@ -171,6 +173,12 @@ def test_a_machine_is_cut_off_or_dies_and_another_takes_over_its_blocks(story):
     assert story.after.count("healthy") == 1
     assert story.log[0] == "Host h1 has joined"
     assert story.log[-1].startswith("Host h1 has gone: ")
+
+
+def test_a_link_that_loses_a_fifth_of_its_packets_loses_no_block(story):
+    if not story.lossy:
+        pytest.skip("this kernel has no netem")
+    assert [len(answer["blocks"]) for answer in story.lossy] == [12] * 5
 
 
 def test_the_page_is_short():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "crash", "kill", "freeze", "slow", "wrong", "wrong-rarely", "wrong-but-canaries", "cut",
-    "leave", "rejoin",
+    "lossy", "restless", "leave", "rejoin",
 ]  # fmt: skip
 """What may happen to a host.
 
@@ -34,10 +34,14 @@ wrong               its answers are finite and false
 wrong-rarely        one answer of a hundred is false, but none to a canary
 wrong-but-canaries  all its answers are false, except those to canaries
 cut                 its network fails silently
+lossy               each message takes 200 ms, and of five one is lost and sent again
+restless            its connection ends every second, and it dials in again
 leave               it is drained, then ended
 rejoin              a crashed, left or shut-out host comes back; the faults of any other one end
 """
 SLOW_FACTOR = 10.0
+_DELAY, _LOST = 0.2, 0.2  # seconds of a message; share of messages
+_RESTLESS = 1.0  # seconds between the ends of its connections
 _NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
 _RARELY = 0.01  # of the answers
 
@@ -46,6 +50,7 @@ class ChaosTransport:
     """A transport with injected faults (`messages.Transport`); without any, it adds nothing.
 
     cut    neither visits nor answers are delivered, until `heal`
+    lossy  both are delivered late, and some of them twice as late or later
     slow   a visit computes ten times as long, and others wait for it
     wrong  an answer gets noise of ten times its own spread, the same for equal states;
            "wrong-rarely" and "wrong-but-canaries" change only answers to requests
@@ -57,13 +62,16 @@ class ChaosTransport:
         self._wrong: dict[str, FaultKind] = {}
         self._chance = np.random.default_rng(_NOISE_SEED)
         self._open: dict[str, asyncio.Event] = {}
+        self._lossy = set[str]()
 
     def break_host(self, host: str, kind: FaultKind) -> None:
-        """Inject a fault into `host`: cut, slow, or a kind of wrong."""
+        """Inject a fault into `host`: cut, lossy, slow, or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = asyncio.Lock()
         elif kind.startswith("wrong"):
             self._wrong[host] = kind
+        elif kind == "lossy":
+            self._lossy.add(host)
         else:
             self._open.setdefault(host, asyncio.Event())
 
@@ -71,6 +79,7 @@ class ChaosTransport:
         """End the faults of `host`."""
         self._slow.pop(host, None)
         self._wrong.pop(host, None)
+        self._lossy.discard(host)
         if way := self._open.pop(host, None):
             way.set()
 
@@ -78,6 +87,9 @@ class ChaosTransport:
         # A loop, because the host may be cut off again before this task runs.
         while host in self._open:
             await self._open[host].wait()
+        if host in self._lossy:
+            # What was lost is sent again after the time in which its receipt would be there.
+            await asyncio.sleep(_DELAY * (2 * self._chance.geometric(1 - _LOST) - 1))
 
     async def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Answer:
         """The host's answer; see `messages.Transport`."""
@@ -134,6 +146,7 @@ class FaultInjector:
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.transport = coordinator, ChaosTransport(coordinator.members)
         coordinator.router.transport = self.transport
+        self._restless: dict[str, asyncio.Task[None]] = {}
 
     async def inject(self, name: str, kind: FaultKind) -> None:
         """Let this happen to the host `name`.
@@ -142,6 +155,8 @@ class FaultInjector:
         unknown, or no process of this gateway where the fault is one of processes.
         """
         coordinator, children = self.coordinator, self.coordinator.children
+        if kind in ("restless", "rejoin") and (task := self._restless.pop(name, None)) is not None:
+            task.cancel()
         if kind in ("crash", "kill"):
             children.signal(name, signal.SIGKILL)
             if kind == "crash":
@@ -150,6 +165,9 @@ class FaultInjector:
             children.signal(name, signal.SIGSTOP)
         elif kind == "leave":
             await coordinator.leave(name)
+        elif kind == "restless":
+            coordinator.check_known(name)
+            self._restless[name] = asyncio.create_task(self._come_and_go(name))
         elif kind != "rejoin":
             coordinator.check_known(name)
             self.transport.break_host(name, kind)
@@ -164,3 +182,8 @@ class FaultInjector:
             # A host that is only suspect is back with its next probe.
             if view is None or view.condition in ("shut-out", "draining", "gone"):
                 coordinator.readmit(name)
+
+    async def _come_and_go(self, name: str) -> None:
+        while True:
+            self.coordinator.members.cut(name)
+            await asyncio.sleep(_RESTLESS)

@@ -34,8 +34,8 @@ from layershuffle.swarm.simulation.outcome import ENDED, Ended
 from layershuffle.text import counted, table
 
 ScenarioName = Literal[
-    "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
-    "canary-liar",
+    "third", "all-but-one", "all", "frozen", "slow", "cut", "lossy", "restless", "leaving", "liar",
+    "rare-liar", "canary-liar",
 ]  # fmt: skip
 _LEAST = 4
 _MOST_IMAGES = 1000
@@ -66,6 +66,8 @@ SCENARIOS: Mapping[ScenarioName, Scenario] = {
     "frozen": Scenario("freeze", lasts=True),
     "slow": Scenario("slow", lasts=True),
     "cut": Scenario("cut", lasts=True),
+    "lossy": Scenario("lossy", lasts=True),
+    "restless": Scenario("restless", lasts=True),
     "leaving": Scenario("leave", lasts=True),
     "liar": Scenario("wrong"),
     "rare-liar": Scenario("wrong-rarely"),

@@ -11,8 +11,8 @@ DEFAULT_MODEL, CALIBRATED_MODEL = "bundled:digits-onnx", "bundled:digits-swarm"
 RoutingFlag = Literal["order-free", "sequential"]
 WireFlag = Literal["fp32", "fp16", "int8"]
 ScenarioFlag = Literal[
-    "third", "all-but-one", "all", "frozen", "slow", "cut", "leaving", "liar", "rare-liar",
-    "canary-liar",
+    "third", "all-but-one", "all", "frozen", "slow", "cut", "lossy", "restless", "leaving", "liar",
+    "rare-liar", "canary-liar",
 ]  # fmt: skip
 SCENARIOS: tuple[ScenarioFlag, ...] = get_args(ScenarioFlag)
 ROUTINGS: tuple[RoutingFlag, ...] = get_args(RoutingFlag)

@@ -30,8 +30,8 @@ class DrillCommand(ServerOptions):
     """Number of requests, per scenario."""
     scenarios: tuple[ScenarioFlag, ...] = SCENARIOS
     """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
-    cut off or leaving; one answers wrongly always (liar), in 1 % of its answers, or always except
-    for canaries."""
+    cut off, at the end of a bad link (lossy), back every second (restless) or leaving; one answers
+    wrongly always (liar), in 1 % of its answers, or always except for canaries."""
     data: str | None = None
     """Labelled images: the test split of this data. Default: the data of the calibration; the
     accuracy on other images is not known."""
