@@ -13,7 +13,7 @@ from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
-from layershuffle.swarm.messages import HostFailed, HostGone
+from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
@@ -134,18 +134,6 @@ def test_a_broken_pipeline_fails():
     assert response.json()["error"]["cause"] == (
         "The pipeline broke at block 1: host b is gone: its process is dead"
     )
-
-
-def test_retry_after_names_the_next_probe_of_a_suspect():
-    async def go(place):
-        place.blocks.faults |= {name: HostFailed("it raised") for name in HOSTS}
-        return await place.classify(file_of(picture()), deadline_ms=1500)
-
-    limits = LIMITS.model_copy(update={"suspect_ms": 5e5, "suspect_max_ms": 5e5})
-    response = run_in_virtual_time(go, swarm=limits)
-    assert response.status_code == 503
-    assert 499 <= int(response.headers["retry-after"]) <= 500
-    assert response.json()["error"]["cause"].startswith("0 of 4 blocks could be run")
 
 
 def test_numbers_that_are_not_finite_are_no_answer():
@@ -329,6 +317,10 @@ OPTIONS = {
     "deadline long": ({"deadline_ms": 1e6}, "deadline_ms is 1e+06"),
     "deadline text": ({"deadline_ms": "soon"}, "deadline_ms: "),
     "min_blocks": ({"min_blocks": 5}, "min_blocks is 5, but at most 4 blocks can run"),
+    "confidence 0": ({"confidence": 0}, "confidence: "),
+    "confidence above 1": ({"confidence": 1.5}, "confidence: "),
+    "confidence text": ({"confidence": "on"}, "confidence: "),
+    "confidence NaN": ({"confidence": "nan"}, "confidence: "),
     "top": ({"top": 0}, "top: "),
     "top text": ({"top": "True"}, "top: "),
     "order": ({"order": "3,0,2"}, "order is unknown"),

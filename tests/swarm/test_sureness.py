@@ -172,10 +172,3 @@ def test_without_temperatures_no_answer_has_a_chance():
     refused = answer_of(None, confidence=0.9)
     assert (refused["status"], refused["heads"]) == (422, 0)
     assert "never measured" in refused["error"]["cause"]
-
-
-@pytest.mark.parametrize("text", ["0", "1.5", "on", "nan"])
-def test_a_confidence_that_is_none_is_refused(text):
-    refused = answer_of(sure_at(0.9), confidence=text)
-    assert refused["status"] == 422
-    assert "confidence" in refused["error"]["cause"]

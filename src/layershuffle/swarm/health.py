@@ -102,18 +102,15 @@ def due(
     for host in map(swarm.__getitem__, names):
         blocks = sorted(expectations.get(host.name, ()))
         last, times = canaries.get(host.name, (-np.inf, 0))
-        if blocks and _is_due(host, last, now=now, limits=limits):
+        if host.condition == "suspect":
+            is_due = state.probe_due(host, now=now)
+        else:
+            live = host.condition in ("healthy", "draining")
+            is_due = live and now >= last + limits.canary_every_ms / _MILLI
+        if blocks and is_due:
             limit = patience(host, swarm, limits=limits)
             checks.append(Check(host.name, blocks[times % len(blocks)], limit))
     return tuple(checks)
-
-
-def _is_due(host: HostView, last: float, *, now: float, limits: Limits) -> bool:
-    if host.condition == "suspect":
-        return state.probe_due(host, now=now)
-    return host.condition in ("healthy", "draining") and (
-        now >= last + limits.canary_every_ms / _MILLI
-    )
 
 
 def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:

@@ -127,8 +127,12 @@ class Admission:
             self._check_room()  # before a body is received in vain
             body = await read_body(request, limits=self.limits, take=take)
             # Not before: a body that arrives slowly takes only the places of its own client.
-            with self._counted_as_open():
+            self._check_room()
+            self.open += 1
+            try:
                 return await _unless_gone(request, work(client, body))
+            finally:
+                self.open -= 1
 
     async def compute(
         self,
@@ -162,16 +166,6 @@ class Admission:
         """Raises `HTTPError` (429) if too many requests are open."""
         if self.open >= self.limits.running + self.limits.waiting:
             raise busy("Too many requests are open")
-
-    @contextmanager
-    def _counted_as_open(self) -> Iterator[None]:
-        """Count a request whose body is in. Raises `HTTPError` (429) if there are too many."""
-        self._check_room()
-        self.open += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
 
     @contextmanager
     def _body_memory(self) -> Iterator[Callable[[int], None]]:

@@ -57,9 +57,7 @@ class Decoder:
     view: ImageView
     limits: GatewayLimits
 
-    def batch(
-        self, file: bytes, *, check: Callable[[], None] = lambda: None
-    ) -> NDArray[np.float32]:
+    def batch(self, file: bytes, check: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
         """The image as float32 `[1, channels, height, width]`. Raises `DataError`.
 
         `check` is called before the pixels are decoded, and may raise to end the work.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -14,7 +14,6 @@ from starlette.requests import Request
 
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
-from layershuffle.swarm.messages import Route
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -90,7 +89,7 @@ class RequestScheduler:
             deadline = begun + (options.deadline_ms or swarm.deadline_ms) / _MILLI
             image = await self.admission.compute(
                 client,
-                partial(_decoded, self._decoder, image_in(body)),
+                partial(self._decoder.batch, image_in(body)),
                 pool=self._decoder_threads,
                 deadline=deadline,
                 event="the image was decoded",
@@ -98,11 +97,12 @@ class RequestScheduler:
             return await self._walk(image, options, deadline=deadline), begun
 
         classified, begun = await self.admission.carry(request, answered)
+        route = classified.route
         return classification(
             classified,
             labels=self.labels,
             top=options.top,
-            expected=self._expected(classified.route),
+            expected=self._expected_with(cell_of(route.steps) if route.order else None),
             total_ms=(self._clock() - begun) * _MILLI,
         )
 
@@ -171,10 +171,6 @@ class RequestScheduler:
             parallel = side_by_side(sorted(reachable), router.swarm, rounds=rounds, walks=walks)
         return self._expected_with(Cell(len(reachable), passes, parallel) if reachable else None)
 
-    def _expected(self, route: Route) -> tuple[Expected | None, str]:
-        """The accuracy to expect of the answer of `route`, or `None` and the reason."""
-        return self._expected_with(cell_of(route.steps) if route.order else None)
-
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
         if self.calibration is None:
@@ -184,7 +180,3 @@ class RequestScheduler:
         expected = expected_at(self.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
-
-
-def _decoded(decoder: Decoder, file: bytes, check: Callable[[], None]) -> NDArray[np.float32]:
-    return decoder.batch(file, check=check)

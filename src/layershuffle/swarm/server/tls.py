@@ -148,7 +148,14 @@ def check_secret(path: Path, *, what: str, hint: str) -> None:
 
     The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
     """
-    content = _read(path, what=what, hint=hint)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
+    except OSError as error:
+        raise UsageError(
+            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
+        ) from error
     if not content.strip():
         raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
     status = path.stat()
@@ -158,14 +165,3 @@ def check_secret(path: Path, *, what: str, hint: str) -> None:
             place=path,
             hint=f"chmod 600 {path}; if others use this machine, make a new one",
         )
-
-
-def _read(path: Path, *, what: str, hint: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
-    except OSError as error:
-        raise UsageError(
-            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
-        ) from error
