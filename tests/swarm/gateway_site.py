@@ -21,6 +21,7 @@ from common import DEPTH, FAMILIES, SIZE
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.export.graphs import head_of, stem_of
 from layershuffle.models import class_names_of, file_view, num_classes_of
+from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
@@ -86,6 +87,26 @@ class PicoModel:
             return self._head(torch.from_numpy(state.copy())).numpy()
 
 
+def made_up(depth: int = DEPTH) -> Calibration:
+    """A calibration of the pico model: k blocks are right in 20 k percent."""
+    rows = tuple(
+        CellAccuracy(
+            kept=k,
+            top1=20.0 * k,
+            low=20.0 * k - 5,
+            high=20.0 * k + 2,
+            sd_orders=1.0,
+            orders_low=20.0 * k - 9,
+            orders_high=20.0 * k + 6,
+        )
+        for k in range(1, depth + 1)
+    )
+    return Calibration(
+        schema=3, weights="w", data="digit-pairs", split="test", seed=0, orders=7, images=90,
+        classes=tuple("abcde"), rows=rows,
+    )  # fmt: skip
+
+
 @dataclass
 class Site:
     """A gateway and its parts."""
@@ -109,6 +130,37 @@ class Site:
 async def classify(client: httpx.AsyncClient, file: bytes, **options: Any) -> httpx.Response:
     """POST the file as the body."""
     return await client.post("/v1/classify", content=file, params=options)
+
+
+async def sent(
+    app: Any,
+    path: str,
+    body: bytes = b"",
+    *,
+    address: str = "10.0.0.1",
+    leave: asyncio.Event | None = None,
+) -> int:
+    """The status of a POST; the client disconnects when `leave` is set."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
+    statuses = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        statuses.append(message.get("status", 0))
+
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
+        "headers": [], "client": (address, 1), "http_version": "1.1", "scheme": "http",
+        "root_path": "", "server": ("gateway", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return statuses[0]
 
 
 @asynccontextmanager

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from gateway_site import VIT, picture, site
+from gateway_site import VIT, made_up, picture, site
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES
+from common import FAMILIES
 from layershuffle.core.evaluation import Score
 from layershuffle.core.forwards import block_runs
 from layershuffle.core.orders import ExecutionOrder
@@ -25,8 +25,6 @@ from layershuffle.models import image_view, truncate
 from layershuffle.models.files import weights_digest
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
-    Calibration,
-    CellAccuracy,
     calibration_path,
     read_calibration,
     write_calibration,
@@ -49,25 +47,6 @@ DATA = "digit-pairs?test=40"
 def digits_model():
     """The bundled base model, cut to three blocks to be quick."""
     return truncate(ls.load("bundled:digits"), "0,4,8")
-
-
-def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
-    rows = tuple(
-        CellAccuracy(
-            kept=k,
-            top1=20.0 * k,
-            low=20.0 * k - 5,
-            high=20.0 * k + 2,
-            sd_orders=1.0,
-            orders_low=20.0 * k - 9,
-            orders_high=20.0 * k + 6,
-        )
-        for k in range(1, depth + 1)
-    )
-    return Calibration(
-        schema=3, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
-        classes=classes, rows=rows,
-    )  # fmt: skip
 
 
 def test_equal_to_a_slow_count():

@@ -10,6 +10,7 @@ import tomllib
 import httpx
 import pytest
 import torch
+from gateway_site import sent
 from PIL import Image
 
 import layershuffle as ls
@@ -242,29 +243,6 @@ class Slow:
             return {"ours": 1}
 
         monkeypatch.setattr(workbench, "_scores", scores)
-
-
-async def sent(app, path, body=b"", *, address="10.0.0.1", leave=None):
-    """The status of a POST; the client disconnects when `leave` is set."""
-    messages, statuses = [{"type": "http.request", "body": body}], []
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await (leave or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        statuses.append(message.get("status"))
-
-    path, _, query = path.partition("?")
-    scope = {
-        "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
-        "headers": [], "client": (address, 1), "http_version": "1.1", "scheme": "http",
-        "root_path": "", "server": ("page", 80),
-    }  # fmt: skip
-    await app(scope, receive, send)
-    return statuses[0]
 
 
 def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):

@@ -5,14 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from gateway_site import HOSTS, LIMITS, VIT, picture, run, run_in_virtual_time
+from gateway_site import HOSTS, LIMITS, VIT, made_up, picture, run, run_in_virtual_time
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
-from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.state import Swarm
@@ -146,18 +145,6 @@ def test_numbers_that_are_not_finite_are_no_answer():
     assert "not finite" in response.json()["error"]["cause"]
 
 
-CALIBRATED = Calibration(
-    schema=3, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
-    classes=tuple("abcde"),
-    rows=tuple(
-        CellAccuracy(
-            kept=kept, top1=20.0 * kept, low=1, high=90, orders_low=2, orders_high=88, sd_orders=1
-        )
-        for kept in range(1, DEPTH + 1)
-    ),
-)  # fmt: skip
-
-
 def test_the_doors_for_machines():
     """Alive, ready and healthy are three things; `why` says what is wrong, also where it is ok."""
 
@@ -172,7 +159,7 @@ def test_the_doors_for_machines():
         place.router.swarm = Swarm()
         return whole, part, await doors()
 
-    whole, part, empty = run(go, calibration=CALIBRATED, min_accuracy=70.0)
+    whole, part, empty = run(go, calibration=made_up(), min_accuracy=70.0)
     assert [answer.status_code for answer in whole] == [200, 200, 200]
     assert whole[2].json() == {
         "ok": True, "why": "", "usable_hosts": 3, "reachable_blocks": 4, "depth": 4,

@@ -8,14 +8,15 @@ from gateway_site import (
     HOSTS,
     LIMITS,
     classify,
+    made_up,
     picture,
     run,
     run_in_virtual_time,
+    sent,
 )
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
-from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
@@ -26,40 +27,6 @@ from waiting import HANGS, until
 FILE = file_of(picture())
 # A deadline that no machine reaches by itself: a test moves the clock beyond it.
 FAR_MS = 30_000
-
-
-def calibrated(**options):
-    """A gateway with a made-up calibration of the pico model."""
-    rows = tuple(
-        CellAccuracy(
-            kept=kept,
-            top1=20.0 * kept,
-            low=1.0,
-            high=90.0,
-            orders_low=2.0,
-            orders_high=88.0,
-            sd_orders=1.0,
-        )
-        for kept in range(1, DEPTH + 1)
-    )
-    calibration = Calibration(
-        schema=3, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
-        classes=tuple("abcde"), rows=rows,
-    )  # fmt: skip
-    return {"calibration": calibration, **options}
-
-
-def test_an_answer_says_what_to_expect_of_it():
-    async def go(place):
-        return (await place.classify(FILE)).json()
-
-    answer = run(go, **calibrated())
-    assert answer["expected_why"] == ""
-    assert answer["expected"] == {
-        "top1": 80.0, "low": 1.0, "high": 90.0, "orders_low": 2.0, "orders_high": 88.0, "kept": 4,
-        "orders": 2, "images": 9, "data": "made-up", "split": "test", "effective": None,
-        "passes": 1, "parallel": 1,
-    }  # fmt: skip
 
 
 def test_the_time_left_is_used_before_an_answer_of_few_blocks():
@@ -79,7 +46,7 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
         return few, refused, content, swarm, await waiting
 
     hosts = {"a": {0}, "b": {1, 2, 3}}
-    few, refused, content, swarm, waited = run_in_virtual_time(go, hosts, **calibrated())
+    few, refused, content, swarm, waited = run_in_virtual_time(go, hosts, calibration=made_up())
     assert few.json()["blocks"] == [0]
     assert few.json()["expected"]["top1"] == 20.0
     assert few.json()["ms"]["total"] == pytest.approx(1500 - LIMITS.reserve_ms)
@@ -87,7 +54,7 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
     assert "1 of 4 blocks could be run, 2 are needed" in refused.json()["error"]["cause"]
     assert content.json()["blocks"] == [0]
     assert content.json()["ms"]["total"] == 0
-    assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 88.0)
+    assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 26.0)
     assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
 
 
@@ -209,33 +176,14 @@ def test_bodies_that_trickle_take_no_places():
 def test_a_client_that_goes_away_ends_its_walk():
     async def go(place):
         place.blocks.gate = asyncio.Event()
-        messages = [{"type": "http.request", "body": FILE, "more_body": False}]
         gone = asyncio.Event()
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        answer = []
-
-        async def send(message):
-            answer.append(message)
-
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/classify", "query_string": b"",
-            "headers": [],
-            "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http", "root_path": "",
-            "server": ("gateway", 80),
-        }  # fmt: skip
-        call = asyncio.ensure_future(place.app(scope, receive, send))
+        call = asyncio.ensure_future(sent(place.app, "/v1/classify", FILE, leave=gone))
         await until(lambda: place.blocks.visits)
         gone.set()
-        await call
+        status = await call
         await until(lambda: place.blocks.cancelled)
         place.blocks.gate = None
-        return answer[0]["status"], (await place.classify(FILE)).status_code
+        return status, (await place.classify(FILE)).status_code
 
     limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
     assert run(go, HOSTS, limits=limits) == (499, 200)

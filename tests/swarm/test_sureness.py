@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from gateway_site import VIT, picture, run
-from test_calibration import digits_model, made_up
+from gateway_site import VIT, made_up, picture, run
+from test_calibration import digits_model
 from test_server_app import logits, tensors
 
 from common import DEPTH, logits_of

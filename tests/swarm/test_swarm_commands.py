@@ -211,22 +211,17 @@ def served(tmp_path, work):
         Operator(tmp_path / "s")
 
 
-def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
-    def work(operator, service):
-        words = ["swarm", "up", "--model", "dir:/nowhere", "--state", str(tmp_path / "s")]
-        code, _, err = run(capsys, *words)
-        assert code == 2
-        assert "A swarm of this user runs already" in err
-
-    served(tmp_path, work)
-
-
 def condition_until(service, host, wanted):
     wait_for(lambda: service.router.swarm[host].condition, holds=lambda now: now == wanted)
 
 
-def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
+def test_the_operator_commands_the_swarm(tmp_path, capsys):
+    """A second swarm is refused before its model is loaded."""
+
     def work(operator, service):
+        up = ["swarm", "up", "--model", "dir:/nowhere", "--state", str(tmp_path / "s")]
+        code, _, err = run(capsys, *up)
+        assert (code, "A swarm of this user runs already" in err) == (2, True)
         names = ["host-1", "host-2"]
         facts = {"model": "bundled:digits-onnx", "hosts": names}
         assert operator.command("facts") == facts
