@@ -74,6 +74,7 @@ class Pace:
 class Swarm(Mapping[str, HostView]):
     """All hosts by name, as an immutable value; `with_host` returns the next one.
 
+    `suspects`: the names of the suspect hosts, sorted; `usable_hosts`: the number of usable ones.
     A change of a host copies one row of hosts and the affected parts of the indexes: with 10,000
     hosts this takes some microseconds, and the old value stays intact.
     """
@@ -86,8 +87,8 @@ class Swarm(Mapping[str, HostView]):
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
         self._held = _by_block((view.name, view.blocks | view.loading) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
-        self._suspects = tuple(view.name for view in views if view.condition == "suspect")
-        self._usable_hosts = sum(view.usable for view in views)
+        self.suspects = tuple(view.name for view in views if view.condition == "suspect")
+        self.usable_hosts = sum(view.usable for view in views)
         # Sorted, so a decision only looks up the medians.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
@@ -129,16 +130,6 @@ class Swarm(Mapping[str, HostView]):
         """Names of the usable hosts that hold `block`, sorted."""
         return self._usable.get(block, ())
 
-    @property
-    def suspects(self) -> tuple[str, ...]:
-        """Names of the suspect hosts, sorted."""
-        return self._suspects
-
-    @property
-    def usable_hosts(self) -> int:
-        """The number of usable hosts."""
-        return self._usable_hosts
-
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors without such hosts."""
         return Pace(
@@ -157,8 +148,8 @@ class Swarm(Mapping[str, HostView]):
         was, now = (view.blocks if view.usable else out for view in (before, after))
         self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
-            self._suspects = _toggled(self._suspects, name)
-        self._usable_hosts += after.usable - before.usable
+            self.suspects = _toggled(self.suspects, name)
+        self.usable_hosts += after.usable - before.usable
         old, new = (_times(view) for view in (before, after))
         self._compute = _retimed(self._compute, old[0], after=new[0])
         self._link = _retimed(self._link, old[1], after=new[1])

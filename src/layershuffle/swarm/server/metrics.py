@@ -161,11 +161,26 @@ class Metrics(Collector):
 
     def health(self) -> Health:
         """Whether requests can be answered now, and what will fail if nobody acts."""
-        return schemas.health(
-            self._router.swarm,
-            depth=self._router.depth,
-            watching=None if self._coordinator is None else self._coordinator.watching,
-            troubles=() if self._upkeep is None else self._upkeep.troubles().values(),
+        swarm, depth = self._router.swarm, self._router.depth
+        missing = schemas.unreachable(swarm, depth=depth)
+        watching = None if self._coordinator is None else self._coordinator.watching
+        reasons = []
+        if len(missing) == depth:
+            reasons.append("no usable host holds a block")
+        elif missing:
+            reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
+        if watching is False:
+            reasons.append("the hosts are not watched now: those that fail do not come back")
+        if self._upkeep is not None:
+            reasons += self._upkeep.troubles().values()
+        return Health(
+            # One block is enough for an answer, though a poor one, and answers need no watch.
+            ok=len(missing) < depth,
+            why="; ".join(reasons),
+            usable_hosts=swarm.usable_hosts,
+            reachable_blocks=depth - len(missing),
+            depth=depth,
+            watching=watching,
         )
 
     def visits(self) -> dict[str, int]:

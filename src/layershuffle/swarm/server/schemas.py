@@ -5,7 +5,7 @@ It imports no torch and no web framework, because clients read answers with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -234,31 +234,6 @@ def hosts_of(swarm: Swarm, *, visits: Mapping[str, int], now: float) -> list[Hos
         )
         for host in swarm.values()
     ]
-
-
-def health(
-    swarm: Swarm, *, depth: int, watching: bool | None = None, troubles: Iterable[str] = ()
-) -> Health:
-    """Whether any block can be run at all, whether the hosts are watched, and the `troubles`."""
-    missing = unreachable(swarm, depth=depth)
-    reachable = depth - len(missing)
-    reasons = []
-    if reachable == 0:
-        reasons.append("no usable host holds a block")
-    elif missing:
-        reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
-    if watching is False:
-        reasons.append("the hosts are not watched now: those that fail do not come back")
-    reasons += troubles
-    return Health(
-        # One block is enough for an answer, though a poor one, and answers need no watch.
-        ok=reachable > 0,
-        why="; ".join(reasons),
-        usable_hosts=sum(host.usable for host in swarm.values()),
-        reachable_blocks=reachable,
-        depth=depth,
-        watching=watching,
-    )
 
 
 def unreachable(swarm: Swarm, *, depth: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -17,22 +17,6 @@ from layershuffle.text import table
 
 Ended = Literal["answered", "degraded", "late", "failed"]
 ENDED: tuple[Ended, ...] = get_args(Ended)
-# (figure, its name in the table, its format there)
-_ROWS = (
-    ("requests", "requests", ".0f"),
-    ("seconds", "simulated seconds", ".1f"),
-    ("per_second", "requests/s", ".1f"),
-    *((end, f"% {end}", ".2f") for end in ENDED),
-    ("ms_median", "ms, median", ".1f"),
-    ("ms_p95", "ms, 95 %", ".1f"),
-    ("ms_p99", "ms, 99 %", ".1f"),
-    ("ms_longest", "ms, longest", ".1f"),
-    ("mean_blocks", "blocks of an answer, mean", ".2f"),
-    ("right_of_answers", "% right of the answers", ".1f"),
-    ("right_of_requests", "% right of all requests", ".1f"),
-    ("false_answers", "answers with a false block", ".0f"),
-    ("visits_per_request", "visits per request", ".2f"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,34 +115,36 @@ def outcome_of(
     )
 
 
-def figures(outcome: SimulationOutcome) -> dict[str, float | None]:
-    """The rows of the report, for `json.dumps`: shares in percent, times in milliseconds.
+# (figure, its name in the table, its format there, its value). What needs answers or a calibration
+# is `None` without them.
+_FIGURES: tuple[tuple[str, str, str, Callable[[SimulationOutcome], float | None]], ...] = (
+    ("requests", "requests", ".0f", lambda o: o.requests),
+    ("seconds", "simulated seconds", ".1f", lambda o: o.seconds),
+    ("per_second", "requests/s", ".1f", lambda o: o.per_second),
+    *((end, f"% {end}", ".2f", lambda o, end=end: o.share(end)) for end in ENDED),
+    ("ms_median", "ms, median", ".1f", lambda o: o.quantile(0.5)),
+    ("ms_p95", "ms, 95 %", ".1f", lambda o: o.quantile(0.95)),
+    ("ms_p99", "ms, 99 %", ".1f", lambda o: o.quantile(0.99)),
+    ("ms_longest", "ms, longest", ".1f", lambda o: o.ms[-1]),
+    ("mean_blocks", "blocks of an answer, mean", ".2f", lambda o: o.mean_blocks),
+    ("right_of_answers", "% right of the answers", ".1f", lambda o: o.accuracy),
+    ("right_of_requests", "% right of all requests", ".1f", lambda o: o.right),
+    ("false_answers", "answers with a false block", ".0f", lambda o: o.false),
+    ("visits_per_request", "visits per request", ".2f", lambda o: o.hops),
+)
 
-    What needs answers or a calibration is `None` without them, as JSON has no NaN.
-    """
-    return {
-        "requests": outcome.requests,
-        "seconds": outcome.seconds,
-        "per_second": outcome.per_second,
-        **{end: outcome.share(end) for end in ENDED},
-        "ms_median": outcome.quantile(0.5),
-        "ms_p95": outcome.quantile(0.95),
-        "ms_p99": outcome.quantile(0.99),
-        "ms_longest": outcome.ms[-1],
-        "mean_blocks": outcome.mean_blocks,
-        "right_of_answers": outcome.accuracy,
-        "right_of_requests": outcome.right,
-        "false_answers": outcome.false,
-        "visits_per_request": outcome.hops,
-    }
+
+def figures(outcome: SimulationOutcome) -> dict[str, float | None]:
+    """The rows of the report, for `json.dumps`: shares in percent, times in milliseconds."""
+    return {key: value(outcome) for key, _, _, value in _FIGURES}
 
 
 def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:
     """Tables with a column for each outcome, headed by its routing."""
-    heads, columns = [outcome.routing for outcome in outcomes], [*map(figures, outcomes)]
+    heads = [outcome.routing for outcome in outcomes]
     rows = [
-        (name, *("-" if (x := column[key]) is None else format(x, form) for column in columns))
-        for key, name, form in _ROWS
+        (name, *("-" if (x := value(o)) is None else format(x, form) for o in outcomes))
+        for _, name, form, value in _FIGURES
     ]
     used = sorted({k for outcome in outcomes for k in outcome.blocks}, reverse=True)
     # Where nothing was answered every share is 0.
