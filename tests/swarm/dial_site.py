@@ -26,6 +26,7 @@ from layershuffle.swarm.server.run import listening
 from layershuffle_host import wire
 from layershuffle_host.host import Host
 from layershuffle_host.wire import HOST_PATH, Header
+from waiting import until
 
 TOKEN = "a secret"
 BUSY = Limits(hop_floor_ms=2000, hop_cap_ms=5000, probe_ms=5000, deadline_ms=20_000)
@@ -69,9 +70,7 @@ class Site:
 
     async def until(self, true: Callable[[], bool], *, seconds: float = 20.0) -> None:
         """Wait for something that another task does."""
-        async with asyncio.timeout(seconds):
-            while not true():
-                await asyncio.sleep(0.005)
+        await until(true, seconds=seconds)
 
     def holders(self) -> list[int]:
         """How many usable hosts hold each block."""

@@ -18,21 +18,13 @@ def hop(outcome="answered", *, ms=10.0, compute=4.0, queue=2.0, why=""):
     return Visited("a", 0, outcome, ms, compute, queue, why)
 
 
-def test_the_first_answer_sets_the_averages():
-    seen = state.answered(HOST, hop(), limits=LIMITS)
-    assert seen.compute == pytest.approx(0.004)
-    assert seen.link == pytest.approx(0.004)
-
-
-def test_later_answers_move_the_averages_by_a_fifth():
+def test_the_first_answer_sets_the_averages_and_later_ones_move_them_by_a_fifth():
     once = state.answered(HOST, hop(), limits=LIMITS)
+    assert (once.compute, once.link) == pytest.approx((0.004, 0.004))
     seen = state.answered(once, hop(compute=9.0, ms=21.0), limits=LIMITS)
     assert seen.compute == pytest.approx(0.8 * 0.004 + 0.2 * 0.009)
     assert seen.link == pytest.approx(0.8 * 0.004 + 0.2 * 0.010)
-
-
-def test_a_link_never_takes_less_than_no_time():
-    assert state.answered(HOST, hop(ms=5.0), limits=LIMITS).link == 0.0
+    assert state.answered(HOST, hop(ms=5.0), limits=LIMITS).link == 0.0, "never less than no time"
 
 
 def test_pauses_double_up_to_their_bound():
