@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from dial_site import TOKEN, Site, Stranger, dialled, digits, gateway, hosting, states
 from websockets.exceptions import ConnectionClosed
 
+from layershuffle.swarm import connections as connections_module
 from layershuffle.swarm import members as members_module
 from layershuffle.swarm.messages import (
     HostFailed,
@@ -240,6 +242,26 @@ def test_a_host_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -
             done = await asyncio.gather(*asked, return_exceptions=True)
             assert {type(error) for error in done} <= {HostGone, TimeoutError}
             assert HostGone in {type(error) for error in done}
+            odd.socket.transport.abort()
+
+    run(work)
+
+
+def test_a_gateway_that_stood_still_blames_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by an import of torch beside the loop; a host that is silent for as long is dropped."""
+    monkeypatch.setattr(connections_module, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(connections_module, "PONG_SECONDS", 0.4)
+
+    async def work(site: Site) -> None:
+        async with odd_host(site) as odd:
+            first = site.members["odd"]
+            await asyncio.sleep(0.1)
+            time.sleep(1)
+            await asyncio.sleep(0.1)
+            assert site.members["odd"] is first
+            assert odd.socket.transport is not None
+            odd.socket.transport.pause_reading()
+            await site.until(lambda: "odd" not in site.members)
             odd.socket.transport.abort()
 
     run(work)

@@ -48,7 +48,8 @@ class HostConnection(asyncio.Protocol):
         self._receiver, self._accepted = receiver, accepted
         self._wire = ServerProtocol(max_size=most_bytes)
         self._parts: list[Any] = []
-        self._is_text, self._open, self._heard = False, False, 0.0
+        self._is_text, self._open = False, False
+        self._asked_since: float | None = None
         self._pinging: asyncio.TimerHandle | None = None
         self.address = ""
         self.unread_since: float | None = None
@@ -82,7 +83,7 @@ class HostConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._heard = asyncio.get_running_loop().time()
+        self._asked_since = None
         self._wire.receive_data(data)
         for event in self._wire.events_received():
             if isinstance(event, Frame):
@@ -133,9 +134,12 @@ class HostConnection(asyncio.Protocol):
             self.close(Close.BROKEN, str(error))
 
     def _ping(self) -> None:
-        """Ask for a sign of life, of which the last may not be too old."""
+        """Ask for a sign of life; the first one asked for in vain may not be too old."""
         loop = asyncio.get_running_loop()
-        if loop.time() - self._heard > PONG_SECONDS:
+        # Not since the last sign: this loop may have stood still, and asked for none.
+        if self._asked_since is None:
+            self._asked_since = loop.time()
+        elif loop.time() - self._asked_since >= PONG_SECONDS:
             self._end("it answers no pings")
             self._transport.abort()
             return
