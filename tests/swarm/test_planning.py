@@ -18,7 +18,7 @@ from layershuffle.swarm.planning import (
 )
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals
+from layershuffle.swarm.simulation.scenario import Arrivals, Machines
 from refusals import refuses
 
 DEPTH = 12
@@ -61,8 +61,9 @@ def test_from_devices_to_figures():
     assert planned.most == pytest.approx(4 * 100 / 12, rel=1e-6)
     assert planned.bound == pytest.approx(planned.most, rel=1e-6)
     # No deadline cuts a request off, and a host takes one visit at a time.
-    patient = {"deadline_ms": 1e9, "hop_floor_ms": 1e9, "hop_cap_ms": 1e9, "max_batch": 1}
-    options = {"limits": Limits(**patient, canary_every_ms=1e12), "requests": 400}
+    patient = {"deadline_ms": 1e9, "hop_floor_ms": 1e9, "hop_cap_ms": 1e9}
+    limits, machines = Limits(**patient, canary_every_ms=1e12), Machines(max_batch=1)
+    options = {"limits": limits, "machines": machines, "requests": 400}
     alone = simulate(planned.devices, arrivals=Arrivals(clients=1), **options)
     assert alone.quantile(0.5) == pytest.approx(12 * (10 + 1))
     busy = simulate(planned.devices, arrivals=Arrivals(clients=24), **options)

@@ -90,13 +90,12 @@ def test_survivors_run_again():
 
 def test_one_server_is_a_queue_with_fixed_service():
     """Against Lindley's recursion, request by request, and the mean wait of an M/D/1 queue."""
-    limits = Limits(
-        canary_every_ms=1e12, deadline_ms=3e4, hop_cap_ms=3e4, hop_floor_ms=3e4, max_batch=1
-    )
+    limits = Limits(canary_every_ms=1e12, deadline_ms=3e4, hop_cap_ms=3e4, hop_floor_ms=3e4)
     service, rate, count = 0.005, 120.0, 4000
     arrivals = Arrivals(rate=rate)
     only = {"only": SimulatedDevice(frozenset({0}), 1000 * service, 0.0)}
-    outcome = run(only, requests=count, limits=limits, arrivals=arrivals, seed=3)
+    alone = Machines(max_batch=1)
+    outcome = run(only, requests=count, limits=limits, machines=alone, arrivals=arrivals, seed=3)
     times, wait, waits = arrivals.times(count, seed=3), 0.0, [0.0]
     for before, now in pairwise(times):
         wait = max(0.0, wait + service - (now - before))

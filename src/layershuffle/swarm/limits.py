@@ -18,7 +18,7 @@ _DOUBLINGS = 32
 
 
 class Limits(Settings):
-    """Time limits, trust and capacity of the router and the hosts."""
+    """Time limits and trust of the router, and of the processes of hosts."""
 
     deadline_ms: Milliseconds = 2000.0
     """Deadline of a request that names none."""
@@ -79,11 +79,6 @@ class Limits(Settings):
     """Assumed time of a block on an unmeasured host, if no other host was measured."""
     prior_link_ms: Milliseconds = 5.0
     """Assumed time of a visit beyond its compute, likewise."""
-
-    max_batch: Positive = 16
-    """Most images that a host runs through a block together."""
-    max_queue: Positive = 256
-    """Visits that a host queues before it refuses new ones."""
 
     # Canaries travel as float32, and a block gives the same result in a batch as alone to within
     # 1e-5 (decision 009), so no honest host comes near this.

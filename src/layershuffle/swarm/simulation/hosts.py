@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
     HostGone,
@@ -63,10 +62,9 @@ class SimulatedHost:
         device: SimulatedDevice,
         *,
         machines: Machines,
-        limits: Limits,
         delays: Iterator[float],
     ) -> None:
-        self.machines, self.limits, self.delays = machines, limits, delays
+        self.machines, self.delays = machines, delays
         self.alive, self.silent, self.lying, self.factor = True, False, False, 1.0
         self._loop = asyncio.get_running_loop()
         self._half_link = device.link_ms / 2 / _MILLI
@@ -103,7 +101,7 @@ class SimulatedHost:
         job.arrived = self._loop.time()
         job.expires = job.arrived + job.visit.budget_ms / _MILLI
         self._forget_expired()
-        if len(self._jobs) - len(self._batch) >= self.limits.max_queue:
+        if len(self._jobs) - len(self._batch) >= self.machines.max_queue:
             self._reply(job, HostUnavailable("The host takes no more work"))
             return
         self._jobs.append(job)
@@ -127,7 +125,7 @@ class SimulatedHost:
             return
         # The oldest visit, and those for the same block that fit the largest batch with it.
         same = [job for job in self._jobs if job.visit.block == self._jobs[0].visit.block]
-        self._batch = same[: self.limits.max_batch]
+        self._batch = same[: self.machines.max_batch]
         images = len(self._batch)
         seconds = self._block * self.factor * (1 + self.machines.batch_share * (images - 1))
         self._loop.call_later(seconds, self._end_batch, seconds, images, self._process)
@@ -189,12 +187,11 @@ class SimulatedHosts:
         devices: Mapping[str, SimulatedDevice],
         *,
         machines: Machines,
-        limits: Limits,
         seed: int,
     ) -> None:
         delays = machines.delays(seed)
         self.hosts = {
-            name: SimulatedHost(device, machines=machines, limits=limits, delays=delays)
+            name: SimulatedHost(device, machines=machines, delays=delays)
             for name, device in devices.items()
         }
         self.visits = 0

@@ -88,7 +88,7 @@ def simulate(
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
         clock = asyncio.get_running_loop().time
-        hosts = SimulatedHosts(devices, machines=machines or Machines(), limits=limits, seed=seed)
+        hosts = SimulatedHosts(devices, machines=machines or Machines(), seed=seed)
         router = Router(
             hosts, depth=depth, limits=limits, routing=routing, rounds=rounds, clock=clock
         )

@@ -32,7 +32,8 @@ class SimulatedDevice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """What all hosts have in common. `notice_ms`: from the death of a process until its callers
-    are told; `batch_share`: time of every further image of a batch, as a share of the first one's.
+    are told; `batch_share`: time of every further image of a batch, as a share of the first one's;
+    `max_batch`: most images that a host runs together, `max_queue`: visits that wait there at most.
 
     `delay_ms` is the median of the random delay of a visit on a busy machine, and `delay_spread`
     the standard deviation of its logarithm.
@@ -40,6 +41,8 @@ class Machines:
 
     notice_ms: float = 10.0  # SIGKILL of a process of this machine: 5 to 11 ms
     batch_share: float = 1.0
+    max_batch: int = 16
+    max_queue: int = 256
     # Among 25,500 requests on a machine with a load of 10, some visits took ten times the usual
     # time: a lognormal delay is as uneven.
     delay_ms: float = 0.0
