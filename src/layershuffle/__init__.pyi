@@ -38,4 +38,6 @@ from .models import load as load
 from .models import push_to_hub as push_to_hub
 from .models import save as save
 from .predict import predict as predict
+from .stats import compare as compare
+from .stats import estimate as estimate
 from .training import fit as fit

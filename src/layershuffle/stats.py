@@ -86,7 +86,11 @@ def estimate(
     effective: float | None = None,
     percent: bool = True,
 ) -> Estimate:
-    """The estimate from `scores[seed]`, one value per order, each measured on `images` images.
+    """Mean and 95 % interval of `scores[seed]`, one value per order, each over `images` images.
+
+        top1 = {seed: [score.top1 for score in ls.evaluate(models[seed], ...)] for seed in models}
+        result = ls.estimate(top1, images=5000)
+        result.mean, result.low, result.high, result.kind  # kind: what the interval is over
 
     Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
     orders. One value, or equal ones: Wilson interval over images if it is a `percent`, else none;
@@ -166,7 +170,11 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(sample: Values, reference: Values) -> Difference:
-    """The difference of two means: in pairs over common seeds if there are two or more, else Welch.
+    """mean(sample) - mean(reference): in pairs over two or more common seeds, else Welch's.
+
+        print(ls.compare({0: 87.5, 1: 88.1}, {0: 90.7, 1: 90.2}))  # a value of each seed
+
+    The result has `points`, and `low` and `high` of its 95 % interval, infinite if there is none.
 
     Models of one seed saw the same batches and are scored under the same orders (decision 008), so
     most of what moves one of a pair moves the other too. Raises `ValueError` for no values.

@@ -362,6 +362,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
     with started(serving) as (url, text):
         assert url.startswith("https://127.0.0.1:")
         assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text
+        assert "host-token --ca FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
             assert sorted(client.classify(image).blocks) == list(range(12))
             assert client.health().watching is True

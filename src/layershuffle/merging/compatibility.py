@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layershuffle.core.position import backbone_of, width_of
+from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
@@ -134,7 +134,7 @@ def _answers(donor: nn.Module) -> dict[str, Any]:
 def _facts(donor: nn.Module) -> dict[str, Any]:
     """What models that are merged have in common, the most telling facts first.
 
-    A model of another width also differs in the shape of every tensor.
+    The shape of every tensor tells the width, which a model of the user need not name.
     """
     backbone = backbone_of(donor)
     record = origin_of(backbone).record
@@ -145,7 +145,6 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
     facts = {
         "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
         "number of blocks": depth_of(donor),
-        "width": width_of(backbone),
         **_answers(donor),
         "position parts": position_to_json(donor),
         "base": f"{base}, blocks {blocks}" if blocks else base,

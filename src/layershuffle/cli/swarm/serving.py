@@ -228,9 +228,10 @@ class UpCommand(Command):
         from layershuffle.swarm.server.join import join_address
 
         # With all flags that the address needs, so that the printed lines can be copied.
-        address = f" --address {url}"
+        address, authority = f" --address {url}", ""
         if serving.https is not None:
             address += " --authority FILE"
+            authority = " --ca FILE"
         if serving.keys:
             address += " --api-key-file FILE"
         hosts = len(service.members)
@@ -243,7 +244,7 @@ class UpCommand(Command):
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
             f"  layershuffle swarm drill{address} --requests 300{state_flag(self.state)}",
-            f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}",
+            f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}{authority}",
             f"A browser tab as a host: {join_address(url, token=token)}",
         ]
         if key:
