@@ -145,9 +145,9 @@ class Visit:
         touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
     def settled(self) -> None:
-        """Wait for the answer and the test pairs of the current order."""
+        """Wait for the answer and the test pictures of the current order."""
         self.page.locator(".answer.waiting").first.wait_for(state="hidden")
-        self.page.locator("#status", has_text="test pairs").wait_for()
+        self.page.locator("#status", has_text="test pictures").wait_for()
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def test_the_page_has_the_address_of_the_documentation(workbench, repository):
 
 
 def right_by_hand(spec, order):
-    """How many of the first test pairs come out right, one image after the other."""
+    """How many of the first test pictures come out right, one image after the other."""
     model, pairs = ls.wrap(ls.load(spec)).eval(), DigitPairs("test", len(pair_names()))
     count = 0
     with torch.inference_mode(), ls.running(model, order):

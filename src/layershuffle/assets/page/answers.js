@@ -67,7 +67,7 @@ export class AnswerCard {
   }
 
   showScore(right, of) {
-    say(this.right, right === null ? "\u00a0" : `${right} of ${of} test pictures right in this order`);
+    say(this.right, right === null ? "\u00a0" : `${right} of ${of} right in this order`);
     this.scale.style.inlineSize = `${right === null ? 0 : (100 * right) / of}%`;
   }
 

@@ -66,7 +66,8 @@ export class Picture {
     this.ink.fillStyle = this.pen.fillStyle = "#000";
     this.ink.fillRect(0, 0, this.paper.width, this.paper.height);
     this.pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
-    say(at("picture-text"), this.facts.pairs ? "Draw something like the pictures." : "Draw something.");
+    const pairs = this.labels?.every((label) => /^[0-9]{2}$/.test(label));
+    say(at("picture-text"), pairs ? "Draw two digits, one in each half." : "Draw something.");
     this.changed();
   }
 
