@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_MOST_CHARACTERS = 400  # the longest cause of our own has 350
-_MOST_OF_A_PLACE = 300  # a column of data may stand where a path is expected
+_MOST_CHARACTERS = 570  # of cause, place and hint together; the longest of our own have 444
 _ROOM = "make room there, or give another place"
 
 
@@ -17,8 +16,8 @@ class LayerShuffleError(Exception):
     """A failure with a known cause. Exit code 1.
 
     `cause` says what is wrong, `place` where (a file, a flag, a module path), `hint` what to
-    type or change next. `str()` joins them into one paragraph. A cause of more than 400 characters,
-    or a place of more than 300, holds somebody's data (a column, a setting), and loses its middle.
+    type or change next. `str()` joins them into one paragraph of at most 600 characters: what is
+    longer holds somebody's data (a column, a setting), and loses its middle.
     """
 
     exit_code = 1
@@ -26,12 +25,14 @@ class LayerShuffleError(Exception):
     def __init__(
         self, cause: str, *, place: str | Path | None = None, hint: str | None = None
     ) -> None:
-        self.cause, self.place, self.hint = _shortened(self._own_words(cause)), place, hint
+        texts = self._own_words(cause), "" if place is None else str(place), hint or ""
+        self.cause, where, next_step = _fitting(*texts)
+        self.place, self.hint = place, next_step or None
         parts = [_sentence(self.cause)]
-        if place is not None:
-            parts.append(f"Where: {_shortened(str(place), _MOST_OF_A_PLACE)}.")
-        if hint is not None:
-            parts.append(f"Next: {_sentence(hint)}")
+        if where:
+            parts.append(f"Where: {where}.")
+        if next_step:
+            parts.append(f"Next: {_sentence(next_step)}")
         super().__init__(" ".join(parts))
 
     @classmethod
@@ -42,8 +43,15 @@ class LayerShuffleError(Exception):
         return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
 
 
-def _shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def _fitting(*texts: str) -> tuple[str, ...]:
+    """The texts; where they are too many characters, the longest lose their middles."""
+    room, fitted = _MOST_CHARACTERS, {}
+    for rank, text in enumerate(sorted(texts, key=len)):
+        share = room // (len(texts) - rank)
+        half = (share - len(" ... ")) // 2
+        fitted[text] = text if len(text) <= share else f"{text[:half]} ... {text[-half:]}"
+        room -= len(fitted[text])
+    return tuple(fitted[text] for text in texts)
 
 
 def _sentence(text: str) -> str:

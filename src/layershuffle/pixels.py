@@ -85,7 +85,11 @@ def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Ima
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file, formats=formats()) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width}x{image.height} pixels; at most {MAX_PIXELS}")
+                raise DataError(
+                    f"The image has {image.width} x {image.height} pixels, at most {MAX_PIXELS}",
+                    place=place,
+                    hint="shrink it",
+                )
             return decoded(image, channels, place=place)
     except (Image.DecompressionBombError, *DECODE_ERRORS) as error:
         # The text of an OSError repeats the place, or names a buffer of this process.

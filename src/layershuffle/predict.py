@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.bundled import image_file
@@ -130,8 +131,13 @@ def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:
         pixels = transform(read_image(image_file(path), transform.view.channels, place=path))
     except DataError as error:
         # Only training leaves images out.
-        hint = "name image files (PNG, JPEG and others)" if error.hint == SKIP_HINT else error.hint
+        whole = "give whole image files (PNG, JPEG and others)"
+        hint = whole if error.hint == SKIP_HINT else error.hint
         return DataError(error.cause, place=path, hint=hint)
     if pixels.min() == pixels.max():
-        LOG.warning("%s: models see one colour here, because transparency is left out", path)
+        with Image.open(image_file(path)) as image:
+            # A photograph in the dark is blank in the same way, and no alpha hides anything of it.
+            clear = image.has_transparency_data and image.convert("RGBA").getchannel("A")
+            if clear and clear.getextrema() != (255, 255):
+                LOG.warning("%s: models see one colour here, as they see no transparency", path)
     return pixels

@@ -144,6 +144,15 @@ def test_without_an_output_nothing_fails(monkeypatch):
     assert main(["--version"]) == 0
 
 
+def test_a_notebook_s_shell_and_an_unwritable_cache_stop_no_figure(tmp_path):
+    """A notebook hands on the name of its back end, and /sys takes no files, even of root."""
+    words = ["analyze", "norms", "bundled:digits", "--data", "digit-pairs", "--max-images", "20"]
+    env = {"MPLBACKEND": "module://matplotlib_inline.absent", "MPLCONFIGDIR": "/sys/absent"}
+    words = [sys.executable, "-m", "layershuffle", *words, "--out", str(tmp_path / "norms")]
+    subprocess.run(words, env=os.environ | env, check=True)
+    assert list((tmp_path / "norms").glob("*.svg"))
+
+
 def test_a_shell_that_lacks_characters_or_an_end_shows_the_rest():
     """Rules of tables are no ASCII, and a service may have closed its standard error."""
     words = [sys.executable, "-m", "layershuffle", "eval", "bundled:digits"]

@@ -76,18 +76,23 @@ def test_predictions_equal_those_of_a_model_in_that_order(
         assert probabilities == pytest.approx([expected[i] for i in ranking], abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as the package does
 def test_pictures_that_models_cannot_see(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A thin one would have 144 million pixels; of a drawing on nothing, nothing is left."""
     Image.new("L", (1_000_000, 1)).save("thin.png")
     Image.new("RGBA", (20, 12), (0, 0, 0, 90)).save("blank.png")
     Image.fromarray(np.zeros((12, 20), np.float32)).save("float.tif")
-    code = main(["predict", "model", "thin.png", "float.tif", "blank.png"])
+    Image.new("RGB", (20, 12)).save("dark.png")
+    Image.new("1", (10_000, 10_000)).save("huge.png")
+    code = main(["predict", "model", "thin.png", "float.tif", "blank.png", "dark.png", "huge.png"])
     answers, refusals = capsys.readouterr()
     assert code == 1
     assert answers.startswith("blank.png: ")
     assert "thin.png. Next: crop it." in refusals
     assert "float.tif. Next: convert the image to 8 or 16 bits" in refusals
     assert "blank.png: models see one colour" in refusals
+    assert "dark.png: models" not in refusals
+    assert "huge.png. Next: shrink it." in refusals
 
 
 def test_an_unreadable_file_does_not_stop_the_others(
@@ -101,7 +106,7 @@ def test_an_unreadable_file_does_not_stop_the_others(
         best = max(range(3), key=lambda index: expected[index])
         assert line == f"{number}.png: {NAMES[best]} {100 * expected[best]:.1f} %"
     assert last == "model, 2 of 4 blocks in the order 3,1"
-    assert "Where: model/config.json. Next: name image files" in printed.err
+    assert "Where: model/config.json. Next: give whole image files" in printed.err
     assert main([*words, "--json"]) == 1
     images = json.loads(capsys.readouterr().out)["images"]
     assert [answer["image"] for answer in images] == ["0.png", "model/config.json", "1.png"]

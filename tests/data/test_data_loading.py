@@ -34,18 +34,18 @@ def test_a_seed_is_the_written_down_hash() -> None:
     assert derived_seed("a", 1) != derived_seed("a", 11) != derived_seed("a1", 1)
 
 
-def test_holdout_is_disjoint_stratified_and_seeded() -> None:
+def test_holdout_is_disjoint_and_stratified() -> None:
     labels = [0] * 100 + [1] * 10 + [2] * 2 + [3]
-    training, held_out = stratified_holdout(labels, 0.2, seed=1)
+    training, held_out = stratified_holdout(labels, 0.2)
     assert sorted(training + held_out) == list(range(113))
     counts = torch.bincount(torch.tensor(labels)[held_out], minlength=4).tolist()
     assert counts == [20, 2, 1, 0]
-    assert stratified_holdout(torch.tensor(labels), 0.2, seed=1) == (training, held_out)
-    assert stratified_holdout(labels, 0.2, seed=2)[1] != held_out
+    # Each class has draws of its own, so what other classes have moves none of its images.
+    assert stratified_holdout(labels[:110], 0.2)[1] == held_out[:22]
 
 
 def test_holdout_never_takes_the_last_image_of_a_class() -> None:
-    training, held_out = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
+    training, held_out = stratified_holdout([0, 0, 1, 1, 1], 0.99)
     assert (len(training), len(held_out)) == (2, 3)
     assert {(0, 0, 1, 1, 1)[row] for row in training} == {0, 1}
 

@@ -40,6 +40,14 @@ def test_other_names_of_the_reported_folder(root: Path, name: str) -> None:
     assert opened(f"folder:{root}").splits["test"].size == 15
 
 
+def test_the_share_of_a_holdout_of_few_images_is_said(tmp_path: Path) -> None:
+    data = opened(splits_of(tmp_path, {"train": range(9), "val": range(3)}), holdout=0.05)
+    assert (
+        "the holdout is 3 of 9 training images (33%; 0.05 of each class, but at least one image), "
+        "the same for every seed" in data.notes
+    )
+
+
 def test_validation_beside_test_picks_the_checkpoint(root: Path) -> None:
     for name in CLASSES:
         picture(root / "test" / name / "only.jpg", 1)

@@ -14,7 +14,7 @@ import torchvision.datasets
 from made import CLASSES, VIEW, idx_files, opened, rows, sample, saved, shard, splits_of
 
 from layershuffle.data import DataOptions, ImageView, open_data
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
 
@@ -187,6 +187,18 @@ def test_places_of_the_hub_s_library(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refuses(DataError):
         opened("hf:nobody/nothing")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the folder, in which nothing is missing. /sys takes no files, even of root."""
+    for split in ("train", "test"):
+        for name in CLASSES:
+            place = tmp_path / "data" / split / name / "1.png"
+            place.parent.mkdir(parents=True)
+            place.write_bytes(file_of(noise(1)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/sys/absent")
+    with refuses(LayerShuffleError, "/sys/absent"):
+        opened(f"hf:{tmp_path}/data")
 
 
 def test_samples_without_a_label_and_broken_tars(tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ def digits_model():
     return truncate(ls.load("bundled:digits"), "0,4,8")
 
 
+def test_an_assumed_order_of_classes_is_said(caplog):
+    model = ls.wrap(FAMILIES["timm-vit"].plain())
+    calibrate(model, "formula?classes=5&size=16&test=5&train=5&validation=5", orders=2, images=5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model names no classes; its outputs are taken for orbits-0, orbits-1, orbits-2 and 2 "
+        "more, in the order of the data; --classes FILE names them"
+    ]
+
+
 def test_equal_to_a_slow_count():
     """Every cell and every late block, order by order, image by image."""
     model = digits_model()

@@ -284,6 +284,32 @@ def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
     assert len(slow.begun) == 3
 
 
+def test_scores_for_visitors_who_left_are_not_computed(workbench, monkeypatch):
+    """From many addresses, so the limits of one client do not stop them."""
+    slow = Slow(workbench, monkeypatch)
+
+    async def go():
+        loading = asyncio.get_running_loop().create_future()
+        loading.set_result(workbench)
+        app, gone = demo_app(loading), asyncio.Event()
+        asked = [
+            asyncio.ensure_future(
+                sent(app, f"/page/score?order={k}", address=f"10.0.1.{k}", leave=gone)
+            )
+            for k in range(12)
+        ]
+        await until(lambda: len(slow.begun) == 2)
+        gone.set()
+        left = await asyncio.gather(*asked)
+        next_one = asyncio.ensure_future(sent(app, "/page/score?order=11,0", address="10.0.2.1"))
+        slow.free.set()
+        return left, await next_one
+
+    left, answer = asyncio.run(go())
+    assert (left, answer) == ([499] * 12, 200)
+    assert slow.begun[2:] == ["11,0"]
+
+
 def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp_path):
     spec = (
         "timm:vit_tiny_patch16_224?pretrained=false&img_size=16&patch_size=8&embed_dim=8"

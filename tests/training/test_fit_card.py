@@ -40,3 +40,18 @@ def test_few_images_that_select_the_checkpoint_are_reported(tmp_path, held_out, 
             seed=run.seed,
         )  # fmt: skip
         assert percent == pytest.approx(sum(score.top1 for score in scores) / len(scores))
+
+
+def test_steps_beyond_the_data_and_a_warmup_as_long_as_the_run_are_said(tmp_path):
+    data = "digit-pairs?train=32&validation=120&test=8"
+    few = settings(data=data, steps=2, batch_size=64, warmup=2, lr=1e-3)
+    assert fit(few, tmp_path / "few").data["notes"][-2:] == [
+        "every step has all 32 training images: --batch-size 64 is more than there are",
+        "the learning rate never reaches 0.001: --warmup 2 is as long as the run of 2 steps, or "
+        "longer",
+    ]
+    enough = settings(data=data, steps=2, batch_size=32, warmup=1)
+    assert not any(
+        "--batch" in note or "--warm" in note
+        for note in fit(enough, tmp_path / "enough").data["notes"]
+    )

@@ -22,7 +22,7 @@ _MAY_DIFFER = frozenset(
 )
 # Exactly these: a subclass may have a forward of its own, which a class swap would lose.
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
-_ISOTROPIC = "use an isotropic model (ViT, DeiT, BEiT, DINOv2, EVA, XCiT, MLP-Mixer)"
+ISOTROPIC = "use an isotropic model (ViT, DeiT, BEiT, DINOv2, EVA, XCiT, MLP-Mixer)"
 _log = logging.getLogger("layershuffle")
 _DROP_PATH = frozenset({"drop_path", "drop_path1", "drop_path2", "drop_path3"})
 
@@ -69,7 +69,7 @@ def check_interchangeable(
                 f"The blocks {index} and {index + 1} of {type(container).__name__} {path!r} differ:"
                 f" {difference}. LayerShuffle needs blocks that can take each other's place",
                 place=path,
-                hint=f"{_ISOTROPIC}; allow an attribute on which nothing that a block computes "
+                hint=f"{ISOTROPIC}; allow an attribute on which nothing that a block computes "
                 "depends by wrap(model, may_differ=['index'])",
             )
 
@@ -147,9 +147,9 @@ def _refuse_stages(model: nn.Module, path: str, container: nn.Module) -> None:
             f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(by_path)} places "
             f"({', '.join(by_path)}), not in one stack",
             place=path,
-            hint=_ISOTROPIC
+            hint=ISOTROPIC
             if tower is None
-            else f"{_ISOTROPIC}; or let the others stay as they are: wrap(model, blocks={tower!r})",
+            else f"{ISOTROPIC}; or let the others stay as they are: wrap(model, blocks={tower!r})",
         )
 
 

@@ -1,21 +1,18 @@
 """Labelled images for any host model: one spec string in, named splits out.
 
-`open_data("digit-pairs", view)` is the entry point; `SOURCES` lists the kinds of specs.
+`open_data("digit-pairs", view)` is the entry point; `loading.SOURCES` lists the kinds of specs.
 """
 
 from layershuffle.data.class_names import match_classes
 from layershuffle.data.contract import DataOptions, ImageData, Split
-from layershuffle.data.loading import SOURCES, DataSource, open_data, parse_spec
+from layershuffle.data.loading import open_data
 from layershuffle.image_view import ImageView
 
 __all__ = [
-    "SOURCES",
     "DataOptions",
-    "DataSource",
     "ImageData",
     "ImageView",
     "Split",
     "match_classes",
     "open_data",
-    "parse_spec",
 ]

@@ -7,13 +7,13 @@ stays on the device, if it takes no more than a share of the free memory there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from layershuffle.data.contract import BatchFinish, Split
+from layershuffle.data.contract import Split
 
 # The remaining memory is for activations; ImageNet's 50,000 test images take 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU memory that is free when the first batch arrives
@@ -30,7 +30,7 @@ class DeviceBatches:
     def __init__(
         self,
         split: Split,
-        finish: BatchFinish,
+        finish: Callable[[Tensor], Tensor],
         *,
         batch_size: int,
         device: torch.device | str,
@@ -48,11 +48,6 @@ class DeviceBatches:
             # Only copies from pinned memory to the GPU are asynchronous.
             pin_memory=self.device.type == "cuda",
         )
-
-    @property
-    def kept(self) -> bool:
-        """Whether the next pass reads no files."""
-        return self._kept is not None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._kept is None:

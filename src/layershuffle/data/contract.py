@@ -12,9 +12,8 @@ score is reported: "train" is fitted, "holdout" (a part of the training data) pi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,19 +74,6 @@ class Split:
     groups: Tensor | None = None
 
 
-class BatchFinish(Protocol):
-    """The conversion of a source's items to the model's input, on the items' device."""
-
-    @property
-    def view(self) -> ImageView:
-        """The view of the resulting images."""
-        ...
-
-    def __call__(self, pixels: Tensor, /) -> Tensor:
-        """A batch of items as float32 [n, *view], normalised."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
     """Labelled images, fitted to a view.
@@ -99,7 +85,7 @@ class ImageData:
     spec: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
-    finish: BatchFinish
+    finish: Callable[[Tensor], Tensor]
     notes: tuple[str, ...] = ()
 
 
@@ -141,22 +127,20 @@ def generator_for(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(*parts))
 
 
-def stratified_holdout(
-    labels: Sequence[int] | Tensor, share: float, *, seed: int = HOLDOUT_SEED
-) -> tuple[list[int], list[int]]:
+def stratified_holdout(labels: Sequence[int], share: float) -> tuple[list[int], list[int]]:
     """(training, held-out) ascending indices, each class cut at `share` by its own shuffle.
 
     Per class round(share * n), but at least one image, and never the last one: a class with two
     or more images is in both parts, a class with a single image stays in the training part.
     """
-    table = torch.as_tensor(labels, dtype=torch.int64)
+    table = torch.tensor(labels)
     training, held_out = [], []
     for label in torch.unique(table).tolist():
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
         # Each class has its own draws, so another class does not move images of this one.
-        shuffle = torch.randperm(count, generator=generator_for("holdout", seed, label))
+        shuffle = torch.randperm(count, generator=generator_for("holdout", HOLDOUT_SEED, label))
         held_out += members[shuffle[:cut]].tolist()
         training += members[shuffle[cut:]].tolist()
     return sorted(training), sorted(held_out)

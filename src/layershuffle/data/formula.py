@@ -234,9 +234,6 @@ class FormulaKeys(Dataset[Item]):
         return self._size
 
     def __getitem__(self, index: int) -> Item:
-        # Required by iteration: `for item in keys` would not end otherwise.
-        if not 0 <= index < self._size:
-            raise IndexError(index)
         label = index % self._classes
         return torch.tensor([label, self._first + index // self._classes]), label
 

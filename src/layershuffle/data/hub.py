@@ -176,7 +176,7 @@ def _classes(
     kind = data.features[label]
     if isinstance(kind, datasets.ClassLabel):
         return tuple(kind.names), {number: number for number in range(len(kind.names))}
-    cells: list[Any] = [cell for cell in data[label][:] if cell is not None]
+    cells: list[Any] = [cell for cell in data[label][:] if cell not in (None, -1)]
     plain = cells and isinstance(kind, datasets.Value)
     if plain and "string" in kind.dtype:
         names = tuple(sorted(set(cells)))
@@ -185,7 +185,9 @@ def _classes(
         names = numbered(max(cells) + 1)
         return names, {number: number for number in range(len(names))}
     raise DataError(
-        f"Column {label!r} holds no labels, one integer or text per image, but {kind}",
+        f"Column {label!r} holds no labels, one integer or text per image, but {kind}"
+        if cells
+        else f"No cell of column {label!r} names a class",
         place=request.spec,
         hint=_name_it("label", request),
     )
@@ -205,7 +207,7 @@ def _has_classes(splits: Mapping[str, Any]) -> bool:
 
 
 def _chosen(role: str, candidates: Sequence[str], features: Any, request: SourceRequest) -> str:
-    column, columns = request.settings.get(role), ", ".join(features)
+    column, columns = request.settings.get(role), shortened(features, limit=9)
     if column is not None:
         if column not in features:
             raise UsageError(

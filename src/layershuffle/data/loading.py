@@ -137,7 +137,7 @@ def _unknown_scheme(spec: str, scheme: str) -> UsageError:
     match = nearest(scheme, SOURCES)
     guess = f"did you mean {SOURCES[match].form}? " if match else ""
     # A frequent mistake is a path without a scheme.
-    if Path(spec).is_dir() or (not match and ("/" in spec or "." in spec)):
+    if Path(spec).is_dir() or (not match and ":" not in spec and ("/" in spec or "." in spec)):
         guess = f"for class folders write folder:{spec}; "
     return UsageError(
         f"unknown data source {scheme!r}",

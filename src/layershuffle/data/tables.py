@@ -33,7 +33,7 @@ from layershuffle.text import shortened
 
 def assemble(
     request: SourceRequest,
-    tables: Mapping[str, ImageTable | None],
+    tables: Mapping[str, ImageTable],
     *,
     classes: Sequence[str],
     test_groups: Tensor | None = None,
@@ -47,7 +47,7 @@ def assemble(
     readable image left. Without `skip_corrupt` a bad image raises when it is read.
     """
     options, view, sentences = request.options, request.view, list(notes)
-    parts = {name: table for name, table in tables.items() if table is not None}
+    parts = dict(tables)
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts.pop("validation")
     wanted = ("train", "validation", "test") if options.train else ("test",)
@@ -106,13 +106,10 @@ def _training_splits(
     else:
         # Among the readable images only, so the share is that of the used images.
         left, cut = stratified_holdout([train.labels[row] for row in training], options.holdout)
-        # Of few images, one is more than the share.
-        share = f"a share of {options.holdout:g} per class"
-        if len(cut) > 1.5 * options.holdout * len(training):
-            share = f"at least one of each class, and {options.holdout:g} of it where that is more"
         sentences.append(
-            f"the holdout is {len(cut)} of {len(training)} training images, {share}, the same for "
-            "every seed"
+            f"the holdout is {len(cut)} of {len(training)} training images "
+            f"({len(cut) / len(training):.0%}; {options.holdout:g} of each class, but at least one "
+            "image), the same for every seed"
         )
         if not cut:
             raise DataError(

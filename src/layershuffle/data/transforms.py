@@ -57,7 +57,7 @@ class PixelTransform(PlainTransform):
         """Pixels uint8 [C, H, W]."""
         view = self.view
         width, height = resized_size(image.size, view)
-        pixels = pixel_tensor(image)
+        pixels = torch.from_numpy(channels_first(image))
         if image.size != (width, height):
             # torchvision.transforms.v2 gives the same bytes but takes 2 to 5 % longer per image.
             # With antialias, as in Pillow's filters, or shrinking would skip pixels.
@@ -66,11 +66,6 @@ class PixelTransform(PlainTransform):
             )[0]
         rows, columns = view_rows(height, view.height), view_rows(width, view.width)
         return pixels[:, rows, columns].contiguous()
-
-
-def pixel_tensor(image: Image.Image) -> Tensor:
-    """Pixels uint8 [C, H, W] of an "L" or "RGB" image; in memory the channels may come last."""
-    return torch.from_numpy(channels_first(image))
 
 
 def augment_transform(view: ImageView) -> Transform:
@@ -187,13 +182,6 @@ class Images(Dataset[Item]):
 # --- on the device --------------------------------------------------------------------------------
 
 
-def normalise(images: Tensor, view: ImageView) -> Tensor:
-    """(images - mean) / std per channel, as a new tensor; images [..., C, H, W] in [0, 1]."""
-    mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
-    std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
-    return (images - mean) / std
-
-
 def match_channels(images: Tensor, channels: int) -> Tensor:
     """Images [..., 1 or 3, H, W] with 1 or 3 channels: grey is repeated, RGB becomes luma."""
     if images.shape[-3] > channels:
@@ -211,7 +199,11 @@ def fit_images(images: Tensor, view: ImageView) -> Tensor:
     images = images.float()
     if tuple(images.shape[-2:]) != view.size:
         images = F.interpolate(images, size=view.size, mode="bilinear", antialias=True).clamp(0, 1)
-    return normalise(match_channels(images, view.channels), view)
+    mean, std = (
+        _constants(values, images.dtype, images.device).view(-1, 1, 1)
+        for values in (view.mean, view.std)
+    )
+    return (match_channels(images, view.channels) - mean) / std
 
 
 def stretched(size: tuple[int, int], view: ImageView) -> tuple[str, ...]:

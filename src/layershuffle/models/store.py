@@ -28,7 +28,7 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from layershuffle.bundled import asset, recipe_of_model
-from layershuffle.core.discovery import find_blocks
+from layershuffle.core.discovery import ISOTROPIC, find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
@@ -125,7 +125,11 @@ def load(spec: str | Path, *, num_classes: int | None = None, seed: int = 0) -> 
     """
     if num_classes is not None and num_classes < 1:
         raise UsageError(f"num_classes must be at least 1, got {num_classes}")
-    model = _opened(parse_spec(str(spec)), seed)
+    try:
+        model = _opened(parse_spec(str(spec)), seed)
+    except StackError as error:
+        # Without what `wrap` could be given: whoever names a model by a spec does not call it.
+        raise StackError(error.cause, place=spec, hint=ISOTROPIC) from error
     check_finite(model, str(spec))
     if num_classes is not None and num_classes != num_classes_of(model):
         replace_head(model, num_classes, seed=seed)

@@ -180,9 +180,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     _warn_of_few(data)
     steps, per_epoch = steps_of(settings, data.splits["train"])
     eval_every = min(settings.eval_every or per_epoch, steps)
-    # A single evaluation leaves nothing to choose.
-    if eval_every < steps:
-        data = _with_warning(data, settings)
+    notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
+    data = replace(data, notes=(*data.notes, *notes))
     eager = "compile is off" if settings.compile is False else None
     if settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains little"
@@ -241,17 +240,30 @@ def _warn_of_few(data: ImageData) -> None:
         )
 
 
-def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
-    """`data` with a note if too few images pick the checkpoint."""
+def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool) -> list[str]:
+    """What these settings do with data as few, or steps as few, as these.
+
+    `chooses`: whether there is more than one evaluation, so a checkpoint is chosen.
+    """
+    notes = []
     split = "test" if settings.paper_protocol else "holdout"
-    images = data.splits[split].size
-    if images >= _FEW_IMAGES:
-        return data
-    note = (
-        f"only {counted(images, 'image')} ({split}) to pick the checkpoint, so the choice is "
-        f"mostly chance; use {_FEW_IMAGES} or more (--holdout is their share)"
-    )
-    return replace(data, notes=(*data.notes, note))
+    images, training = data.splits[split].size, data.splits["train"].size
+    if chooses and images < _FEW_IMAGES:
+        notes.append(
+            f"only {counted(images, 'image')} ({split}) to pick the checkpoint, so the choice is "
+            f"mostly chance; use {_FEW_IMAGES} or more (--holdout is their share)"
+        )
+    if settings.batch_size > training:
+        notes.append(
+            f"every step has all {training} training images: --batch-size {settings.batch_size} is "
+            "more than there are"
+        )
+    if settings.warmup >= steps:
+        notes.append(
+            f"the learning rate never reaches {settings.lr:g}: --warmup {settings.warmup} is as "
+            f"long as the run of {counted(steps, 'step')}, or longer"
+        )
+    return notes
 
 
 def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
