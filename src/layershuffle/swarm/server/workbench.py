@@ -27,7 +27,7 @@ from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.core.tensors import logits_of
-from layershuffle.data import DataOptions, match_classes, open_data
+from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
@@ -41,6 +41,7 @@ from layershuffle.models import (
     num_classes_of,
 )
 from layershuffle.models.files import weights_digest
+from layershuffle.scoring import matched
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
 from layershuffle.swarm.server.admission import Admission, Client
@@ -250,7 +251,7 @@ def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:
     count = _PICTURES if view.height * view.width <= _LARGE else _FEW
     data = open_data(spec, view, options=DataOptions(train=False, max_test=count))
     name_outputs(model, data.classes, place=name)
-    data = match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
+    data = matched(model, data, name=name)
     split = data.splits["test"]
     items = [split.dataset[number] for number in range(split.size)]
     pixels = torch.stack([item for item, _ in items])
