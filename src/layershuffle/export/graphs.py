@@ -27,10 +27,10 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from layershuffle.core.tensors import logits_of, state_of, tensor_of
+from layershuffle.core.tensors import logits_of, state_of
 from layershuffle.errors import StackError
 from layershuffle.manifest import WEIGHTS_LOCATION
-from layershuffle.models.ends import in_place_of_blocks, run_head
+from layershuffle.models.ends import run_head, run_stem
 from layershuffle.text import one_line
 
 BlockPrecision = Literal["fp32", "fp16", "int8"]
@@ -61,19 +61,8 @@ class ModelPart(nn.Module):
 
 def stem_of(model: nn.Module) -> ModelPart:
     """The model up to its blocks: images `[n, channels, height, width]` to a state."""
-
-    def stem(images: Tensor) -> Tensor:
-        states = list[Tensor]()
-
-        def catch(state: Tensor, *_: Any, **__: Any) -> Tensor:
-            states.append(tensor_of(state))
-            return state
-
-        # The head runs as well, and the graph loses it: torch.export survives no early exit.
-        in_place_of_blocks(model, catch, forward=lambda: model(images))
-        return states[0]
-
-    return ModelPart(model, stem)
+    # The head runs as well, and the graph loses it.
+    return ModelPart(model, lambda images: run_stem(model, images, forward=model)[0])
 
 
 def head_of(model: nn.Module, image: torch.Size) -> ModelPart:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from layershuffle.core.entries import Entry, placed
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.runs import Run, changed, run_of
-from layershuffle.core.stack import blocks_of, depth_of, running, stack_of, tap
+from layershuffle.core.runs import changed, run_of
+from layershuffle.core.stack import running, stack_of, tap
 from layershuffle.core.tensors import state_of, tensor_of
 from layershuffle.errors import StackError
 
@@ -22,12 +22,20 @@ def run_stem(
 ) -> tuple[Tensor, Any]:
     """The state `[batch, tokens, width]` that enters the first block, and its other arguments.
 
-    `model` is wrapped; `forward(images)` calls it. No block runs. Raises `StackError` for a
-    backbone that never calls its blocks.
+    `model` is wrapped; `forward(images)` calls it. No block runs, and what the head makes of the
+    state is thrown away: it is small, and torch.export follows no early exit. Raises `StackError`
+    for a backbone that never calls its blocks.
     """
+    reached: list[tuple[Tensor, Any]] = []
 
-    reached = _stem(model, lambda: forward(images))
-    return reached.state, reached.others
+    def note(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        reached.append((tensor_of(state), (args, kwargs)))
+        return reached[0][0].clone()
+
+    in_place_of_blocks(model, note, forward=lambda: forward(images))
+    if not reached:
+        raise StackError(f"{type(model).__name__} never called its block stack")
+    return reached[0]
 
 
 def run_head(
@@ -52,48 +60,30 @@ def refuse_more_than_blocks(
     The blocks run in reverse order, by the backbone and one after the other outside of it; all
     states and the output have to be equal.
     """
-    few, depth = images[:2], depth_of(model)
-    order = ExecutionOrder(tuple(reversed(range(depth))), depth)
+    stack, few = stack_of(model), images[:2]
+    refusal = StackError(
+        f"{type(model).__name__} does more between its blocks than pass the state on (several "
+        "states, a read-out, gates, tuples ...), so it cannot be split into stem, blocks and head",
+        hint="whole forwards work: layershuffle.running, fit and eval",
+    )
+
+    def one_by_one(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        run = run_of(stack)
+        for record in tapped.records:
+            call = placed(stack.blocks[record.block], Step(record.position, record.block), run=run)
+            out = call(state, *args, **kwargs)
+            state = state_of(out)
+            if out is not state or not torch.equal(state, record.tensor):
+                raise refusal
+        return state
+
+    order = ExecutionOrder(tuple(reversed(range(stack.depth))), stack.depth)
     with torch.no_grad():
         with running(model, order), tap(model) as tapped:
             output = forward(few)
-        stem = _stem(model, lambda: forward(few))
-        state, (args, kwargs), same = stem.state, stem.others, True
-        for record in tapped.records:
-            step = Step(record.position, record.block)
-            call = placed(blocks_of(model)[record.block], step, run=stem.run)
-            out = call(state, *args, **kwargs)
-            state = state_of(out)
-            same &= out is state and torch.equal(state, record.tensor)
-        same = same and torch.equal(run_head(model, few, state=state, forward=forward), output)
-    if not same:
-        raise StackError(
-            f"{type(model).__name__} does more between its blocks than pass the state on (several "
-            "states, a read-out, gates, tuples ...), so it cannot be split into stem, blocks and "
-            "head",
-            hint="whole forwards work: layershuffle.running, fit and eval",
-        )
-
-
-class _Reached(BaseException):
-    """Leaves the forward at its blocks. It is not an `Exception`, so no backbone catches it."""
-
-    def __init__(self, state: Tensor, others: Any, *, run: Run) -> None:
-        super().__init__()
-        self.state, self.others, self.run = state, others, run
-
-
-def _stem(model: nn.Module, forward: Callable[[], Tensor]) -> _Reached:
-    stack = stack_of(model)
-
-    def stop(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise _Reached(tensor_of(state), (args, kwargs), run=run_of(stack))
-
-    try:
-        in_place_of_blocks(model, stop, forward=forward)
-    except _Reached as reached:
-        return reached
-    raise StackError(f"{type(model).__name__} never called its block stack")
+        again = in_place_of_blocks(model, one_by_one, forward=lambda: forward(few))
+    if not torch.equal(again, output):
+        raise refusal
 
 
 def in_place_of_blocks(
