@@ -275,7 +275,6 @@ def test_timm_arguments_are_found_by_comparison_where_timm_forgot_them(tmp_path:
     model: Any = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
     del model._model_args  # as timm before 1.0.31 leaves it
     ls.save(model, tmp_path / "m")
-    assert read_record(tmp_path / "m")["model_args"]["img_size"] == [32, 32]
     assert_same_model(ls.load(str(tmp_path / "m")), model)
 
 
@@ -365,12 +364,12 @@ class Packed(torch.Tensor):
     """Stands for the packed numbers of a quantised model."""
 
 
-def test_models_that_their_library_could_not_read_back(tmp_path):
+def test_what_wraps_or_packs_the_tensors(tmp_path):
     model = FAMILIES["timm-vit"].wrapped()
-    with refuses(UsageError):
-        ls.save(torch.compile(model), tmp_path / "compiled")
+    ls.save(torch.compile(model), tmp_path / "compiled")
+    assert_same_model(ls.load(tmp_path / "compiled"), model)
     weight = model.head.weight.detach().as_subclass(Packed)
     model.head.weight = torch.nn.Parameter(weight, requires_grad=False)
     with refuses(UsageError):
         ls.save(model, tmp_path / "packed")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "packed").exists()

@@ -23,7 +23,7 @@ from layershuffle.errors import UsageError
 from layershuffle.models.files import check_finite, shapes_of
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
-from layershuffle.models.position_files import position_to_json
+from layershuffle.models.position_files import forms_of
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 
 # Fact -> what to do about it.
@@ -146,7 +146,7 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
         "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
         "number of blocks": depth_of(donor),
         **_answers(donor),
-        "position parts": position_to_json(donor),
+        "position parts": forms_of(donor).model_dump(),
         "base": f"{base}, blocks {blocks}" if blocks else base,
         "method": record.get("method"),
         "order policy": record.get("policy"),

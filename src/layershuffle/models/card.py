@@ -6,12 +6,13 @@ the record has them, sequential and arbitrary orders apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from layershuffle.text import markdown_table, shortened
+from layershuffle.models.metadata import ModelMetadata
+from layershuffle.text import shortened
 
 # How the libraries load a directory, "." for themselves and "local-dir:." for timm.
 _STOCK = {
@@ -25,38 +26,35 @@ _STOCK = {
 
 
 def render(
-    metadata: Mapping[str, Any],
-    *,
-    place: str,
-    classes: Sequence[str] | None = None,
-    repo: str | None = None,
+    metadata: ModelMetadata, *, place: str, classes: Sequence[str] | None, repo: str | None
 ) -> str:
     """The card of a model with this metadata (layershuffle.json) in the directory named `place`.
 
     `classes`: the class names, if the model has any. `repo`: its name on the hub.
     """
-    scores, provenance = metadata.get("scores") or {}, metadata.get("provenance") or {}
     # The name of the directory is often just "model".
-    title = f"{metadata['name']}, {metadata['method']}" if metadata.get("method") else place
+    title = f"{metadata.name}, {metadata.method}" if metadata.method else place
+    task = "image-classification" if metadata.num_classes else "image-feature-extraction"
     front = ModelCardData(
-        library_name=metadata["library"],
+        library_name=metadata.library,
         tags=["layershuffle"],
-        pipeline_tag="image-classification"
-        if metadata["num_classes"]
-        else "image-feature-extraction",
-        base_model=metadata.get("base_model"),
+        pipeline_tag=task,
+        base_model=metadata.base_model,
         model_name=title,
-        eval_results=list(_results(scores, provenance.get("data"))) or None,
+        eval_results=list(_results(metadata)) or None,
     )
-    sections = [f"---\n{front.to_yaml()}\n---", f"# {title}", _summary(metadata, provenance)]
-    if accuracy := _held_out(metadata.get("selected") or {}):
-        sections.append(f"## Accuracy\n\n{accuracy}")
+    sections = [f"---\n{front.to_yaml()}\n---", f"# {title}", _summary(metadata)]
     if classes:
         listed = shortened(classes, limit=20)
         sections.append(f"## Classes\n\n{len(classes)}, in the order of the logits: {listed}.")
-    if "merge" in provenance:
-        sections.append(f"## Merge\n\n{_merge_table(provenance['merge'])}")
-    stock = _STOCK[metadata["library"]].replace("{name}", metadata["name"])
+    record = metadata.model_dump(include={"selected", "provenance"}, exclude_none=True)
+    if record:
+        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        sections.append(
+            "## Record\n\nPaths are those of the machine that made the model; `base_sha256` is the "
+            f"digest of the blocks that it started from.\n\n```yaml\n{text}```"
+        )
+    stock = _STOCK[metadata.library].replace("{name}", metadata.name)
     ours = 'import layershuffle as ls\nmodel = ls.load("dir:.")'
     if repo:
         ours = ours.replace("dir:.", f"hf:{repo}")
@@ -68,24 +66,13 @@ def render(
     return "\n\n".join(sections) + "\n"
 
 
-def _held_out(selected: Mapping[str, Any]) -> str:
-    """A sentence with the top-1 on the images that picked the checkpoint, or ""."""
-    if "top1" not in selected:
-        return ""
-    orders = (f"{percent:.1f} % in {mode} order" for mode, percent in selected["top1"].items())
-    split = str(selected["metric"]).partition(" ")[0]
-    return (
-        f"Top-1 is {' and '.join(orders)}, on the {selected['images']:,} images ({split}) by which "
-        "this checkpoint was picked."
-    )
-
-
-def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[EvalResult]:
+def _results(metadata: ModelMetadata) -> Iterator[EvalResult]:
     """A top-1 score per order mode, if the data on which it was measured is recorded."""
-    if not isinstance(data, str):
+    data = (metadata.provenance or {}).get("data")
+    if not isinstance(data, str) or not isinstance(metadata.scores, dict):
         return
-    for mode, score in scores.items():
-        if "top1" in score:
+    for mode, score in metadata.scores.items():
+        if isinstance(score, dict) and "top1" in score:
             # The hub groups results by data set, so the metric's name includes the mode.
             yield EvalResult(
                 task_type="image-classification",
@@ -97,46 +84,26 @@ def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[
             )
 
 
-def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
-    classes, tied = metadata["num_classes"], metadata["tied"]
+def _summary(metadata: ModelMetadata) -> str:
     kind, heads = "A vision transformer without a classifier", ""
-    if classes:
-        kind, heads = "An image classifier", f", {classes} classes"
-    blocks = f"{metadata['depth']} blocks"
-    if tied:
+    if metadata.num_classes:
+        kind, heads = "An image classifier", f", {metadata.num_classes} classes"
+    blocks = f"{metadata.depth} blocks"
+    if metadata.tied:
         blocks += (
-            f", of which {len(set(tied))} are different (the others share their weights; loaded "
-            "without layershuffle, all are blocks of their own)"
+            f", of which {len(set(metadata.tied))} are different (the others share their weights; "
+            "loaded without layershuffle, all are blocks of their own)"
         )
     lines = [
-        f"{kind} ({metadata['library']} {metadata['name']}, {blocks}{heads}), saved by "
-        "layershuffle (https://arxiv.org/abs/2407.04513)."
+        f"{kind} ({metadata.library} {metadata.name}, {blocks}{heads}), saved by layershuffle "
+        "(https://arxiv.org/abs/2407.04513)."
     ]
-    if metadata.get("method"):
-        lines.append(f"Training method: {metadata['method']}.")
-    # Mappings, as a merge, have their own section or are only in layershuffle.json.
-    facts = [f"- {key}: {value}" for key, value in provenance.items() if isinstance(value, str)]
-    lines += ["", *facts, ""] if facts else []
-    if "base_sha256" in provenance:
-        lines.append(
-            "Paths in `base` and `data` are those of the machine that trained the model; "
-            "`base_sha256` is the digest of the blocks that it started from."
-        )
-    parts = [name for name, form in metadata["position"].items() if form]
+    if metadata.method:
+        lines.append(f"Training method: {metadata.method}.")
+    parts = [name for name, form in metadata.position if form]
     if parts:
         lines.append(
             f"It has a position {' and a position '.join(parts)}, in layershuffle.safetensors: "
             "without layershuffle the backbone loads alone."
         )
     return "\n".join(lines)
-
-
-def _merge_table(merge: Mapping[str, Any]) -> str:
-    """A table of the blocks of each donor."""
-    rows = []
-    for number, donor in enumerate(merge["donors"]):
-        donated = [str(block) for block, giver in enumerate(merge["blocks"]) if giver == number]
-        digests = [f"{name} `{digest}`" for name, digest in donor.get("sha256", {}).items()]
-        rows.append([donor["model"], ", ".join(donated), ", ".join(digests)])
-    ends = f"Stem: {merge['stem']}. Head: {merge['head']}."
-    return f"{ends}\n\n{markdown_table(['donor', 'blocks', 'SHA-256 of its weights'], rows)}"

@@ -1,4 +1,4 @@
-"""Read and write the files of a saved model: JSON and safetensors.
+"""Read and write the files of a saved model: JSON and safetensors, here or on the hub.
 
 A model directory may come from anyone. So nothing is ever unpickled, and the names and shapes in
 the header of a safetensors file are compared with the model before memory is taken for it. Every
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,7 +19,14 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import snapshot_download
+
+# HTTPError is that of the client which this version has: of httpx or of httpx2.
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HFValidationError,
+    HTTPError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -84,6 +91,32 @@ def refused_by(
             place=place,
             hint=hint,
         ) from error
+
+
+@contextmanager
+def refused_by_hub(name: str) -> Iterator[None]:
+    """Turn what the hub, its cache or the network refuses within into one `ModelFileError`."""
+    try:
+        yield
+    # Offline, no connection, no such name, no token: the library says which.
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise ModelFileError(
+            f"{name} is not in the cache of this machine, and the hub does not give or take it "
+            f"({type(error).__name__}: {one_line(error)})",
+            place=f"huggingface.co/{name}",
+            hint=f"write hf:DIR for a directory, or type hf download {name} (on another machine: "
+            "then copy the cache here), after hf auth login for your own and private models; "
+            "?pretrained=false takes random weights",
+        ) from error
+
+
+def fetched(name: str, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """The directory in the cache with those of `files` (names or patterns) that `name` has.
+
+    Raises `ModelFileError` for a name that the hub does not have, and without cache and network.
+    """
+    with refused_by_hub(name):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from transformers.utils import logging as hf_logging
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (
     CONFIG,
     LOG,
@@ -41,7 +40,8 @@ from layershuffle.models.origin import (
     sketched,
     warn_new_head,
 )
-from layershuffle.models.timm_view import config_of_view
+from layershuffle.models.position_files import our_name, with_authors_parts
+from layershuffle.models.timm_models import config_of_view
 from layershuffle.text import shortened
 
 NAME = "transformers"
@@ -111,7 +111,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
             nn.init.zeros_(new.bias)
         new = new.to(head.weight.device, head.weight.dtype)
         setattr(backbone.get_submodule(owner), attribute, new)
-    set_class_names(backbone, [f"LABEL_{index}" for index in range(classes)])  # its filler
+    _set_names(config, [f"LABEL_{index}" for index in range(classes)])  # its filler
     backbone.num_labels = classes
     timm_model = getattr(backbone, "timm_model", None)
     if timm_model is not None:
@@ -139,12 +139,12 @@ def class_names(backbone: Backbone) -> tuple[str, ...] | None:
     return None if filler else listed
 
 
-def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
-    """Set the class names, which also sets the number of classes in the configuration."""
-    backbone.config.id2label = dict(enumerate(names))
-    backbone.config.label2id = {name: index for index, name in enumerate(names)}
-    if hasattr(backbone.config, "label_names"):  # the wrapper around timm prefers these
-        backbone.config.label_names = list(names)
+def _set_names(config: Any, names: Sequence[str]) -> None:
+    """Set the class names, which also sets the number of classes."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    if hasattr(config, "label_names"):  # the wrapper around timm prefers these
+        config.label_names = list(names)
 
 
 def set_depth(backbone: Backbone, depth: int) -> None:
@@ -182,9 +182,14 @@ def image_view(backbone: Backbone) -> ImageView:
 
 
 def write(
-    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Save with `save_pretrained`, and a processor for the view. Returns (class name, {}).
+    backbone: Backbone,
+    directory: Path,
+    *,
+    view: ImageView,
+    names: Sequence[str] | None,
+    model_args: Mapping[str, Any],
+) -> str:
+    """Save with `save_pretrained`, and a processor for the view. Returns the name of the class.
 
     Raises `UsageError` for models that their class would not build from their configuration.
     """
@@ -199,6 +204,8 @@ def write(
     before = dict(vars(backbone.config))  # save_pretrained adds architecture and dtype to it
     wrapped = hasattr(backbone, "timm_model")
     try:
+        if names is not None:
+            _set_names(backbone.config, names)
         if wrapped:  # its processor reads timm's settings
             cfg = getattr(backbone.config, "pretrained_cfg", None) or {}
             backbone.config.pretrained_cfg = {**cfg, **config_of_view(view)}
@@ -212,11 +219,11 @@ def write(
     processor = None if wrapped else processor_of(view)
     if processor:
         processor.save_pretrained(directory)
-    return type(backbone).__name__, {}
+    return type(backbone).__name__
 
 
-def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write` wrote into `directory`, and its class name. Requires all tensors."""
+def read(directory: Path, *, seed: int) -> nn.Module:
+    """The model that `write` wrote into `directory`. Requires all tensors."""
     config = checked_config(directory)
     name = next(iter(config.architectures or ()), "")
     kind = getattr(transformers, name, None)
@@ -226,8 +233,8 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
             place=directory / CONFIG,
             hint="save the model again",
         )
-    backbone = _stored(directory, kind, config, seed=seed, lenient=False)
-    return backbone, name
+    backbone: nn.Module = _stored(directory, kind, config, seed=seed, lenient=False)
+    return backbone
 
 
 def checked_config(directory: Path) -> Any:

@@ -20,7 +20,7 @@ from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView, Resize, uncropped_size
 from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS
 from layershuffle.models.origin import Backbone, per_channel, size_pair, sketched
-from layershuffle.models.timm_view import view_of_config
+from layershuffle.models.timm_models import view_of_config
 from layershuffle.text import one_line
 
 _HALF = (0.5, 0.5, 0.5)

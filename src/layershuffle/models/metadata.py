@@ -1,8 +1,8 @@
 """layershuffle.json: metadata of a saved model that the files of its library cannot hold.
 
-{"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "model_args": {...},
- "num_classes": 100, "depth": 12, "blocks": "blocks", "tied": null, "position": {"encoding": null,
- "prediction": null}, "image_view": {...}, "base_model": null, ...the record given to `save`}
+{"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "num_classes": 100, "depth": 12,
+ "blocks": "blocks", "tied": null, "position": {"encoding": null, "prediction": null},
+ "image_view": {...}, "base_model": null, ...the record given to `save`}
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.models.files import read_json
 from layershuffle.text import one_line
 
 METADATA_FILE = "layershuffle.json"
-SCHEMA = 1
 Json = dict[str, JsonValue]
+LibraryName = Literal["timm", "transformers", "torchvision"]
 
 
 # Strict types, because `save` never writes "12" or 12.0 for an integer.
@@ -53,9 +52,9 @@ class ModelMetadata(ModelRecord):
 
     # pydantic's models have a method `schema`, hence the alias.
     schema_: Literal[1] = Field(alias="schema")
-    library: Literal["timm", "transformers", "torchvision"]
+    library: LibraryName
     name: str
-    model_args: Json
+    model_args: Json | None = None  # of earlier versions; config.json has them
     num_classes: Annotated[int, Field(ge=0)]
     depth: Annotated[int, Field(ge=1)]
     blocks: str
@@ -67,23 +66,20 @@ class ModelMetadata(ModelRecord):
 
 def read_record(directory: str | Path) -> dict[str, Any]:
     """The content of DIRECTORY/layershuffle.json. Raises `ModelFileError` if it is invalid."""
-    path = Path(directory) / METADATA_FILE
-    data = read_json(path)
-    parse_metadata(data, path)
-    return data
+    metadata = read_metadata(Path(directory))
+    return metadata.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
-    """The metadata in `data`. Raises `ModelFileError` with the first invalid key."""
+def read_metadata(directory: Path) -> ModelMetadata:
+    """The metadata in `directory`. Raises `ModelFileError` with the first invalid key."""
+    path = directory / METADATA_FILE
     try:
-        # As JSON, in which the strict types of a tuple and of a dataclass are lists and objects.
-        return ModelMetadata.model_validate_json(json.dumps(data))
-    except (ValidationError, RecursionError) as error:
+        return ModelMetadata.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
         raise ModelFileError(
             f"This is no metadata of a model: {_cause(error)}",
             place=path,
-            hint="the file was changed, damaged, or written by a later version: save the model "
-            "again",
+            hint="it was changed, damaged, or written by a later version: save the model again",
         ) from error
 
 

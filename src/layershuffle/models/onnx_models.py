@@ -7,8 +7,7 @@ They cannot be trained, resized or saved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.extras import require
-from layershuffle.image_view import ImageView
 from layershuffle.manifest import ExportManifest, read_manifest
 from layershuffle.models.files import refused_by
-from layershuffle.models.origin import Origin, origin_of, remember
+from layershuffle.models.origin import Origin, remember
 from layershuffle.text import one_line
 
 NAME = "onnxruntime"
@@ -87,8 +85,8 @@ class ExportedModel(nn.Module):
         return logits
 
 
-def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model of an exported directory, and its family.
+def read(directory: Path, *, seed: int) -> nn.Module:
+    """The model of an exported directory.
 
     Raises `ModelFileError` for files that are not those of its manifest.
     """
@@ -105,7 +103,7 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
         class_names=manifest.class_names,
         record={"method": manifest.trained.method, "settings": {"data": manifest.trained.data}},
     )
-    return remember(model, origin), manifest.family
+    return remember(model, origin)
 
 
 def _checked(path: Path, digest: str) -> bytes:
@@ -130,21 +128,8 @@ def num_classes(backbone: Any) -> int:
     return int(backbone.manifest.classes)
 
 
-def class_names(backbone: nn.Module) -> tuple[str, ...] | None:
-    """The names of the classes, `None` if they have none."""
-    return origin_of(backbone).class_names
-
-
-def set_class_names(backbone: nn.Module, names: Sequence[str]) -> None:
-    """Set the class names, in memory alone."""
-    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
-
-
-def image_view(backbone: nn.Module) -> ImageView:
-    """How images are prepared."""
-    view = origin_of(backbone).view
-    assert view is not None
-    return view
+def class_names(_: nn.Module) -> None:
+    """`None`: the names in the manifest are in the origin, as the image view is."""
 
 
 def _only_run(*_: Any, **__: Any) -> NoReturn:
@@ -154,4 +139,4 @@ def _only_run(*_: Any, **__: Any) -> NoReturn:
 
 
 # Nothing else can be done with files.
-build = resize_head = set_depth = write = _only_run
+build = resize_head = set_depth = image_view = write = _only_run

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.models.files import LOG, refused_by, say_dtype, shapes_of
+from layershuffle.models.files import LOG, refused_by, say_dtype
 from layershuffle.text import did_you_mean
 
 # An nn.Module of a library, with attributes that nn.Module does not declare.
@@ -38,10 +38,10 @@ class Origin:
     """How a backbone was made.
 
     `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
-    there. `view`: how it wants its images, where that is known better than the model can tell.
-    `class_names`: of a model that has no place for them. `natural_classes`: whether it numbers
-    classes without names as timm does, which sorts folders naturally (species2 before species10).
-    `record`: see `layershuffle.save`.
+    there. `view` and `class_names`: how it wants its images and names its classes, where that is
+    known better than its library can tell. `natural_classes`: whether it numbers classes without
+    names as timm does, which sorts folders naturally (species2 before species10). `record`: see
+    `layershuffle.save`.
     """
 
     model_args: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +129,12 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     return settings
 
 
+def _tensors_of(model: nn.Module) -> dict[str, str]:
+    """Kind and shape of every tensor: libraries such as torchao store packed numbers in subclasses,
+    which no file of plain tensors gives back."""
+    return {n: f"{type(t).__name__} {tuple(t.shape)}" for n, t in model.state_dict().items()}
+
+
 def check_rebuilt(
     backbone: nn.Module, make: Callable[[], nn.Module], *, how: str, hint: str
 ) -> None:
@@ -138,7 +144,7 @@ def check_rebuilt(
     """
     with refused_by(how, hint=hint, kind=UsageError):
         sketch = sketched(make)
-    for facts_of in (lambda model: shapes_of(model.state_dict()), settings_of):
+    for facts_of in (_tensors_of, settings_of):
         ours, theirs = facts_of(backbone), facts_of(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):

@@ -15,23 +15,22 @@ into it are in other files (layershuffle.json, layershuffle.safetensors, README.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, cast
 
 from huggingface_hub import HfApi
-from torch import Tensor, nn
+from torch import nn
 
 from layershuffle.bundled import asset, recipe_of_model
 from layershuffle.core.discovery import ISOTROPIC, find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
+from layershuffle.core.stack import BlockStack, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
@@ -45,25 +44,26 @@ from layershuffle.models.files import (
     WEIGHTS,
     WEIGHTS_INDEX,
     check_finite,
+    fetched,
     read_json,
     refused_by,
+    refused_by_hub,
     refused_pickle,
     weights_digest,
 )
-from layershuffle.models.hub import fetched, refused_by_hub
 from layershuffle.models.metadata import (
     METADATA_FILE,
-    SCHEMA,
+    LibraryName,
     ModelMetadata,
     ModelRecord,
     checked_record,
-    parse_metadata,
+    read_metadata,
 )
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
 from layershuffle.models.position_files import (
     PARTS,
-    position_to_json,
+    forms_of,
     with_stored_parts,
     write_parts,
 )
@@ -76,19 +76,18 @@ _SAVE_AGAIN = "the files come from different models, or were changed: save the m
 class Library(Protocol):
     """What `timm_models`, `hf_models` and `torchvision_models` are: a library by one interface.
 
-    `build` makes a model by name. `write` writes one in the library's own layout and returns the
-    name and the arguments that rebuild it; `read` reads it back, with its name. `set_depth` notes
-    another number of blocks for `write`.
+    `build` makes a model by name. `write` writes one in the library's own layout, with the names
+    of its classes, and returns its name there; `read` reads it back. `set_depth` notes another
+    number of blocks for `write`. `class_names` and `image_view` are what the library itself knows.
     """
 
-    NAME: str
+    NAME: LibraryName
 
     def owns(self, model: nn.Module) -> bool: ...
     def build(self, name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module: ...
     def num_classes(self, backbone: nn.Module) -> int: ...
     def resize_head(self, backbone: nn.Module, classes: int, *, seed: int) -> None: ...
     def class_names(self, backbone: nn.Module) -> tuple[str, ...] | None: ...
-    def set_class_names(self, backbone: nn.Module, names: Sequence[str]) -> None: ...
     def set_depth(self, backbone: nn.Module, depth: int) -> None: ...
     def image_view(self, backbone: nn.Module) -> ImageView: ...
     def write(
@@ -97,9 +96,10 @@ class Library(Protocol):
         directory: Path,
         *,
         view: ImageView,
-        model_args: Mapping[str, Any] | None,
-    ) -> tuple[str, dict[str, Any]]: ...
-    def read(self, directory: Path, *, seed: int) -> tuple[nn.Module, str]: ...
+        names: Sequence[str] | None,
+        model_args: Mapping[str, Any],
+    ) -> str: ...
+    def read(self, directory: Path, *, seed: int) -> nn.Module: ...
 
 
 # Library -> our adapter, and the module without which the library made no model (accelerate imports
@@ -143,8 +143,8 @@ def replace_head(model: nn.Module, classes: int, *, seed: int) -> None:
     """
     backbone = backbone_of(model)
     library_of(backbone).resize_head(backbone, classes, seed=seed)
-    # Method and scores do not apply to the new head.
-    remember(backbone, replace(origin_of(backbone), record={}))
+    # Neither names nor method and scores apply to the new head.
+    remember(backbone, replace(origin_of(backbone), class_names=None, record={}))
     model.eval()  # the libraries make new layers in training mode
 
 
@@ -213,54 +213,36 @@ def _write(
     title: str,
     repo: str | None = None,
 ) -> None:
-    backbone = backbone_of(model)
-    _refuse_changed_weights(backbone)
     check_finite(model)
-    earlier = {k: v for k, v in origin_of(backbone).record.items() if k != "scores"}
+    model = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
+    backbone, names = backbone_of(model), class_names_of(model)
+    origin, library, view = origin_of(backbone), library_of(backbone), image_view(backbone)
+    earlier = {key: value for key, value in origin.record.items() if key != "scores"}
     plain = checked_record(earlier if record is None else record)
-    library, view = library_of(backbone), image_view(backbone)
     path, container = next(
         # A model that is not wrapped is searched, and not changed.
         (item for item in backbone.named_modules() if isinstance(item[1], BlockStack)),
         None,
     ) or find_blocks(backbone)
-    name, args = library.write(backbone, stage, view=view, model_args=model_args)
-    metadata = {
-        "schema": SCHEMA,
-        "library": library.NAME,
-        "name": name,
-        "model_args": args,
-        "num_classes": library.num_classes(backbone),
-        "depth": len(container._modules),
-        "blocks": path,
-        "tied": places_tied(container.children()),
-        "position": position_to_json(model),
-        "image_view": asdict(view),
-        "base_model": origin_of(backbone).base_model,
+    tied = places_tied(container.children())
+    metadata = ModelMetadata(
+        schema=1,
+        library=library.NAME,
+        name=library.write(backbone, stage, view=view, names=names, model_args=model_args or {}),
+        num_classes=library.num_classes(backbone),
+        depth=len(container._modules),
+        blocks=path,
+        tied=None if tied is None else list(tied),
+        position=forms_of(model),
+        image_view=view,
+        base_model=origin.base_model,
         **plain,
-    }
+    )
     write_parts(model, stage)
-    (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-    card = render(metadata, place=title, classes=library.class_names(backbone), repo=repo)
+    facts = metadata.model_dump_json(indent=2, by_alias=True, exclude_unset=True)
+    (stage / METADATA_FILE).write_text(facts + "\n", encoding="utf-8")
+    card = render(metadata, place=title, classes=names, repo=repo)
     (stage / CARD).write_text(card, encoding="utf-8")
-
-
-def _refuse_changed_weights(backbone: nn.Module) -> None:
-    """Raises `UsageError` for tensors that the library could not read back."""
-    if hasattr(backbone, "_orig_mod"):
-        raise UsageError(
-            "torch.compile wrapped this model in a module with other tensor names",
-            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
-        )
-    for name, tensor in backbone.state_dict().items():
-        # Libraries such as torchao store packed numbers in subclasses of Tensor.
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise UsageError(
-                f"The tensor {name} is a {type(tensor).__name__}, not a plain tensor: the model is "
-                "quantised or sharded, and its library could not read it back",
-                hint="save the model before it is quantised, and quantise after loading; gather "
-                "a sharded model first",
-            )
 
 
 def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
@@ -319,7 +301,15 @@ def num_classes_of(model: nn.Module) -> int:
 def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
     """The names of the model's classes in the order of its logits, `None` if it has none."""
     backbone = backbone_of(model)
-    return library_of(backbone).class_names(backbone)
+    return origin_of(backbone).class_names or library_of(backbone).class_names(backbone)
+
+
+def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Set the class names of `model`, one per logit. `save` writes them as its library does."""
+    if len(names) != num_classes_of(model):
+        raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
+    backbone = backbone_of(model)
+    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
 
 
 def name_outputs(
@@ -374,14 +364,6 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
             hint="leave out --classes, or correct the names in the model's files",
         )
     set_class_names(model, names)
-
-
-def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Set the class names of `model`, one per logit. The format of its library stores them."""
-    if len(names) != num_classes_of(model):
-        raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
-    backbone = backbone_of(model)
-    library_of(backbone).set_class_names(backbone, names)
 
 
 def library_of(backbone: nn.Module) -> Library:
@@ -439,27 +421,16 @@ def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
 def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Module:
     """The model in a directory; `base`: the name of one that somebody else put on the hub."""
     directory = _model_directory(place.expanduser())
-    path = directory / METADATA_FILE
     if (directory / MANIFEST).is_file():
-        return wrap(_library("onnxruntime").read(directory, seed=seed)[0], "blocks")
-    if not path.is_file():
+        return wrap(_library("onnxruntime").read(directory, seed=seed), "blocks")
+    if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
-    metadata = parse_metadata(read_json(path), path)
-    library = _library(metadata.library)
-    backbone, name = library.read(directory, seed=seed)
+    metadata, path = read_metadata(directory), directory / METADATA_FILE
+    backbone = _library(metadata.library).read(directory, seed=seed)
     try:
         wrap(backbone, metadata.blocks)
     except StackError as error:
         raise ModelFileError(error.cause, place=path, hint=_SAVE_AGAIN) from error
-    actual = (name, library.num_classes(backbone), depth_of(backbone))
-    for key, value in zip(("name", "num_classes", "depth"), actual, strict=True):
-        if getattr(metadata, key) != value:
-            raise ModelFileError(
-                f"The key {key!r} says {getattr(metadata, key)!r}, the model beside it has "
-                f"{value!r}",
-                place=path,
-                hint=_SAVE_AGAIN,
-            )
     record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
@@ -495,7 +466,7 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
     # transformers' wrapper around timm also has an architecture.
     if "architecture" not in config or "model_type" in config:
         return wrap(hf_models.foreign(directory, seed=seed, base=base))
-    backbone, _ = _library("timm").read(directory, seed=seed)
+    backbone = _library("timm").read(directory, seed=seed)
     origin = replace(origin_of(backbone), base_model=base, natural_classes=True)
     return wrap(remember(backbone, origin))
 

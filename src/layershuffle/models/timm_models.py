@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
@@ -19,13 +19,14 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from layershuffle.errors import UsageError
-from layershuffle.image_view import ImageView
+from layershuffle.image_view import ImageView, Resize
 from layershuffle.models.files import (
     CONFIG,
     LOG,
     WEIGHTS,
     WRAPPERS,
     check_download,
+    fetched,
     read_tensors,
     refused_by,
     say_dtype,
@@ -33,7 +34,6 @@ from layershuffle.models.files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.models.hub import fetched
 from layershuffle.models.origin import (
     Backbone,
     Origin,
@@ -41,13 +41,14 @@ from layershuffle.models.origin import (
     filled,
     listed_names,
     origin_of,
+    per_channel,
     remember,
     seeded,
+    size_pair,
     sketched,
     unknown_name,
     warn_new_head,
 )
-from layershuffle.models.timm_view import config_of_view, image_size, view_of_config
 from layershuffle.text import shortened
 
 NAME = "timm"
@@ -65,6 +66,9 @@ _CFG_KEYS = (
     "interpolation", "crop_pct", "crop_mode", "first_conv", "classifier", "fixed_input_size",
     "pool_size",
 )  # fmt: skip
+
+
+_CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
 
 
 def owns(model: nn.Module) -> bool:
@@ -114,11 +118,16 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
                 backbone = timm.create_model(name, **weights, **args)
         backbone.pretrained_cfg = {**backbone.pretrained_cfg, **view}
         image_view(backbone)  # raises for settings that fit no image
-    if pretrained:
-        _name_imagenet(backbone)
+    # timm names no classes of its weights, but recognises those of (a part of) ImageNet.
+    subset = infer_imagenet_subset(backbone) if pretrained else None
+    names = tuple(ImageNetInfo(subset).label_names()) if subset else None
     if classes is not None and classes != num_classes(backbone):
         resize_head(backbone, classes, seed=seed)
-    return remember(backbone, Origin(model_args=args, base_model=base, natural_classes=natural))
+        names = None
+    return remember(
+        backbone,
+        Origin(model_args=args, base_model=base, class_names=names, natural_classes=natural),
+    )
 
 
 _NO_LOADER = {"custom_load": False}
@@ -202,18 +211,6 @@ def class_names(backbone: Backbone) -> tuple[str, ...] | None:
     return listed_names(names, num_classes(backbone), place="label_names")
 
 
-def _name_imagenet(backbone: Backbone) -> None:
-    """Set the class names of weights that timm recognises as trained on (a part of) ImageNet."""
-    subset = infer_imagenet_subset(backbone)
-    if subset is not None and class_names(backbone) is None:
-        set_class_names(backbone, ImageNetInfo(subset).label_names())
-
-
-def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
-    """Set the class names."""
-    backbone.pretrained_cfg = {**backbone.pretrained_cfg, "label_names": list(names)}
-
-
 def set_depth(backbone: Backbone, depth: int) -> None:
     """Record that `backbone` now has `depth` blocks, for saving.
 
@@ -235,13 +232,18 @@ def image_view(backbone: Backbone) -> ImageView:
 
 
 def write(
-    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Write config.json and model.safetensors. Returns (architecture, arguments to rebuild it).
+    backbone: Backbone,
+    directory: Path,
+    *,
+    view: ImageView,
+    names: Sequence[str] | None,
+    model_args: Mapping[str, Any],
+) -> str:
+    """Write config.json and model.safetensors. Returns the architecture.
 
     Raises `UsageError` if the arguments are unknown, or give another model.
     """
-    named = dict(model_args or {})
+    named = dict(model_args)
     name = named.pop("architecture", None) or _architecture(backbone)
     hint = "pass replacements by name: save(model, directory, model_args={...})"
     with refused_by("JSON", hint=hint, kind=UsageError):
@@ -261,12 +263,56 @@ def write(
             **_NO_LOADER,
         },
     }
-    names = class_names(backbone)
     if names:  # timm reads them from here
         config["label_names"] = list(names)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(backbone.state_dict(), directory / WEIGHTS)
-    return name, args
+    return name
+
+
+def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
+    """The view in the result of timm's `resolve_data_config`, at the size of the model `backbone`.
+
+    Raises the errors of `image_view`.
+    """
+    channels = int(getattr(backbone, "in_chans", None) or config["input_size"][0])
+    height, width = image_size(backbone) or tuple(config["input_size"][1:])
+    if config["crop_mode"] not in _CROP_MODES:
+        raise UsageError(
+            f"Images cannot be cropped in the mode {config['crop_mode']!r}",
+            place=type(backbone).__name__,
+            hint="add crop_mode=center or crop_mode=squash to the spec of the model",
+        )
+    # timm also has "random" and "lanczos", which a view does not support.
+    nearest = {"random": "bicubic", "lanczos": "bicubic"}
+    return ImageView(
+        channels=channels,
+        height=height,
+        width=width,
+        mean=per_channel(config["mean"], channels),
+        std=per_channel(config["std"], channels),
+        interpolation=nearest.get(config["interpolation"], config["interpolation"]),
+        crop_pct=float(config["crop_pct"]),
+        resize=cast(Resize, _CROP_MODES[config["crop_mode"]]),
+    )
+
+
+def config_of_view(view: ImageView) -> dict[str, Any]:
+    """The settings of a pretrained_cfg for `view`."""
+    return {
+        "input_size": [view.channels, view.height, view.width],
+        "mean": list(view.mean),
+        "std": list(view.std),
+        "interpolation": view.interpolation,
+        "crop_pct": view.crop_pct,
+        "crop_mode": next(name for name, ours in _CROP_MODES.items() if ours == view.resize),
+    }
+
+
+def image_size(backbone: Backbone) -> tuple[int, int] | None:
+    """(height, width) of the input of `backbone`, `None` if it is unknown."""
+    size = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
+    return size_pair(size) if size is not None else None
 
 
 def _architecture(backbone: Backbone) -> str:
@@ -297,17 +343,17 @@ def _check_rebuilt(backbone: Backbone, name: str, args: Mapping[str, Any]) -> No
     )
 
 
-def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write`, or timm, wrote into `directory`, and its architecture.
+def read(directory: Path, *, seed: int) -> nn.Module:
+    """The model that `write`, or timm, wrote into `directory`.
 
     Raises `ModelFileError` if config.json and weights do not fit together.
     """
     hint = "check config.json against the weights, or take the model from its source again"
     with refused_by("timm", directory, hint=hint):
         # timm reads the configuration alone, because it is not asked for the weights.
-        backbone: Backbone = filled(
+        backbone = filled(
             lambda: timm.create_model(f"local-dir:{directory}"),
             read_tensors(*weight_files(directory)), place=directory, seed=seed,
         )  # fmt: skip
         class_names(backbone)  # raises for invalid names
-    return backbone, str(backbone.pretrained_cfg["architecture"])
+    return backbone

@@ -36,7 +36,6 @@ from layershuffle.models.origin import (
     check_rebuilt,
     filled,
     listed_names,
-    origin_of,
     remember,
     seeded,
     unknown_name,
@@ -70,7 +69,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     with refused_by("torchvision", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
         if tag is None or str(tag).lower() == "none":
             with seeded(seed):
-                return remember(_create(name, args), Origin(model_args=args))
+                fresh: nn.Module = _create(name, args)
+                return fresh
         kinds = torchvision.models.get_model_weights(name).__members__
         if tag not in kinds:
             raise unknown_name(
@@ -103,10 +103,10 @@ def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Mod
         interpolation=str(preset.interpolation.value),
         crop_pct=min(1.0, preset.crop_size[0] / preset.resize_size[0]),
     )
-    trained = remember(backbone, Origin(model_args=args, view=view, class_names=categories))
-    if classes is not None and classes != num_classes(backbone):
-        resize_head(backbone, classes, seed=seed)
-    return trained
+    if classes is None or classes == num_classes(backbone):
+        return remember(backbone, Origin(view=view, class_names=categories))
+    resize_head(backbone, classes, seed=seed)
+    return remember(backbone, Origin(view=view))
 
 
 def num_classes(backbone: Backbone) -> int:
@@ -124,18 +124,11 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
         nn.init.zeros_(parameter)
     backbone.heads.head = new.to(old.weight.device, old.weight.dtype)
     backbone.num_classes = classes  # an attribute of torchvision
-    remember(backbone, replace(origin_of(backbone), class_names=None))
     warn_new_head(old.out_features, classes, seed=seed)
 
 
-def class_names(backbone: Backbone) -> tuple[str, ...] | None:
-    """The categories of the weights, or those of the data that the model was refined on."""
-    return origin_of(backbone).class_names
-
-
-def set_class_names(backbone: Backbone, names: Sequence[str]) -> None:
-    """Set the class names, which config.json lists as "categories", torchvision's term."""
-    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
+def class_names(_: nn.Module) -> None:
+    """`None`: the model has no place for them; those of weights and files are in its origin."""
 
 
 def set_depth(backbone: Backbone, depth: int) -> None:
@@ -156,9 +149,15 @@ def image_view(backbone: Backbone) -> ImageView:
 
 
 def write(
-    backbone: Backbone, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Write config.json and model.safetensors. Returns ("VisionTransformer", its arguments).
+    backbone: Backbone,
+    directory: Path,
+    *,
+    view: ImageView,
+    names: Sequence[str] | None,
+    model_args: Mapping[str, Any],
+) -> str:
+    """Write config.json, with torchvision's term "categories", and model.safetensors. Returns
+    "VisionTransformer".
 
     Raises `UsageError` for models that these arguments do not describe.
     """
@@ -172,7 +171,7 @@ def write(
         "num_heads": int(blocks[0].num_heads),
         "num_classes": num_classes(backbone),
         "representation_size": backbone.representation_size,
-        **(model_args or {}),
+        **model_args,
     }
     # A convolutional stem, another norm or activation has no place in a file.
     check_rebuilt(
@@ -181,15 +180,14 @@ def write(
         how=f"{_CLASS} of torchvision with {kwargs}",
         hint="build it from sizes alone (image_size, patch_size, num_layers, ...)",
     )
-    names = class_names(backbone)
     config = {"name": _CLASS, "kwargs": kwargs} | ({"categories": list(names)} if names else {})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(backbone.state_dict(), directory / WEIGHTS)
-    return _CLASS, kwargs
+    return _CLASS
 
 
-def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
-    """The model that `write` wrote into `directory`, and the name of its class."""
+def read(directory: Path, *, seed: int) -> nn.Module:
+    """The model that `write` wrote into `directory`."""
     place = directory / CONFIG
     config = read_json(place)
     if config.get("name") != _CLASS:
@@ -206,4 +204,4 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
             lambda: VisionTransformer(**config["kwargs"]), tensors, place=directory, seed=seed
         )
         names = listed_names(config.get("categories"), num_classes(backbone), place=place)
-    return remember(backbone, Origin(model_args=config["kwargs"], class_names=names)), _CLASS
+    return remember(backbone, Origin(class_names=names))
