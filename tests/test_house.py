@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "models": ("core",),
     "predict": ("core", "models", "data"),
     "scoring": ("core", "models", "data", "settings"),
-    "training": ("core", "models", "data", "settings"),
+    "training": ("core", "models", "data", "settings", "scoring"),
     "merging": ("core", "models", "data", "settings", "scoring"),
     "export": ("core", "models", "settings", "scoring"),
     "analysis": ("core", "models", "data", "settings", "scoring"),

@@ -14,6 +14,7 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
+from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -26,12 +27,13 @@ from layershuffle.models import (
     image_view,
     load,
     name_classes,
-    name_outputs,
     num_classes_of,
+    set_class_names,
 )
+from layershuffle.models.origin import origin_of
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
-from layershuffle.text import Progress, unheard
+from layershuffle.text import Progress, shortened, unheard
 
 _IN_MEMORY_BYTES = 1 << 30
 
@@ -113,18 +115,32 @@ def open_scored(
     for model, name in zip(models, names, strict=True):
         name_classes(model, settings.classes, place=name)
     data = open_data(spec, resized_as(image_view(models[0]), settings.resize), options=options)
-    notes = name_outputs(models[0], data.classes, place=names[0])
-    data = matched(models[0], data, name=names[0])
-    for model, name in zip(models[1:], names[1:], strict=True):
-        notes += name_outputs(model, data.classes, place=name, of=names[0])
-    return replace(data, notes=(*data.notes, *notes))
+    for model, name in zip(models, names, strict=True):
+        of = "the data" if model is models[0] else names[0]
+        data = matched(model, data, name=name, of=of)
+    return data
 
 
-def matched(model: nn.Module, data: ImageData, *, name: str) -> ImageData:
+def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data") -> ImageData:
     """`data` with the classes of `model`, which is called `name`, in the order of its outputs.
 
-    With other classes, or in another order, scores would be meaningless. Raises `DataError`.
+    Outputs without names get those of the data, which are `of` it or of another model, and a note
+    says so. A model of timm was trained on folders that timm sorts naturally and without case
+    (species2 before species10), so its outputs get them in that order. With other classes scores
+    would be meaningless: raises `DataError`.
     """
+    if class_names_of(model) is None and num_classes_of(model) == len(data.classes):
+        names, order = data.classes, f"in the order of {of}"
+        if origin_of(backbone_of(model)).natural_classes:
+            from timm.utils import natural_key
+
+            names, order = tuple(sorted(names, key=natural_key)), "in natural order, as timm sorts"
+        set_class_names(model, names)
+        note = (
+            f"{name} names no classes; its outputs are taken for {shortened(names)}, {order}; "
+            "--classes FILE names them"
+        )
+        data = replace(data, notes=(*data.notes, note))
     return match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
 
 

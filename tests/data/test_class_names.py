@@ -14,10 +14,11 @@ from torch.utils.data import Dataset
 from torchvision.models import ViT_B_16_Weights
 
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
-from layershuffle.data.class_names import class_difference, in_order_of, numbered
+from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import Item
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import DataError
+from refusals import refuses
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 
@@ -86,9 +87,9 @@ def test_numbers_in_another_order_are_matched_as_names(turned: bool) -> None:
     """Folders sort as 0, 1, 10, 11, 2, so ten of twelve classes have another index."""
     folders, numbers = tuple(sorted(numbered(12))), numbered(12)
     classes, names = (folders, numbers) if turned else (numbers, folders)
-    assert class_difference(classes, names, outputs=12) is None
     for start in range(0, 12, 3):
-        data = in_order_of(data_of(*classes, dataset=Labels(range(start, start + 3))), names)
+        data = data_of(*classes, dataset=Labels(range(start, start + 3)))
+        data = match_classes(data, names, outputs=12, place="dir:m")
         assert [names[label] for label in labels_of(data)] == list(classes[start : start + 3])
     assert data.classes == names
 
@@ -126,13 +127,13 @@ def test_imagenet_s_folders_are_its_words_and_those_of_torchvision() -> None:
     categories = ViT_B_16_Weights.DEFAULT.meta["categories"]
     for classes in (folders, words, categories):
         for names in (folders, words, categories):
-            assert class_difference(classes, names, outputs=1000) is None
-            data = in_order_of(data_of(*classes), names)
+            data = match_classes(data_of(*classes), names, outputs=1000, place="dir:m")
             assert labels_of(data) == [0, 1, 2]
     # In another order they are another model's.
     turned = [*words[1:], words[0]]
-    assert "other names" in str(class_difference(folders, turned, outputs=1000))
-    assert class_difference(numbered(1000), turned, outputs=1000) is None
+    with refuses(DataError, "dir:m and folder:x"):
+        match_classes(data_of(*folders), turned, outputs=1000, place="dir:m")
+    match_classes(data_of(*numbered(1000)), turned, outputs=1000, place="dir:m")
 
 
 def test_the_holdout_does_not_depend_on_the_order_of_the_model(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_the_holdout_does_not_depend_on_the_order_of_the_model(tmp_path: Path) -
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(np.full((8, 8, 3), 40 * label + number, np.uint8)).save(path)
     data = open_data(f"folder:{tmp_path}", VIEW, options=DataOptions(holdout=0.4))
-    turned = in_order_of(data, ("stripe", "disk", "grid"))
+    turned = match_classes(data, ("stripe", "disk", "grid"), outputs=3, place="dir:m")
     for name in ("train", "holdout", "test"):
         ours, theirs = (d.splits[name].dataset for d in (data, turned))
         for row in range(len(ours)):  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +20,12 @@ from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
-from layershuffle.models import class_names_of, image_view, load, name_outputs, num_classes_of
+from layershuffle.models import image_view, load
 from layershuffle.models.files import LOG
 from layershuffle.models.origin import trained_with
 from layershuffle.scoring import matched
@@ -196,9 +196,10 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
     )
     view = resized_as(image_view(model), settings.resize)
     data = open_data(spec, view, options=options)
-    for note in name_outputs(model, data.classes, place="the model"):
-        LOG.warning(note)
-    names = class_names_of(model)
+    fitting = data
     # Most analyses do not use the classes; the others check them (`require_classes`).
-    fits = class_difference(data.classes, names, outputs=num_classes_of(model)) is None
-    return in_order_of(data, names) if fits else data
+    with suppress(DataError):
+        fitting = matched(model, data, name="the model")
+    for note in fitting.notes[len(data.notes) :]:
+        LOG.warning(note)
+    return fitting

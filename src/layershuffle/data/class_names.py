@@ -34,35 +34,43 @@ def have_names(classes: ClassNames) -> bool:
 def match_classes(
     data: ImageData, names: ClassNames | None, *, outputs: int, place: str
 ) -> ImageData:
-    """`data` with the classes and the class indices of a model.
+    """`data` with the classes of a model, in the order of its outputs.
 
     `names`: the names of the model's classes, `None` if it has none; `outputs`: the number of
-    outputs of its head. Raises `DataError` with the differences.
+    outputs of its head. Where one side has numbers alone, they are matched by number, and a note
+    says so. Raises `DataError` with the differences.
     """
-    difference = class_difference(data.classes, names, outputs=outputs)
-    if difference is not None:
+    classes, cause = data.classes, None
+    # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
+    indices = None if names is None else _indices(classes, names)
+    if len(classes) != outputs:
+        head = f"{outputs} outputs" if outputs else "no classifier"
+        cause = f"the model has {head}, the data has {len(classes)} classes"
+    elif names is not None and indices is None and have_names(classes) and have_names(names):
+        listed = listed_difference({"the model": names, "the data": classes}, same=_plain)
+        cause = "the classes of model and data have other names: "
+        cause += listed or "some stand for several classes"
+    if cause is not None:
         raise DataError(
-            difference,
+            cause,
             place=f"{place} and {data.spec}",
             hint=f"layershuffle fit --model ... --data {data.spec} makes a new head; or use data "
             "with the model's classes",
         )
-    return in_order_of(data, names)
-
-
-def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: int) -> str | None:
-    """The difference between these classes and those of a head with `outputs` outputs, if any."""
-    if len(classes) != outputs:
-        head = f"{outputs} outputs" if outputs else "no classifier"
-        return f"the model has {head}, the data has {len(classes)} classes"
-    if names is None or _indices(classes, names) is not None:
-        return None
-    if not (have_names(classes) and have_names(names)):
-        return None
-    listed = listed_difference({"the model": names, "the data": classes}, same=_plain)
-    return "the classes of model and data have other names: " + (
-        listed or "some stand for several classes"
-    )
+    if names is None:
+        return data
+    if indices is None:
+        unnamed = "the model has" if have_names(classes) else "the data have"
+        classes = classes if have_names(classes) else tuple(names)
+        note = f"{unnamed} no names of classes, so number 0 is {classes[0]}, and so on"
+        return replace(data, classes=classes, notes=(*data.notes, note))
+    splits = data.splits
+    if indices != list(range(len(names))):
+        splits = {
+            name: replace(split, dataset=RenumberedImages(split.dataset, indices))
+            for name, split in splits.items()
+        }
+    return replace(data, classes=tuple(names), splits=splits)
 
 
 def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], str] = str) -> str:
@@ -78,30 +86,6 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
         accented = shortened(sorted(lone_names))
         return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
     return ", ".join(f"{len(n)} in {side} only ({shortened(n)})" for side, n in lone.items() if n)
-
-
-def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
-    """`data` with its classes numbered in the order of `names`, a permutation of its own names.
-
-    Nothing changes if the model has no names; data without names get those of the model, and a note
-    says so.
-    """
-    if names is None:
-        return data
-    # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
-    indices = _indices(data.classes, names)
-    if indices is None:
-        unnamed = "the model has" if have_names(data.classes) else "the data have"
-        classes = data.classes if have_names(data.classes) else tuple(names)
-        note = f"{unnamed} no names of classes, so number 0 is {classes[0]}, and so on"
-        return replace(data, classes=classes, notes=(*data.notes, note))
-    splits = data.splits
-    if indices != list(range(len(names))):
-        splits = {
-            name: replace(split, dataset=RenumberedImages(split.dataset, indices))
-            for name, split in splits.items()
-        }
-    return replace(data, classes=tuple(names), splits=splits)
 
 
 def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:

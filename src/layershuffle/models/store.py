@@ -312,30 +312,6 @@ def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
     remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
 
 
-def name_outputs(
-    model: nn.Module, classes: Sequence[str], *, place: str, of: str = "the data"
-) -> tuple[str, ...]:
-    """Name the outputs of a model without names, which is called `place`, after the `classes` `of`
-    the data or another model.
-
-    A model of timm was trained on folders that timm sorts naturally and without case (species2
-    before species10), so its outputs get `classes` in that order. Returns the sentence that says
-    what was assumed, if anything was.
-    """
-    if class_names_of(model) is not None or num_classes_of(model) != len(classes):
-        return ()
-    names, order = tuple(classes), f"in the order of {of}"
-    if origin_of(backbone_of(model)).natural_classes:
-        from timm.utils import natural_key
-
-        names, order = tuple(sorted(classes, key=natural_key)), "in natural order, as timm sorts"
-    set_class_names(model, names)
-    return (
-        f"{place} names no classes; its outputs are taken for {shortened(names)}, {order}; "
-        "--classes FILE names them",
-    )
-
-
 def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     """Name the outputs of a model, which is called `place`, as `file` says, a line for each.
 

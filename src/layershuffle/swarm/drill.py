@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.image_view import uncropped_size
-from layershuffle.models import file_view, name_outputs
+from layershuffle.models import file_view
 from layershuffle.scoring import matched
 from layershuffle.stats import quantile
 from layershuffle.swarm.calibration import Calibration
@@ -115,7 +115,6 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
     raw = replace(view, height=height, width=width, crop_pct=1.0, mean=zeros, std=ones)
     count = min(count, _MOST_IMAGES)
     opened = open_data(data, raw, options=DataOptions(train=False, max_test=count))
-    name_outputs(model, opened.classes, place="the model")  # the calibration has said it
     opened = matched(model, opened, name="the model")
     split = opened.splits["test"]
     items = map(split.dataset.__getitem__, range(min(count, split.size)))

@@ -32,7 +32,7 @@ from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import Device, device_of
-from layershuffle.models import file_view, image_view, name_outputs
+from layershuffle.models import file_view, image_view
 from layershuffle.models.ends import refuse_more_than_blocks
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import trained_with
@@ -158,9 +158,10 @@ def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
 
 def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
     opened = open_data(data, file_view(host), options=options)
-    for note in name_outputs(host, opened.classes, place="the model"):
+    fitting = matched(host, opened, name="the model")
+    for note in fitting.notes[len(opened.notes) :]:
         _log.warning(note)
-    return matched(host, opened, name="the model")
+    return fitting
 
 
 def _batches(host: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:

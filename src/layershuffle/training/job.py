@@ -18,17 +18,14 @@ from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import UsageError
+from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
 from layershuffle.machine import choose_precision, device_of
 from layershuffle.models import (
-    class_names_of,
     image_view,
     load,
     name_classes,
-    name_outputs,
     num_classes_of,
     replace_head,
     set_class_names,
@@ -36,6 +33,7 @@ from layershuffle.models import (
     truncate,
 )
 from layershuffle.models.files import LOG, weights_digest
+from layershuffle.scoring import matched
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
@@ -212,15 +210,12 @@ def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> I
 
     The model has the names of the data afterwards; data without names are numbered.
     """
-    notes = name_outputs(backbone, data.classes, place=settings.model)
-    names, outputs = class_names_of(backbone), num_classes_of(backbone)
-    difference = class_difference(data.classes, names, outputs=outputs)
-    if difference is None:
-        data = in_order_of(replace(data, notes=(*data.notes, *notes)), names)
-    else:
+    try:
+        data = matched(backbone, data, name=settings.model)
+    except DataError as error:
         # Another number of classes is said with the new head.
-        if len(data.classes) == outputs:
-            LOG.warning("%s: %s.", settings.model, difference)
+        if len(data.classes) == num_classes_of(backbone):
+            LOG.warning("%s: %s.", settings.model, error.cause)
         replace_head(backbone, len(data.classes), seed=settings.seed)
     # Numbers as well: a folder has the same ones in the order 0, 1, 10, 2.
     set_class_names(backbone, data.classes)

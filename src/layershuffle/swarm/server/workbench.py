@@ -37,7 +37,6 @@ from layershuffle.models import (
     file_view,
     image_view,
     load,
-    name_outputs,
     num_classes_of,
 )
 from layershuffle.models.files import weights_digest
@@ -250,7 +249,6 @@ def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:
     view = image_view(model)
     count = _PICTURES if view.height * view.width <= _LARGE else _FEW
     data = open_data(spec, view, options=DataOptions(train=False, max_test=count))
-    name_outputs(model, data.classes, place=name)
     data = matched(model, data, name=name)
     split = data.splits["test"]
     items = [split.dataset[number] for number in range(split.size)]
