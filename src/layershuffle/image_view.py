@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from layershuffle.errors import DataError, UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 Resize = Literal["crop", "squash"]
+RESIZES = get_args(Resize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,31 +42,21 @@ class ImageView:
     resize: Resize = "crop"
 
     def __post_init__(self) -> None:
-        sizes = {"channels": self.channels, "height": self.height, "width": self.width}
-        for name, value in sizes.items():
-            if value < 1:
-                raise UsageError(f"{name} is {value}, must be at least 1", place="ImageView")
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != self.channels:
-                raise UsageError(
-                    f"{name} has {len(values)} numbers for {self.channels} channels",
-                    place="ImageView",
-                    hint=f"give one {name} per channel",
-                )
-        if min(self.std) <= 0:
-            raise UsageError(f"std must be above 0, got {self.std}", place="ImageView")
-        if self.interpolation not in INTERPOLATIONS:
-            raise UsageError(
-                f"interpolation {self.interpolation!r} is unknown",
-                place="ImageView",
-                hint=f"use one of {', '.join(INTERPOLATIONS)}",
-            )
-        if not 0 < self.crop_pct <= 1:
-            raise UsageError(f"crop_pct must be in (0, 1], got {self.crop_pct}", place="ImageView")
-        if self.resize not in ("crop", "squash"):
-            raise UsageError(
-                f"resize is {self.resize!r}", place="ImageView", hint="use crop or squash"
-            )
+        numbers = {len(self.mean), len(self.std)}
+        sizes = f"{self.channels} channels of {self.height} x {self.width} pixels"
+        for fits, cause in (
+            (min(self.channels, self.height, self.width) >= 1, f"There is no image of {sizes}"),
+            (numbers == {self.channels}, f"mean and std need a number for each of {sizes}"),
+            (min(self.std, default=0) > 0, f"std must be above 0, got {self.std}"),
+            (0 < self.crop_pct <= 1, f"crop_pct must be in (0, 1], got {self.crop_pct}"),
+            (
+                self.interpolation in INTERPOLATIONS,
+                f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {self.interpolation!r}",
+            ),
+            (self.resize in RESIZES, f"resize is crop or squash, not {self.resize!r}"),
+        ):
+            if not fits:
+                raise UsageError(cause, place="ImageView")
 
     @property
     def size(self) -> tuple[int, int]:

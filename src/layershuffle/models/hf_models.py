@@ -240,34 +240,29 @@ def read(directory: Path, *, seed: int) -> nn.Module:
 def checked_config(directory: Path) -> Any:
     """transformers' configuration. Raises `ModelFileError` for one that names code elsewhere."""
     place = directory / CONFIG
-    pairs: list[tuple[str, Any]] = []
 
-    def noted(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-        pairs.extend(entries)
+    def checked(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in entries:
+            # In a nested configuration attention may be an object, an entry for each part.
+            attends = key.endswith("attn_implementation") and value is not None
+            faults = {
+                "asks for code from elsewhere": attends and str(value) not in _ATTENTION,
+                "is not of plain weights": key in ("quantization_config", "use_kernels") and value,
+                "makes timm read other files": key == "model_args"
+                and _INSIDE_TIMM & {*(value or ())},
+                "does not number its classes from 0 on": key == "id2label"
+                and value
+                and {*map(str, range(len(value)))} != {*value},
+            }
+            for fault in (fault for fault, found in faults.items() if found):
+                raise UsageError(
+                    f"The configuration {fault} ({key} = {str(value)[:80]!r})",
+                    hint=f"correct {key} in the file, or take the model from its source again",
+                )
         return dict(entries)
 
     with refused_by("json", place, hint=_HINT):
-        json.loads(place.read_bytes(), object_pairs_hook=noted)  # of nested objects, too
-    for key, value in pairs:
-        refused = None
-        if key.endswith("attn_implementation") and value is not None:
-            # In a nested configuration it may be an object, an entry for each part.
-            if str(value) not in _ATTENTION:
-                refused = "asks for code from elsewhere"
-        elif key in ("quantization_config", "use_kernels") and value:
-            refused = "is not of plain weights"
-        elif key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys():
-            refused = "makes timm read other files"
-        elif key == "id2label" and not isinstance(value, dict | None):
-            refused = "does not name the classes by number"
-        elif key == "id2label" and value and not set(map(str, range(len(value)))) >= value.keys():
-            refused = f"does not name the {len(value)} classes from 0 on"
-        if refused:
-            raise ModelFileError(
-                f"The configuration {refused} ({key} = {str(value)[:80]!r})",
-                place=place,
-                hint=f"correct {key} in the file, or take the model from its source again",
-            )
+        json.loads(place.read_bytes(), object_pairs_hook=checked)  # of nested objects, too
     with refused_by(NAME, directory, hint=_HINT), quiet():
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 

@@ -92,27 +92,22 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     """
     del seed
     require("export", "onnxruntime")
-    manifest = read_manifest(directory)
-    # A name with a path would lead out of the directory.
-    files = {Path(name).name: facts.sha256 for name, facts in manifest.files.items()}
-    contents = {name: _checked(directory / name, digest) for name, digest in files.items()}
+    manifest, contents = read_manifest(directory), dict[str, bytes]()
+    for name, facts in manifest.files.items():
+        path = directory / Path(name).name  # a name with a path would lead out of the directory
+        with refused_by("The loader", path, hint=_AGAIN):
+            contents[path.name] = content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() != facts.sha256:
+                raise ValueError("the file is not the one of its manifest")
     with refused_by("The loader", directory, hint=_AGAIN):
         model = ExportedModel(manifest, contents)
+    trained = manifest.trained
     origin = Origin(
         view=manifest.image_view,
         class_names=manifest.class_names,
-        record={"method": manifest.trained.method, "settings": {"data": manifest.trained.data}},
+        record={"method": trained.method, "settings": {"data": trained.data}},
     )
     return remember(model, origin)
-
-
-def _checked(path: Path, digest: str) -> bytes:
-    if not path.is_file():
-        raise ModelFileError("There is no such file", place=path, hint=_AGAIN)
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ModelFileError("The file is not the one of its manifest", place=path, hint=_AGAIN)
-    return content
 
 
 # --- what every library can be asked (`models.store.Library`) -------------------------------------

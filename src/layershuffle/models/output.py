@@ -89,9 +89,13 @@ def directory_of(spec: str) -> Path | None:
     if "checkpoint" in parsed.settings:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
     path = Path(parsed.place).expanduser()
-    if parsed.scheme != "dir":
-        # Names of the hub are no paths, unless a directory of that name exists.
-        return path if path.is_dir() else None
-    # A directory of `fit` holds the model one level below its checkpoints.
-    below = path / "model"
-    return below if (below / METADATA_FILE).is_file() else path
+    if parsed.scheme == "dir":
+        return within(path)
+    # Names of the hub are no paths, unless a directory of that name exists.
+    return path if path.is_dir() else None
+
+
+def within(place: Path) -> Path:
+    """`place`; for a directory of `fit` the model in it, one level below its checkpoints."""
+    below = place / "model"
+    return below if (below / METADATA_FILE).is_file() else place

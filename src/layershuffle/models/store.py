@@ -60,7 +60,7 @@ from layershuffle.models.metadata import (
     read_metadata,
 )
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
-from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable
+from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable, within
 from layershuffle.models.position_files import (
     PARTS,
     forms_of,
@@ -320,6 +320,7 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     """
     if file is None:
         return
+    own, outputs = class_names_of(model), num_classes_of(model)
     hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
     try:
         # A byte order mark is what some editors of Windows begin a file with.
@@ -327,18 +328,16 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         cause = f"The names of the classes cannot be read ({one_line(error)})"
         raise UsageError(cause, place=file, hint=hint) from error
-    names = tuple(name.strip() for name in text.split("\n"))
-    own, outputs = class_names_of(model), num_classes_of(model)
-    if len(names) != outputs or "" in names:
-        number = f"{counted(len(names), 'name')} for the {outputs} outputs of {place}"
-        cause = "A line is empty" if "" in names else f"There are {number}"
-        raise UsageError(cause, place=file, hint=hint)
-    if own not in (None, names, tuple(map(str, range(outputs)))):
-        raise UsageError(
-            f"{place} names its classes itself, and otherwise ({shortened(own or ())})",
-            place=file,
-            hint="leave out --classes, or correct the names in the model's files",
-        )
+    names, fault = tuple(name.strip() for name in text.split("\n")), ""
+    if "" in names:
+        fault = "A line is empty"
+    elif len(names) != outputs:
+        fault = f"There are {counted(len(names), 'name')} for the {outputs} outputs of {place}"
+    elif own not in (None, names, tuple(map(str, range(outputs)))):
+        fault = f"{place} names its classes itself, and otherwise ({shortened(own or ())})"
+        hint = "leave out --classes, or correct the names in the model's files"
+    if fault:
+        raise UsageError(fault, place=file, hint=hint)
     set_class_names(model, names)
 
 
@@ -448,20 +447,19 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
 
 
 def _model_directory(place: Path) -> Path:
-    """`place`, or PLACE/model if `place` is the output of a training run."""
-    ours = ((place, METADATA_FILE), (place / "model", METADATA_FILE))
-    for directory, file in ((place, MANIFEST), *ours, (place, CONFIG)):
-        if (directory / file).is_file():
-            return directory
+    """The directory with the model of `place`. Raises `ModelFileError` if there is none."""
+    directory = within(place)
+    if any((directory / mark).is_file() for mark in (MANIFEST, METADATA_FILE, CONFIG)):
+        return directory
     if place.suffix.lower() in PICKLE_SUFFIXES:
         raise refused_pickle(place)
-    if not place.exists():
-        train = f"layershuffle pretrain {place.name} --out {place}"
-        hint = train if recipe_of_model(place) is not None else "check the path"
-        raise ModelFileError("There is no such directory", place=place, hint=hint)
-    raise ModelFileError(
-        f"There is no {METADATA_FILE} and no {CONFIG} here",
-        place=place,
-        hint="name a directory that layershuffle fit, layershuffle.save, timm or transformers "
-        "wrote; a checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE",
+    cause = f"There is no {METADATA_FILE} and no {CONFIG} here"
+    hint = (
+        "name a directory that layershuffle fit, layershuffle.save, timm or transformers wrote; a "
+        "checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE"
     )
+    if not place.exists():
+        cause, hint = "There is no such directory", "check the path"
+        if recipe_of_model(place) is not None:
+            hint = f"layershuffle pretrain {place.name} --out {place}"
+    raise ModelFileError(cause, place=place, hint=hint)
