@@ -16,7 +16,6 @@ from torchvision.models import ViT_B_16_Weights
 
 import layershuffle as ls
 from common import FAMILIES, redraw
-
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import Item

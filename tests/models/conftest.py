@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved_models import LIBRARIES, RECORD, SAVED, positioned
+from saved_models import LIBRARIES
 
 import layershuffle as ls
 from common import FAMILIES
@@ -18,15 +18,6 @@ def hf_directory(tmp_path: Path) -> Path:
     """A stock transformers directory of a ViT with 5 classes."""
     FAMILIES["hf-vit"].plain().save_pretrained(tmp_path / "stock")
     return tmp_path / "stock"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every family with position parts, saved under its name."""
-    root = tmp_path_factory.mktemp("saved")
-    for name in SAVED:
-        ls.save(positioned(FAMILIES[name].wrapped()), root / name, record=RECORD)
-    return root
 
 
 @pytest.fixture(scope="module")

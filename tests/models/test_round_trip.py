@@ -1,4 +1,4 @@
-"""Saved models load bit for bit, also without this package."""
+"""Saved models load bit for bit, also without this package: names, card, fewer and tied blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,47 @@ import timm
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from saved_models import RECORD, SAVED, assert_same_model, front_matter, outputs, positioned
+from saved_models import (
+    CONFIG,
+    LIBRARIES,
+    RECORD,
+    SAVED,
+    assert_same_model,
+    edit,
+    front_matter,
+    outputs,
+    positioned,
+    refused,
+)
 from torch import nn
 
 import layershuffle as ls
-from common import CLASSES, FAMILIES, images, redraw
-from layershuffle.core.policies import Shuffled, policy_to_json
+from common import CLASSES, DEPTH, FAMILIES, images, redraw
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import BlockStack
+from layershuffle.core.stack import BlockStack, blocks_of
+from layershuffle.core.tying import middle_blocks, places_tied, tie
 from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
-from layershuffle.models import image_view, num_classes_of, read_record
-from layershuffle.models.files import check_finite
+from layershuffle.merging.compatibility import check_compatible
+from layershuffle.models import (
+    class_names_of,
+    image_view,
+    num_classes_of,
+    read_record,
+    replace_head,
+    set_class_names,
+    truncate,
+)
+from layershuffle.models.files import check_finite, weights_digest
 from refusals import refuses
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every family with position parts, saved under its name."""
+    root = tmp_path_factory.mktemp("saved")
+    for name in SAVED:
+        ls.save(positioned(FAMILIES[name].wrapped()), root / name, record=RECORD)
+    return root
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -85,7 +110,8 @@ def stock_outputs(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """Logits of every saved family, from a process without this package."""
     out = tmp_path_factory.mktemp("stock") / "logits.safetensors"
     save_file({"x": images()}, saved / "images.safetensors")
-    subprocess.run([sys.executable, "-c", STOCK, saved, out], check=True, env=environment())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", STOCK, saved, out], check=True, env=environment)
     return load_file(out)
 
 
@@ -96,7 +122,7 @@ def test_stock_libraries_load_the_backbone_without_this_package(
     assert torch.equal(stock_outputs[name], outputs(FAMILIES[name].plain()))
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_saving_changes_nothing_in_the_model(name: str, tmp_path: Path) -> None:
     model: Any = FAMILIES[name].wrapped().train()
     before, config = copy.deepcopy(model), str(getattr(model, "config", ""))
@@ -110,7 +136,7 @@ def test_saving_changes_nothing_in_the_model(name: str, tmp_path: Path) -> None:
     assert type(FAMILIES[name].container(model)) is BlockStack
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "torchvision-vit", "hf-vit"])
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_a_model_is_stored_in_its_dtype_and_loaded_in_float32(name: str, tmp_path: Path) -> None:
     model = FAMILIES[name].wrapped().to(torch.float16).to(memory_format=torch.channels_last)
     ls.save(positioned(model).to(torch.float16), tmp_path / "m")
@@ -168,8 +194,8 @@ def test_settings_that_the_files_do_not_have_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_weights_that_are_not_finite_are_not_saved(value: float, name: str, tmp_path: Path) -> None:
     model = FAMILIES[name].wrapped()
     parameter = list(model.parameters())[5]
@@ -189,16 +215,16 @@ def test_a_mask_may_be_infinite_and_no_buffer_nan() -> None:
         check_finite(model)
 
 
-CONFIG = {
+SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64,
     "image_size": 32, "patch_size": 16,
 }  # fmt: skip
 WITHOUT_CLASSES = {
     "timm": lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=0),
-    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**CONFIG)),
-    "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**CONFIG)),
-    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**CONFIG)),
-    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**CONFIG)),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**SIZES)),
+    "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**SIZES)),
+    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES)),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES)),
 }
 
 
@@ -220,9 +246,6 @@ def test_models_without_a_classifier_give_the_same_features_again(
         )
     assert torch.equal(features, others)
     assert front_matter(tmp_path / "m")["pipeline_tag"] == "image-feature-extraction"
-    card = (tmp_path / "m" / "README.md").read_text()
-    assert "classes" not in card
-    assert name == "timm" or f'{type(model).__name__}.from_pretrained(".")' in card
     # A fresh head may be given to what timm built; transformers has another class for it.
     if name == "timm":
         assert num_classes_of(ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)) == 3
@@ -246,7 +269,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with refuses(UsageError):
         ls.save(model, tmp_path / "m", record={"colour": 1})
     args = {"depth": 2, "norm_layer": nn.LayerNorm}
-    pooled = transformers.ViTModel(transformers.ViTConfig(**CONFIG), add_pooling_layer=False)
+    pooled = transformers.ViTModel(transformers.ViTConfig(**SIZES), add_pooling_layer=False)
     headless: Any = FAMILIES["torchvision-vit"].plain()
     headless.heads = nn.Identity()
     for other in (timm.create_model("vit_tiny_patch16_224", **args), pooled, headless):
@@ -271,23 +294,19 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_timm_arguments_are_found_by_comparison_where_timm_forgot_them(tmp_path: Path) -> None:
-    model: Any = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
+def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(tmp_path: Path) -> None:
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "img_size": 32}
+    for hidden in ("depth", "num_heads"):
+        model: Any = timm.create_model("vit_tiny_patch16_224", **args)
+        model._model_args = {k: v for k, v in args.items() if k != hidden}
+        with refuses(UsageError):
+            ls.save(model, tmp_path / "m")
+        ls.save(model, tmp_path / "m", model_args={hidden: args[hidden]})
+        assert_same_model(ls.load(str(tmp_path / "m")), model)
+        (tmp_path / "m").rename(tmp_path / hidden)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
     del model._model_args  # as timm before 1.0.31 leaves it
     ls.save(model, tmp_path / "m")
-    assert_same_model(ls.load(str(tmp_path / "m")), model)
-
-
-@pytest.mark.parametrize("hidden", ["depth", "num_heads"])
-def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(
-    hidden: str, tmp_path: Path
-) -> None:
-    args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "img_size": 32}
-    model: Any = timm.create_model("vit_tiny_patch16_224", **args)
-    model._model_args = {k: v for k, v in args.items() if k != hidden}
-    with refuses(UsageError):
-        ls.save(model, tmp_path / "m")
-    ls.save(model, tmp_path / "m", model_args={hidden: args[hidden]})
     assert_same_model(ls.load(str(tmp_path / "m")), model)
 
 
@@ -300,33 +319,22 @@ def test_a_timm_model_built_past_the_factory_needs_its_name(tmp_path: Path) -> N
     assert_same_model(ls.load(str(tmp_path / "m")), model)
 
 
-def test_the_record_is_kept_and_the_policy_comes_back(saved: Path) -> None:
+def test_the_record_is_kept_and_must_be_json(saved: Path, tmp_path: Path) -> None:
+    """Saved again without a record, a model has that of its files, but not its scores."""
     record = read_record(saved / "timm-vit")
     assert {key: record[key] for key in RECORD} == RECORD
-    assert record["policy"] == json.loads(json.dumps(policy_to_json(Shuffled(depth=(3, None)))))
     assert (record["library"], record["name"]) == ("timm", "vit_tiny_patch16_224")
     assert (record["depth"], record["blocks"], record["num_classes"]) == (4, "blocks", CLASSES)
     assert record["position"]["encoding"]["features"] == 4
-
-
-def test_saving_a_loaded_model_keeps_its_record_but_not_its_scores(
-    saved: Path, tmp_path: Path
-) -> None:
     model = ls.load(f"dir:{saved / 'timm-vit'}")
     ls.save(model, tmp_path / "m")
-    record = read_record(tmp_path / "m")
-    assert {k: record[k] for k in RECORD if k != "scores"} == {
-        k: v for k, v in RECORD.items() if k != "scores"
-    }
-    assert "scores" not in record
-    ls.save(model, tmp_path / "bare", record={})
-    assert not RECORD.keys() & read_record(tmp_path / "bare").keys()
-
-
-@pytest.mark.parametrize("value", [{1, 2}, float("nan"), object()])
-def test_a_record_must_be_json(value: object, tmp_path: Path) -> None:
-    with refuses(UsageError):
-        ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m", record={"settings": {"x": value}})
+    kept = {key: value for key, value in record.items() if key != "scores"}
+    assert read_record(tmp_path / "m") == kept
+    ls.save(model, tmp_path / "m", record={})
+    assert not RECORD.keys() & read_record(tmp_path / "m").keys()
+    for value in ({1, 2}, float("nan"), object()):
+        with refuses(UsageError):
+            ls.save(model, tmp_path / "m", record={"settings": {"x": value}})
 
 
 def test_the_card_has_separate_scores_and_invents_nothing(saved: Path, tmp_path: Path) -> None:
@@ -339,11 +347,11 @@ def test_the_card_has_separate_scores_and_invents_nothing(saved: Path, tmp_path:
     assert {metric["name"]: metric["value"] for metric in result["metrics"]} == {
         "top-1, sequential order": 81.9, "top-1, arbitrary order": 74.5,
     }  # fmt: skip
-    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m", record={"method": "baseline"})
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
     assert "model-index" not in front_matter(tmp_path / "m")
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_the_card_says_how_to_load_with_and_without_us(
     name: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,3 +381,170 @@ def test_what_wraps_or_packs_the_tensors(tmp_path):
     with refuses(UsageError):
         ls.save(model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+# --- names of classes -----------------------------------------------------------------------------
+
+
+NAMES = ("ant", "bee", "cat", "dog", "elk")
+
+
+def stock_names(place: Path, library: str) -> list[str]:
+    """The names that the library itself reads."""
+    if library == "timm":
+        return timm.create_model(f"local-dir:{place}", pretrained=True).pretrained_cfg[
+            "label_names"
+        ]
+    if library == "transformers":
+        config: Any = transformers.AutoConfig.from_pretrained(place)
+        assert config.label2id == {name: index for index, name in enumerate(NAMES)}
+        return list(config.id2label.values())
+    return json.loads((place / CONFIG).read_text())["categories"]
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, "timm-deit-distilled", "hf-timm-wrapper"])
+def test_names_are_saved_where_the_library_reads_them(name: str, tmp_path: Path) -> None:
+    model = FAMILIES[name].wrapped()
+    assert class_names_of(model) is None
+    with refuses(UsageError):
+        set_class_names(model, ("ant", "bee"))
+    set_class_names(model, NAMES)
+    ls.save(model, tmp_path / "m")
+    assert stock_names(tmp_path / "m", FAMILIES[name].library) == list(NAMES)
+    again = ls.load(str(tmp_path / "m"))
+    assert class_names_of(again) == NAMES
+    ls.save(again, tmp_path / "again")
+    assert stock_names(tmp_path / "again", FAMILIES[name].library) == list(NAMES)
+    # With as many other classes, none of the old names stays.
+    replace_head(again, 5, seed=0)
+    assert class_names_of(again) is None
+    ls.save(again, tmp_path / "new")
+    assert class_names_of(ls.load(str(tmp_path / "new"))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("timm-vit", "label_names"), ("torchvision-vit", "categories")]
+)
+@pytest.mark.parametrize("names", [["ant", "bee"], "antbe"])
+def test_names_of_other_classes_are_refused(
+    name: str, key: str, names: object, tmp_path: Path
+) -> None:
+    ls.save(FAMILIES[name].wrapped(), tmp_path / "m")
+    edit(CONFIG, key, value=names)(tmp_path / "m")
+    assert refused(tmp_path / "m").place
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"), [("43210", NAMES[::-1]), (("n01", "n02", "n03", "n04", "n05"), None)]
+)
+def test_timm_s_names_may_be_a_mapping(
+    keys: Sequence[str], names: Sequence[str] | None, tmp_path: Path
+) -> None:
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
+    edit(CONFIG, "label_names", value=dict(zip(keys, NAMES, strict=True)))(tmp_path / "m")
+    assert class_names_of(ls.load(str(tmp_path / "m"))) == names
+
+
+def test_the_bundled_models_know_their_classes() -> None:
+    for spec in ("bundled:digits", "bundled:digits-swarm"):
+        assert class_names_of(ls.load(spec)) == tuple(f"{pair:02d}" for pair in range(100))
+
+
+# --- fewer blocks, tied blocks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fewer_blocks_equal_the_pruned_order_or_are_refused_unharmed(name, tmp_path):
+    model = FAMILIES[name].wrapped()
+    with ls.running(model, "0,3"):
+        wanted = outputs(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        short = truncate(model, (0, 3))
+    except UsageError:
+        assert name not in LIBRARIES  # which can describe another depth
+        assert ls.depth_of(model) == DEPTH
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        return
+    assert ls.depth_of(short) == 2
+    assert torch.equal(outputs(short), wanted)
+    ls.save(short, tmp_path / "short")
+    again = ls.load(f"dir:{tmp_path / 'short'}")
+    assert ls.depth_of(again) == 2
+    assert torch.equal(outputs(again), wanted)
+
+
+def test_blocks_that_a_model_cannot_be_made_of():
+    model = FAMILIES["timm-vit"].wrapped()
+    with refuses(UsageError):
+        truncate(model, (0, 0))
+    positioned = ls.add_position(model, encoding=ls.EncodingForm())
+    with refuses(UsageError):
+        truncate(positioned, (0, 1))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_tied_model_computes_repeats_and_is_tied_again(name, tmp_path):
+    model = FAMILIES[name].wrapped()
+    with ls.running(model, (0, 0, 2, 2)):
+        wanted = outputs(model)
+    assert torch.equal(outputs(tie(model, (0, 0, 2, 2))), wanted)
+    ls.save(model, tmp_path / "tied")
+    assert "4 blocks, of which 2 are different" in (tmp_path / "tied" / "README.md").read_text()
+    again = ls.load(f"dir:{tmp_path / 'tied'}")
+    assert_same_model(again, model)
+    assert places_tied(blocks_of(again)) == (0, 0, 2, 2)
+    assert torch.equal(outputs(again), outputs(model))
+    # What its library reads has the blocks one by one.
+    (tmp_path / "tied" / "layershuffle.json").unlink()
+    if name != "torchvision-vit":
+        stock = ls.load(f"dir:{tmp_path / 'tied'}")
+        assert places_tied(blocks_of(stock)) is None
+        assert torch.equal(outputs(stock), outputs(model))
+
+
+def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(tmp_path):
+    model = tie(FAMILIES["timm-vit"].wrapped(), (0, 0, 2, 2)).eval()
+    layer = blocks_of(model)[1].mlp.fc1
+    layer.bias = nn.Parameter(layer.bias.detach() + 1)
+    assert places_tied(blocks_of(model)) == (0, 1, 2, 2)
+    ls.save(model, tmp_path / "partly")
+    again = ls.load(f"dir:{tmp_path / 'partly'}")
+    assert places_tied(blocks_of(again)) == (0, 1, 2, 2)
+    assert torch.equal(outputs(again), outputs(model))
+    # A merge would overwrite the block of one donor with that of another.
+    with refuses(UsageError):
+        check_compatible([model, model], names=["a", "b"])
+
+
+def test_tied_places_with_different_weights_are_refused(tmp_path):
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "model")
+    path = tmp_path / "model" / "layershuffle.json"
+    metadata = json.loads(path.read_text())
+    for places in ([0, 0, 2, 3], [0]):
+        path.write_text(json.dumps({**metadata, "tied": places}))
+        with refuses(ModelFileError):
+            ls.load(f"dir:{tmp_path / 'model'}")
+
+
+def test_the_middle_of_a_run_of_places_stands_for_it():
+    assert middle_blocks(1, 12) == (5,) * 12
+    assert middle_blocks(3, 12) == (1,) * 4 + (5,) * 4 + (9,) * 4
+    assert middle_blocks(12, 12) == tuple(range(12))
+    # 12 = 2 + 2 + 3 + 2 + 3 places.
+    assert middle_blocks(5, 12) == (0, 0, 2, 2, 5, 5, 5, 7, 7, 10, 10, 10)
+    for distinct in (0, 13):
+        with refuses(UsageError):
+            middle_blocks(distinct, 12)
+
+
+def test_wrong_places_and_merges_are_refused():
+    model = FAMILIES["timm-vit"].wrapped().eval()
+    before = weights_digest(model)
+    for places in ((0, 0), (0, 1, 2, 4)):
+        with refuses(UsageError):
+            tie(model, places)
+    assert weights_digest(model) == before
+    tie(model, (0, 0, 0, 0))
+    with refuses(UsageError):
+        check_compatible([model, model], names=["a", "b"])
