@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,40 +140,39 @@ def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
     assert np.abs(read(file).astype(int) - [255, 0, 0]).max() <= 3
 
 
-def test_grey_is_repeated_for_rgb_and_kept_for_one_channel() -> None:
-    file = file_of(Image.fromarray(GRADIENT))
-    assert (read(file) == GRADIENT[..., None]).all()
-    assert (read(file, 1) == GRADIENT).all()
+ALPHA = np.zeros((8, 8, 4), dtype=np.uint8)
+ALPHA[..., 0], ALPHA[..., 3] = GRADIENT, 128
+RED = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+SIXTEEN = GRADIENT.astype(np.uint16) * 257
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
-    file = file_of(Image.fromarray(GRADIENT.astype(np.uint16) * 257), kind)
-    assert (read(file, 1) == GRADIENT).all()
-    assert (read(file, 3) == GRADIENT[..., None]).all()
+@pytest.mark.parametrize(
+    ("image", "kind", "channels", "shown"),
+    [
+        (GRADIENT, "PNG", 1, GRADIENT),
+        (GRADIENT, "PNG", 3, GRADIENT[..., None]),  # grey is repeated
+        (SIXTEEN, "PNG", 1, GRADIENT),  # scaled, not clipped
+        (SIXTEEN, "TIFF", 3, GRADIENT[..., None]),
+        (ALPHA, "PNG", 3, ALPHA[..., :3]),  # the colours under it
+        (GRADIENT > 100, "PNG", 1, (GRADIENT > 100) * 255),
+        (RED, "TIFF", 3, [255, 0, 0]),
+        (RED, "TIFF", 1, 76),  # 0.299 x 255
+    ],
+)
+def test_every_mode_becomes_what_a_viewer_shows(
+    image: Any, kind: str, channels: int, shown: Any
+) -> None:
+    image = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    assert (read(file_of(image, kind), channels) == shown).all()
 
 
-def test_the_colours_under_alpha_are_taken() -> None:
-    pixels = np.zeros((8, 8, 4), dtype=np.uint8)
-    pixels[..., 0], pixels[..., 3] = GRADIENT, 128
-    assert (read(file_of(Image.fromarray(pixels))) == pixels[..., :3]).all()
+def test_a_palette_with_transparency_and_floating_pixels() -> None:
     image = Image.new("P", (8, 8))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((3, 4), 1)
     palette = read(file_of(image, transparency=bytes([0, 128])))
     assert palette[4, 3].tolist() == [200, 100, 50]
     assert palette[0, 0].tolist() == [10, 20, 30]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_cmyk_is_converted(channels: int) -> None:
-    file = file_of(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF")
-    expected = [255, 0, 0] if channels == 3 else [76]  # 0.299 x 255
-    assert np.atleast_1d(read(file, channels)[0, 0]).tolist() == expected
-
-
-def test_one_bit_images_and_floating_pixels() -> None:
-    assert set(read(file_of(Image.fromarray(GRADIENT > 100)), 1).flatten().tolist()) == {0, 255}
     with refuses(DataError):
         read(file_of(Image.fromarray(GRADIENT.astype(np.float32)), "TIFF"))
 

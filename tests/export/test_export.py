@@ -13,7 +13,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,22 +79,6 @@ def test_the_manifest_says_what_is_there(shipped: Path) -> None:
     assert [path.name for path in shipped.iterdir() if root in path.read_bytes()] == []
 
 
-def test_the_references_of_the_graph_fit_the_weights_of_every_block(shipped: Path) -> None:
-    """What a runtime needs that reads the weights as one external file."""
-    graph = onnx.load(shipped / "block.onnx", load_external_data=False).graph
-    outside = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    for path in sorted(shipped.glob("*.weights")):
-        content, tensors = path.read_bytes(), load_file(path)
-        assert {tensor.name for tensor in outside} == tensors.keys()
-        for tensor in outside:
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            assert place["location"] == "weights"
-            first, length = int(place["offset"]), int(place["length"])
-            found = np.frombuffer(content[first : first + length], np.float32)
-            assert found.tobytes() == tensors[tensor.name].tobytes()
-            assert list(tensors[tensor.name].shape) == list(tensor.dims)
-
-
 def test_another_runtime_that_knows_nothing_of_us_gets_the_same(
     shipped: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +86,7 @@ def test_another_runtime_that_knows_nothing_of_us_gets_the_same(
     model = ls.load(SHIPPED)
     state = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
     shutil.copy(shipped / "block.onnx", tmp_path)
-    for block in (0, 11):
+    for block in range(12):
         shutil.copy(shipped / f"block-{block:02d}.weights", tmp_path / "weights")
         session = ort.InferenceSession(tmp_path / "block.onnx")
         (got,) = session.run(None, {"state": state.numpy()})
@@ -314,23 +297,17 @@ def test_models_that_cannot_be_exported_are_refused(
     assert not out.exists()
 
 
-def test_changed_files_are_refused(shipped: Path, tmp_path: Path) -> None:
+def test_changed_files_and_a_manifest_that_lies_are_refused(shipped: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(shipped, copy)
     weights = copy / "block-05.weights"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with refuses(ModelFileError, weights):
         ls.load(str(copy))
     weights.unlink()
     with refuses(ModelFileError, weights):
         ls.load(str(copy))
-
-
-def test_a_manifest_that_lies_is_refused(shipped: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(shipped, copy)
+    shutil.copy(shipped / weights.name, weights)
     facts = facts_of(shipped)
     (copy / "block.onnx").write_bytes(b"no graph")
     facts["files"]["block.onnx"]["sha256"] = hashlib.sha256(b"no graph").hexdigest()

@@ -32,15 +32,13 @@ from layershuffle.export.graphs import (
     block_alone,
     form_of,
     graph_of,
-    head_of,
-    stem_of,
 )
 from layershuffle.extras import require
 from layershuffle.files import refuse_foreign, staged_directory, write_bytes, write_text
 from layershuffle.machine import collector_paused, processor, versions
 from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
-from layershuffle.models.ends import refuse_more_than_blocks, run_stem
+from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.models.origin import origin_of
@@ -89,14 +87,15 @@ def export_model(
     others = _constants(model, images)
     with staged_directory(out) as stage, collector_paused():
         state, _ = run_stem(model, images, forward=model)
-        ends = {
-            "stem.onnx": graph_of(stem_of(model), images, names=("images", "state")),
-            "head.onnx": graph_of(
-                head_of(model, images.shape[1:]), state, names=("state", "logits")
-            ),
-        }
-        for name, proto in ends.items():
-            write_bytes(stage / name, proto.SerializeToString(deterministic=True))
+
+        # Each runs the whole model beside its blocks; the graph loses what it does not need.
+        def head(state: Tensor) -> Tensor:
+            blank = state.new_zeros((state.shape[0], *images.shape[1:]))
+            return run_head(model, blank, state=state, forward=lambda x: logits_of(model(x)))
+
+        stem = ModelPart(model, lambda batch: run_stem(model, batch, forward=model)[0])
+        _write_graph(stage / "stem.onnx", stem, images, ("images", "state"))
+        _write_graph(stage / "head.onnx", ModelPart(model, head), state, ("state", "logits"))
         facts = {
             **_facts(model, spec, precision=precision),
             "state": {"shape": list(state.shape[1:]), "dtype": "float32"},
@@ -128,9 +127,8 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
             with running(model, chosen):
                 return logits_of(model(batch))
 
-        proto = graph_of(ModelPart(model, whole), images, names=("images", "logits"))
-        content = proto.SerializeToString(deterministic=True)
-        write_bytes(stage / "model.onnx", content)
+        part, names = ModelPart(model, whole), ("images", "logits")
+        content = _write_graph(stage / "model.onnx", part, images, names)
         error = _error(OnnxGraph(content)(images), whole(images))
         _refuse_other_numbers("The model", error, most=_LOGITS_PARITY)
         facts = {**_facts(model, spec, precision="fp32"), "order": str(chosen)}
@@ -149,6 +147,12 @@ def _opened(spec: str, out: Path) -> nn.Module:
             "layershuffle-predict, anyorder)",
         )
     return backbone_of(model)
+
+
+def _write_graph(path: Path, part: ModelPart, example: Tensor, names: tuple[str, str]) -> bytes:
+    content: bytes = graph_of(part, example, names=names).SerializeToString(deterministic=True)
+    write_bytes(path, content)
+    return content
 
 
 def _noise(model: nn.Module) -> Tensor:

@@ -27,10 +27,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from layershuffle.core.tensors import logits_of, state_of
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError
 from layershuffle.manifest import WEIGHTS_LOCATION
-from layershuffle.models.ends import run_head, run_stem
 from layershuffle.text import one_line
 
 BlockPrecision = Literal["fp32", "fp16", "int8"]
@@ -57,23 +56,6 @@ class ModelPart(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """What `call` makes of `values`."""
         return self._call(values)
-
-
-def stem_of(model: nn.Module) -> ModelPart:
-    """The model up to its blocks: images `[n, channels, height, width]` to a state."""
-    # The head runs as well, and the graph loses it.
-    return ModelPart(model, lambda images: run_stem(model, images, forward=model)[0])
-
-
-def head_of(model: nn.Module, image: torch.Size) -> ModelPart:
-    """The model after its blocks: a state `[n, tokens, width]` to logits `[n, classes]`."""
-
-    def head(state: Tensor) -> Tensor:
-        # The stem of these images is unused, and the graph loses it.
-        images = state.new_zeros((state.shape[0], *image))
-        return run_head(model, images, state=state, forward=lambda batch: logits_of(model(batch)))
-
-    return ModelPart(model, head)
 
 
 def block_alone(block: nn.Module, others: tuple[tuple[Any, ...], dict[str, Any]]) -> ModelPart:

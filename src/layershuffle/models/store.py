@@ -358,44 +358,35 @@ def _library(name: str) -> Library:
 
 
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
+    if spec.scheme in ("timm", "torchvision"):
+        return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
+    place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
+    base = None
     if spec.scheme == "bundled":
-        marks = (METADATA_FILE, MANIFEST)
+        marks, place = (METADATA_FILE, MANIFEST), asset(spec.place)
         names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
             raise unknown_name("bundled model", spec.place, names=names, listing=listing)
-        return _load_directory(asset(spec.place), seed)
-    if spec.scheme == "hf":
-        return _from_hub_or_directory(spec, seed)
-    if spec.scheme == "dir":
-        return _load_directory(Path(spec.place), seed)
-    return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
-
-
-def _from_hub_or_directory(spec: ModelSpec, seed: int) -> nn.Module:
-    from layershuffle.models import hf_models
-
-    unknown = sorted(spec.settings.keys() - {"pretrained", "revision"})
-    if unknown:
-        raise UsageError(
-            f"hf: has no setting {unknown[0]!r}", hint="pretrained=true|false and revision=NAME"
-        )
-    place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
-    local = place.is_dir()
-    if not local:
-        files = [CONFIG, *PROCESSORS]
+    elif unknown := sorted(spec.settings.keys() - {"pretrained", "revision"}):
+        hint = "pretrained=true|false and revision=NAME"
+        raise UsageError(f"hf: has no setting {unknown[0]!r}", hint=hint)
+    elif spec.scheme == "hf" and not place.is_dir():
+        base, files = spec.place, [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
             files += [*FILES_OF_A_MODEL, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
-        place = fetched(spec.place, files, revision=spec.settings.get("revision"))
+        place = fetched(base, files, revision=spec.settings.get("revision"))
     if random:
+        from layershuffle.models import hf_models
+
         return wrap(hf_models.random(place, seed=seed))
-    return _load_directory(place, seed, base=None if local else spec.place)
+    return _load_directory(place, seed, base)
 
 
-def _load_directory(place: Path, seed: int, base: str | None = None) -> nn.Module:
+def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     """The model in a directory; `base`: the name of one that somebody else put on the hub."""
-    directory = _model_directory(place.expanduser())
+    directory = _model_directory(place)
     if (directory / MANIFEST).is_file():
         return wrap(_library("onnxruntime").read(directory, seed=seed), "blocks")
     if not (directory / METADATA_FILE).is_file():

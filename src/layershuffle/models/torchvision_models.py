@@ -66,36 +66,29 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     args = dict(settings)
     tag = args.pop("weights", "DEFAULT" if args.pop("pretrained", True) else None)
     hint = "correct or leave out an argument after '?'; image_size and num_classes are usual"
+    weights = classes = None
     with refused_by("torchvision", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
-        if tag is None or str(tag).lower() == "none":
-            with seeded(seed):
-                fresh: nn.Module = _create(name, args)
-                return fresh
-        kinds = torchvision.models.get_model_weights(name).__members__
-        if tag not in kinds:
-            raise unknown_name(
-                f"set of weights for {name} called", str(tag), names=list(kinds),
-                listing=f"{', '.join(kinds)} or none",
-            )  # fmt: skip
-        return _trained(name, args, kinds[str(tag)], seed)
-
-
-def _create(name: str, args: Mapping[str, Any]) -> Backbone:
-    return torchvision.models.get_model(name, weights=None, **args)
-
-
-def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Module:
-    categories, preset = tuple(weights.meta["categories"]), weights.transforms()
-    classes, size = args.pop("num_classes", None), weights.meta["min_size"][0]
-    args = {"num_classes": len(categories), "image_size": size, **args}
-    with seeded(seed):
-        backbone: Backbone = _create(name, args)
+        if tag is not None and str(tag).lower() != "none":
+            kinds = torchvision.models.get_model_weights(name).__members__
+            if tag not in kinds:
+                raise unknown_name(
+                    f"set of weights for {name} called", str(tag), names=list(kinds),
+                    listing=f"{', '.join(kinds)} or none",
+                )  # fmt: skip
+            weights, classes = kinds[str(tag)], args.pop("num_classes", None)
+            own = {"num_classes": len(weights.meta["categories"])}
+            args = {**own, "image_size": weights.meta["min_size"][0], **args}
+        with seeded(seed):
+            backbone: Backbone = torchvision.models.get_model(name, weights=None, **args)
+    if weights is None:
+        return remember(backbone, Origin())
     # torchvision only publishes .pth files. Their hash is checked, and with weights_only torch
     # reads tensors and refuses other pickled objects, unlike torch.hub's default.
     hint = f"copy the file into this cache, or use torchvision:{name}?weights=none"
     with refused_by(weights.url, torch.hub.get_dir(), hint=hint):
         tensors = weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
-    backbone.load_state_dict(tensors, strict=True)
+        backbone.load_state_dict(tensors, strict=True)
+    preset = weights.transforms()
     view = replace(
         image_view(backbone),
         mean=tuple(preset.mean),
@@ -104,7 +97,7 @@ def _trained(name: str, args: dict[str, Any], weights: Any, seed: int) -> nn.Mod
         crop_pct=min(1.0, preset.crop_size[0] / preset.resize_size[0]),
     )
     if classes is None or classes == num_classes(backbone):
-        return remember(backbone, Origin(view=view, class_names=categories))
+        return remember(backbone, Origin(view=view, class_names=tuple(weights.meta["categories"])))
     resize_head(backbone, classes, seed=seed)
     return remember(backbone, Origin(view=view))
 
