@@ -6,8 +6,15 @@ import os
 
 import pytest
 
-from layershuffle.errors import LayerShuffleError
-from layershuffle.files import explained, locked, remove_stale_stages, staged_directory, write_text
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.files import (
+    explained,
+    locked,
+    refuse_others,
+    remove_stale_stages,
+    staged_directory,
+    write_text,
+)
 from refusals import refuses
 
 
@@ -52,6 +59,16 @@ def test_a_directory_is_replaced_whole(tmp_path, monkeypatch, swaps):
             (stage / name).write_text(text)
     assert sorted(p.name for p in final.iterdir()) == ["b"]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_files_beside_ours_are_not_deleted(tmp_path):
+    for name in ("manifest.json", "stem.onnx", ".lock", ".staged-7-a.onnx"):
+        (tmp_path / name).write_text("ours")
+    refuse_others(tmp_path, ours=("manifest.json", "*.onnx"), kind="exported model")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for place in (tmp_path, tmp_path / "thesis.txt"):
+        with refuses(UsageError, place):
+            refuse_others(place, ours=("manifest.json", "*.onnx"), kind="exported model")
 
 
 def test_stale_stages_go_and_nothing_else(tmp_path):

@@ -13,14 +13,16 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.text import shortened
 
 LOG = logging.getLogger("layershuffle")
 _STAGE_PREFIX, _LOCK = ".staged-", ".lock"
@@ -114,6 +116,22 @@ def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
         place=directory,
         hint="give another --out",
     )
+
+
+def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
+    """Raises `UsageError` if `directory`, which will be replaced, is a file, or holds files that
+    no pattern of `ours` names as those of a `kind`.
+    """
+    if not directory.exists():
+        return
+    names = names_in(directory) if directory.is_dir() else {directory.name}
+    others = sorted(n for n in names if not any(fnmatchcase(n, pattern) for pattern in ours))
+    if others or not directory.is_dir():
+        raise UsageError(
+            f"Writing here would delete what is no {kind} ({shortened(others)})",
+            place=directory,
+            hint=f"name another place, or an older {kind} to replace",
+        )
 
 
 def remove_stale_stages(directory: Path) -> None:

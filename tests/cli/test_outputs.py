@@ -86,8 +86,8 @@ def test_no_command_replaces_a_model(
         ("runs/a", "Writing here would destroy runs/a"),
         ("runs/a/merged", "Writing here would destroy runs/a"),
         (".", "Writing here would destroy runs/a"),
-        ("notes", "holds other files (thesis.txt)"),
-        ("notes/thesis.txt", "a file has this name"),
+        ("notes", "would delete what is no saved model (thesis.txt)"),
+        ("notes/thesis.txt", "would delete what is no saved model (thesis.txt)"),
     ],
 )
 def test_paths_that_overwrite_never_replaces(

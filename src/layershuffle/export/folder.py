@@ -34,7 +34,7 @@ from layershuffle.export.graphs import (
     graph_of,
 )
 from layershuffle.extras import require
-from layershuffle.files import refuse_foreign, staged_directory, write_bytes, write_text
+from layershuffle.files import refuse_others, staged_directory, write_bytes, write_text
 from layershuffle.machine import collector_paused, processor, versions
 from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
@@ -137,7 +137,8 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
 
 def _opened(spec: str, out: Path) -> nn.Module:
     require("export")
-    refuse_foreign(out, mark=MANIFEST, kind="exported model")
+    ours = (MANIFEST, CALIBRATION, "*.onnx", "*.weights")
+    refuse_others(out, ours=ours, kind="exported model")
     model = load(spec)
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise UsageError(

@@ -22,10 +22,11 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
+from layershuffle.files import refuse_others
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.merging.scoring import load_group
 from layershuffle.models import save
-from layershuffle.models.output import check_output, check_replaceable, own_directory
+from layershuffle.models.output import FILES_OF_A_MODEL, check_output, own_directory
 from layershuffle.settings import BlockId, Settings, check_known, read_recipe
 from layershuffle.text import did_you_mean, shortened
 
@@ -109,7 +110,7 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
     # Before the donors are loaded, because large models take minutes.
     reads = [*recipe.models, *([recipe.base] if recipe.base else [])]
     check_output(out, reads=reads, overwrite=overwrite)
-    check_replaceable(out)
+    refuse_others(out, ours=FILES_OF_A_MODEL, kind="saved model")
     needs_base = "base" in (recipe.stem, recipe.head)
     group = load_group(recipe.models, base=recipe.base, needs_base=needs_base, mixed=recipe.mixed)
     # The plan needs the depth of the donors, which the recipe does not state.

@@ -254,11 +254,12 @@ def checked_config(directory: Path) -> Any:
                 and value
                 and {*map(str, range(len(value)))} != {*value},
             }
-            for fault in (fault for fault, found in faults.items() if found):
-                raise UsageError(
-                    f"The configuration {fault} ({key} = {str(value)[:80]!r})",
-                    hint=f"correct {key} in the file, or take the model from its source again",
-                )
+            for fault, applies in faults.items():
+                if applies:
+                    raise UsageError(
+                        f"The configuration {fault} ({key} = {str(value)[:80]!r})",
+                        hint=f"correct {key} in the file, or take the model from its source again",
+                    )
         return dict(entries)
 
     with refused_by("json", place, hint=_HINT):

@@ -18,10 +18,11 @@ from layershuffle.models.position_files import PARTS
 from layershuffle.models.spec import parse_spec
 
 CARD = "README.md"
-FILES_OF_A_MODEL = frozenset(
-    # The calibration (layershuffle.swarm) is only valid for these weights.
-    {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, CALIBRATION}
-)
+FILES_OF_A_MODEL = (
+    METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, "model*.safetensors",
+    CALIBRATION,  # (layershuffle.swarm) is only valid for these weights
+)  # fmt: skip
+"""The names of the files of a saved model, as patterns."""
 
 
 def check_output(out: Path, *, reads: Iterable[str], overwrite: bool) -> None:
@@ -45,28 +46,6 @@ def check_output(out: Path, *, reads: Iterable[str], overwrite: bool) -> None:
     if not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UsageError(
             "This path exists already", place=out, hint="name another --out, or add --overwrite"
-        )
-
-
-def check_replaceable(directory: Path) -> None:
-    """Raises `UsageError` if `directory` holds files that are not those of a saved model."""
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise UsageError(
-            "The model needs a directory, but a file has this name",
-            place=directory,
-            hint="name another",
-        )
-    others = sorted(
-        path.name for path in directory.iterdir()
-        if path.name not in FILES_OF_A_MODEL and not path.match("model*.safetensors")
-    )  # fmt: skip
-    if others:
-        raise UsageError(
-            f"The directory holds other files ({', '.join(others[:3])}), which saving would delete",
-            place=directory,
-            hint="name a new directory, or an older saved model to replace",
         )
 
 

@@ -33,7 +33,7 @@ from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
-from layershuffle.files import staged_directory
+from layershuffle.files import refuse_others, staged_directory
 from layershuffle.image_view import ImageView, view_of_files
 from layershuffle.manifest import MANIFEST
 from layershuffle.models.card import render
@@ -60,7 +60,7 @@ from layershuffle.models.metadata import (
     read_metadata,
 )
 from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
-from layershuffle.models.output import CARD, FILES_OF_A_MODEL, check_replaceable, within
+from layershuffle.models.output import CARD, FILES_OF_A_MODEL, within
 from layershuffle.models.position_files import (
     PARTS,
     forms_of,
@@ -168,7 +168,7 @@ def save(
     like.
     """
     final = Path(directory)
-    check_replaceable(final)
+    refuse_others(final, ours=FILES_OF_A_MODEL, kind="saved model")
     with staged_directory(final) as stage:
         _write(model, stage, record, model_args, title=final.absolute().name)
 
@@ -199,7 +199,7 @@ def push_to_hub(
             folder_path=place,
             commit_message="Model saved by layershuffle",
             # Files of an earlier model would be taken for parts of this one.
-            delete_patterns=[*FILES_OF_A_MODEL, "model*.safetensors"],
+            delete_patterns=list(FILES_OF_A_MODEL),
         )
     return str(url)
 
@@ -375,7 +375,7 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
         base, files = spec.place, [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
-            files += [*FILES_OF_A_MODEL, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
+            files += [METADATA_FILE, PARTS, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
         place = fetched(base, files, revision=spec.settings.get("revision"))
     if random:
         from layershuffle.models import hf_models

@@ -76,8 +76,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
                     listing=f"{', '.join(kinds)} or none",
                 )  # fmt: skip
             weights, classes = kinds[str(tag)], args.pop("num_classes", None)
-            own = {"num_classes": len(weights.meta["categories"])}
-            args = {**own, "image_size": weights.meta["min_size"][0], **args}
+            args["num_classes"] = len(weights.meta["categories"])
+            args.setdefault("image_size", weights.meta["min_size"][0])
         with seeded(seed):
             backbone: Backbone = torchvision.models.get_model(name, weights=None, **args)
     if weights is None:
