@@ -19,8 +19,9 @@ from PIL import Image
 from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.core.stack import blocks_of, depth_of
-from layershuffle.export.graphs import head_of, stem_of
+from layershuffle.core.tensors import logits_of
 from layershuffle.models import class_names_of, file_view, num_classes_of
+from layershuffle.models.ends import run_head, run_stem
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer
@@ -75,16 +76,20 @@ class PicoModel:
         self.manifest = SimpleNamespace(
             file_view=view, classes=classes, class_names=class_names_of(model)
         )
-        shape = torch.Size((view.channels, view.height, view.width))
-        self._stem, self._head = stem_of(model), head_of(model, shape)
+        self._model, self._shape = model, (view.channels, view.height, view.width)
 
     def stem(self, images: Any) -> Any:
         with torch.inference_mode():
-            return self._stem(torch.from_numpy(images)).numpy()
+            state, _ = run_stem(self._model, torch.from_numpy(images), forward=self._model)
+            return state.numpy()
 
     def head(self, state: Any) -> Any:
         with torch.inference_mode():
-            return self._head(torch.from_numpy(state.copy())).numpy()
+            blank, state = torch.zeros(len(state), *self._shape), torch.from_numpy(state.copy())
+            return run_head(self._model, blank, state=state, forward=self._logits).numpy()
+
+    def _logits(self, images: torch.Tensor) -> torch.Tensor:
+        return logits_of(self._model(images))
 
 
 def made_up(depth: int = DEPTH) -> Calibration:

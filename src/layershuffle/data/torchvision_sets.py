@@ -87,13 +87,11 @@ def open_source(request: SourceRequest) -> ImageData:
 
 def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
     """The class of the set, and the names of the options that it takes."""
-    sets = {
-        name: options
-        for name in torchvision.datasets.__all__
-        if (options := _options(getattr(torchvision.datasets, name))) & {"train", "split"}
-    }
-    if request.place not in sets:
-        guess = did_you_mean(request.place, sets)
+    sets = torchvision.datasets.__all__
+    kind = getattr(torchvision.datasets, request.place) if request.place in sets else None
+    fits = _options(kind)
+    if not fits & {"train", "split"}:
+        guess = "" if kind else did_you_mean(request.place, sets)
         raise UsageError(
             f"torchvision has no data set {request.place!r} with a training and a test part",
             place=request.spec,
@@ -107,7 +105,7 @@ def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
         )
     if request.settings.get("download", "no") not in ("yes", "no"):
         raise UsageError("download is yes or no", place=request.spec, hint="leave it out for no")
-    return getattr(torchvision.datasets, request.place), sets[request.place]
+    return kind, fits
 
 
 def _options(kind: Any) -> set[str]:

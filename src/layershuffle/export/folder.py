@@ -47,7 +47,6 @@ from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 from layershuffle.text import Progress, unheard
 
-PRECISIONS: tuple[BlockPrecision, ...] = ("fp32", "fp16", "int8")
 PARITY = 1e-5
 """Largest error of a block in fp32, as a part of the largest number that it returns (or of 1)."""
 _LOGITS_PARITY = 1e-3  # after all blocks, in which such errors add up

@@ -20,7 +20,7 @@ from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
-from layershuffle.models.files import check_finite, shapes_of
+from layershuffle.models.files import check_finite
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import forms_of
@@ -155,7 +155,7 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
     stored = donor.state_dict()
     kinds = sorted({str(weight.dtype) for weight in stored.values()})
     facts["the dtypes of the weights"] = ", ".join(kinds)
-    facts |= {f"the shape of {key}": shape for key, shape in shapes_of(stored).items()}
+    facts |= {f"the shape of {key}": tuple(tensor.shape) for key, tensor in stored.items()}
     for name, buffer in donor.named_buffers():
         if name not in stored:  # no file holds it, as frequencies
             plain = buffer.detach().cpu().float().contiguous().view(torch.uint8).numpy()

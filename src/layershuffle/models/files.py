@@ -55,8 +55,6 @@ REFUSALS = (
     StrictDataclassError,
 )  # fmt: skip
 
-Shape = tuple[int, ...]
-
 
 @contextmanager
 def refused_by(
@@ -158,9 +156,9 @@ def refused_pickle(path: Path) -> ModelFileError:
     )
 
 
-def tensor_headers(*paths: Path) -> dict[str, tuple[str, Shape]]:
+def tensor_headers(*paths: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype (F32, BF16) and shape by tensor name, from the headers of safetensors files."""
-    headers: dict[str, tuple[str, Shape]] = {}
+    headers: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in paths:
         with _whole(path), safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 -- not a mapping
@@ -273,8 +271,3 @@ def weights_digest(model: nn.Module) -> str:
         # As bytes, because numpy has no bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Shapes by tensor name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

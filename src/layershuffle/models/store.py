@@ -409,14 +409,11 @@ def _tie_again(backbone: nn.Module, metadata: ModelMetadata, path: Path) -> None
     if metadata.tied is None:
         return
     before = weights_digest(backbone)
-    with refused_by("layershuffle", path, hint=_SAVE_AGAIN):
+    hint = "delete the key 'tied' to load the blocks as they are"
+    with refused_by("layershuffle", path, hint=hint):
         tie(backbone, metadata.tied)
-    if weights_digest(backbone) != before:
-        raise ModelFileError(
-            f"The places {metadata.tied} are tied, and their weights differ",
-            place=path,
-            hint="delete the key 'tied' to load the blocks as they are",
-        )
+        if weights_digest(backbone) != before:
+            raise ValueError(f"the places {metadata.tied} are tied, and their weights differ")
 
 
 def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Module:
