@@ -35,8 +35,6 @@ from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
 from layershuffle.text import Progress, shortened, unheard
 
-_IN_MEMORY_BYTES = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -156,7 +154,6 @@ def batches_of(
         device=device,
         processes=loader_processes(data.spec),
         keep=keep,
-        host_bytes=_IN_MEMORY_BYTES,
     )
 
 

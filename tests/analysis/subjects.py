@@ -16,7 +16,7 @@ def subject_of(model, *, count=8, classes=CLASSES, **settings):
     data = ImageData(
         spec="digit-pairs",
         classes=tuple(map(str, range(classes))),
-        splits={"test": Split(dataset=TensorDataset(images(count), labels), size=count)},
+        splits={"test": Split(dataset=TensorDataset(images(count), labels))},
         finish=torch.nn.Identity(),  # the noise is what the model takes
     )
     return Subject(

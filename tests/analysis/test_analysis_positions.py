@@ -77,7 +77,7 @@ def predicting(monkeypatch, request):
     def split(self, name):
         part = both[:32] if name == "holdout" else both[32:]
         dataset = TensorDataset(part, torch.zeros(len(part), dtype=torch.long))
-        return Split(dataset=dataset, size=len(part))
+        return Split(dataset=dataset)
 
     monkeypatch.setattr(Subject, "_split", split)
     return subject_of(model, count=32, batch_size=16)

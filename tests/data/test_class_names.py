@@ -52,7 +52,7 @@ def data_of(*classes: str, dataset: Dataset[Item] | None = None) -> ImageData:
     return ImageData(
         spec="folder:x",
         classes=classes,
-        splits={"test": Split(dataset=dataset, size=3)},
+        splits={"test": Split(dataset=dataset)},
         finish=PixelFinish(VIEW),
     )
 

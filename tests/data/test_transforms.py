@@ -281,8 +281,8 @@ class Counted(Dataset):
         return PIXELS[index], index
 
 
-def batches(dataset: Dataset, *, size: int = 11, device: str = "cpu", **options) -> DeviceBatches:
-    split = Split(dataset=dataset, size=size)
+def batches(dataset: Dataset, *, device: str = "cpu", **options) -> DeviceBatches:
+    split = Split(dataset=dataset)
     return DeviceBatches(split, PixelFinish(SMALL), batch_size=4, device=device, **options)
 
 
@@ -310,17 +310,14 @@ def test_constants_made_in_an_evaluation_do_in_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reads"),
-    [
-        ({}, 33),
-        ({"keep": True}, 33),  # on a CPU nothing is cached by default
-        ({"keep": True, "host_bytes": BYTES}, 11),
-        ({"keep": True, "host_bytes": BYTES - 1}, 33),
-    ],
+    ("keep", "most", "reads"), [(False, BYTES, 33), (True, BYTES, 11), (True, BYTES - 1, 33)]
 )
-def test_a_cached_split_is_read_once(options: dict, reads: int) -> None:
+def test_a_cached_split_is_read_once(
+    keep: bool, most: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layershuffle.data.batches.HOST_BYTES", most)
     dataset = Counted()
-    device_batches = batches(dataset, **options)
+    device_batches = batches(dataset, keep=keep)
     for _ in range(3):
         images, labels = joined(device_batches)
         assert images.dtype == torch.float32
@@ -331,7 +328,7 @@ def test_a_cached_split_is_read_once(options: dict, reads: int) -> None:
 
 def test_an_interrupted_pass_caches_nothing() -> None:
     dataset = Counted()
-    device_batches = batches(dataset, keep=True, host_bytes=BYTES)
+    device_batches = batches(dataset, keep=True)
     next(iter(device_batches))
     begun = dataset.reads
     for _ in range(2):

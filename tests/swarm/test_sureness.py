@@ -90,7 +90,7 @@ def test_a_calibration_measures_every_beginning_of_its_orders():
 
     def answers(split):
         part = data.splits[split]
-        part = limited_test(part.dataset, part.size, limit=30)
+        part = limited_test(part.dataset, limit=30)
         items = [part.dataset[index] for index in range(30)]
         pixels = data.finish(torch.stack([image for image, _ in items]))
         out = np.empty((6, 3, 30, 100), np.float32)

@@ -24,7 +24,7 @@ from refusals import refuses
 def few_images(out, **changes):
     """A run on 20 images: dropout is on, and accumulation."""
     job = prepare(settings(accumulate=2, **changes), out, ranks=Ranks())
-    few = Split(dataset=Subset(job.data.splits["train"].dataset, range(20)), size=20)
+    few = Split(dataset=Subset(job.data.splits["train"].dataset, range(20)))
     return replace(job, data=replace(job.data, splits={**job.data.splits, "train": few}))
 
 

@@ -156,7 +156,7 @@ class Subject:
             return self.data.splits[name]
         # Opened only if needed, because most analyses use no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
-        return limited_test(split.dataset, split.size, limit=self.settings.max_images)
+        return limited_test(split.dataset, limit=self.settings.max_images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of images and labels on the device of the model."""

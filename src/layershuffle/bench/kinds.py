@@ -145,7 +145,7 @@ def training_state(
         data=ImageData(
             spec="generated",
             classes=(),
-            splits={"train": Split(dataset=images, size=len(images))},  # type: ignore[arg-type]
+            splits={"train": Split(dataset=images)},  # type: ignore[arg-type]
             finish=workload.finish,
         ),
         model=model,

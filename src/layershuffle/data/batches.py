@@ -17,14 +17,15 @@ from layershuffle.data.contract import Split
 
 # The remaining memory is for activations; ImageNet's 50,000 test images take 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU memory that is free when the first batch arrives
+HOST_BYTES = 1 << 30
 
 
 class DeviceBatches:
     """Iterates over batches (images float32 [n, *view], labels int64 [n]) on `device`.
 
     With `keep` the pixels are kept after the first complete pass: on the GPU if they take at most a
-    quarter of its free memory, else in main memory if they take at most `host_bytes`; otherwise
-    every pass reads the files again. `processes`: number of loader processes.
+    quarter of its free memory, else in main memory if they take at most 1 GiB; otherwise every
+    pass reads the files again. `processes`: number of loader processes.
     """
 
     def __init__(
@@ -36,10 +37,9 @@ class DeviceBatches:
         device: torch.device | str,
         processes: int = 0,
         keep: bool = False,
-        host_bytes: int = 0,
     ) -> None:
         self.split, self.finish, self.device = split, finish, torch.device(device)
-        self._keep, self._host_bytes = keep, host_bytes
+        self._keep = keep
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self._loader = DataLoader(
             split.dataset,
@@ -64,7 +64,7 @@ class DeviceBatches:
                 size = self.split.size * pixels[0].numel()
                 if self.device.type == "cuda":
                     on_gpu = size <= GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
-                in_memory = size <= self._host_bytes
+                in_memory = size <= HOST_BYTES
             sent = self._sent(pixels), self._sent(labels)
             if on_gpu or in_memory:
                 # Bytes, because float32 images would take four times the memory.

@@ -63,15 +63,19 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of the data, of `size` images.
+    """One part of the data.
 
     `groups` int64 [size, k]: images with a number in common may be wrong together (pairs of one
     handwritten digit, frames of one video); None if images are treated as independent.
     """
 
     dataset: Dataset[Item]
-    size: int
     groups: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of images."""
+        return len(self.dataset)  # type: ignore[arg-type]  # torch declares no length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +151,14 @@ def stratified_holdout(labels: Sequence[int], share: float) -> tuple[list[int], 
 
 
 def limited_test(
-    dataset: Dataset[Item], size: int, *, limit: int | None, groups: Tensor | None = None
+    dataset: Dataset[Item], *, limit: int | None, groups: Tensor | None = None
 ) -> Split:
     """The test split, or the first `limit` images of one fixed shuffle of it."""
-    if limit is None or limit >= size:
-        return Split(dataset=dataset, size=size, groups=groups)
+    whole = Split(dataset=dataset, groups=groups)
+    if limit is None or limit >= whole.size:
+        return whole
     # The same images for every seed of a run, so scores are comparable.
-    rows = sorted(torch.randperm(size, generator=generator_for("max_test", 0))[:limit].tolist())
+    shuffle = torch.randperm(whole.size, generator=generator_for("max_test", 0))
+    rows = sorted(shuffle[:limit].tolist())
     of_rows = None if groups is None else groups[rows]
-    return Split(dataset=Subset(dataset, rows), size=limit, groups=of_rows)
+    return Split(dataset=Subset(dataset, rows), groups=of_rows)

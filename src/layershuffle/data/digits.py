@@ -147,12 +147,12 @@ def open_source(request: SourceRequest) -> ImageData:
     counts = {name: request.number(name, count) for name, count in PAIRS.items()}
     test = DigitPairs("test", counts["test"])
     # A digit that is hard to read is hard in all of its pairs, on the left and on the right.
-    tested = limited_test(test, len(test), limit=request.options.max_test, groups=test.digits)
+    tested = limited_test(test, limit=request.options.max_test, groups=test.digits)
     splits = {"test": tested}
     if request.options.train:
         for name, source in (("train", "train"), ("holdout", "validation")):
             pairs = DigitPairs(source, counts[source])
-            splits[name] = Split(dataset=pairs, size=len(pairs))
+            splits[name] = Split(dataset=pairs)
     return ImageData(
         spec=request.spec,
         classes=CLASSES,

@@ -244,10 +244,10 @@ def open_source(request: SourceRequest) -> ImageData:
     size = request.number("size", 64, low=16, high=512)
     counts = {n: request.number(n, share * classes, high=RANGE) for n, share in PER_CLASS.items()}
     parts = {name: FormulaKeys(name, count, classes=classes) for name, count in counts.items()}
-    splits = {"test": limited_test(parts["test"], counts["test"], limit=request.options.max_test)}
+    splits = {"test": limited_test(parts["test"], limit=request.options.max_test)}
     if request.options.train:
-        splits["train"] = Split(dataset=parts["train"], size=counts["train"])
-        splits["holdout"] = Split(dataset=parts["validation"], size=counts["validation"])
+        splits["train"] = Split(dataset=parts["train"])
+        splits["holdout"] = Split(dataset=parts["validation"])
     class_table(classes)  # for its error, before a training starts
     digits = len(str(classes - 1))
     return ImageData(

@@ -78,7 +78,7 @@ def assemble(
     plain = PlainTransform(view)
     groups = None if test_groups is None else test_groups[rows["test"]]
     tested = Images(parts["test"], rows["test"], plain)
-    splits = {"test": limited_test(tested, len(tested), limit=options.max_test, groups=groups)}
+    splits = {"test": limited_test(tested, limit=options.max_test, groups=groups)}
     if options.train:
         splits |= _training_splits(request, parts, rows, sentences)
     return ImageData(
@@ -124,9 +124,9 @@ def _training_splits(
     fitted = Images(train, training, plain if exact else PixelTransform(view))
     if options.augment:
         fitted = Images(train, training, augment_transform(view), seed=options.seed)
-    splits = {"train": Split(dataset=fitted, size=len(fitted))}
+    splits = {"train": Split(dataset=fitted)}
     if held_out is not None:
-        splits["holdout"] = Split(dataset=held_out, size=len(held_out))
+        splits["holdout"] = Split(dataset=held_out)
     return splits
 
 

@@ -223,7 +223,7 @@ def _sureness(
         _log.warning("How sure answers are is not known, so requests run all blocks: %s", error)
         return None
     split = fitted.splits[_HELD_OUT]
-    split = limited_test(split.dataset, split.size, limit=images)
+    split = limited_test(split.dataset, limit=images)
     fitted = replace(fitted, splits={_HELD_OUT: split})
     permutations = permutations[:_SURE_ORDERS]
     logits, labels = answers_by_blocks(

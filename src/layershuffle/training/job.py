@@ -118,14 +118,14 @@ class Job:
     def selection_batches(self) -> DeviceBatches:
         """The part of the selection split that this process scores.
 
-        It stays on the GPU after the first pass if there is room for it.
+        It stays on the GPU, or in memory, after the first pass if there is room for it.
         """
         split, ranks = self.data.splits[self.selection_split], self.ranks
         # Every process scores every n-th image. With fewer images than processes some would get
         # none, so every process scores all of them.
         if ranks.count > 1 and split.size >= ranks.count:
             rows = range(ranks.rank, split.size, ranks.count)
-            split = Split(dataset=Subset(split.dataset, rows), size=len(rows))
+            split = Split(dataset=Subset(split.dataset, rows))
         return DeviceBatches(
             split,
             self.data.finish,
