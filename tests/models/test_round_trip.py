@@ -125,6 +125,7 @@ def test_stock_libraries_load_the_backbone_without_this_package(
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_saving_changes_nothing_in_the_model(name: str, tmp_path: Path) -> None:
     model: Any = FAMILIES[name].wrapped().train()
+    set_class_names(model, NAMES)
     before, config = copy.deepcopy(model), str(getattr(model, "config", ""))
     cfg = copy.deepcopy(getattr(model, "pretrained_cfg", None))
     ls.save(model, tmp_path / "m")

@@ -308,25 +308,19 @@ def timm_weights(hub: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_timm_weights_come_from_the_cache(
+def test_timm_weights_come_from_the_cache_and_name_imagenet(
     timm_weights: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
+    """Published weights have no class names; ImageNet folders in another order are renumbered."""
     with global_generators_untouched():
         model = ls.load("timm:test_vit")
     assert [n for n, t in model.state_dict().items() if not torch.equal(t, timm_weights[n])] == []
-    ls.save(model, tmp_path / "m")
-    assert read_record(tmp_path / "m")["base_model"] == TIMM_HUB
-    assert front_matter(tmp_path / "m")["base_model"] == TIMM_HUB
-
-
-@pytest.mark.usefixtures("timm_weights")
-def test_trained_timm_models_name_imagenet(tmp_path: Path) -> None:
-    """Published weights have no class names; ImageNet folders in another order are renumbered."""
-    model = ls.load("timm:test_vit")
     names = class_names_of(model)
     assert names is not None
     assert (len(set(names)), names[0], names[-1]) == (1000, "n01440764", "n15075141")
     ls.save(model, tmp_path / "m")
+    assert read_record(tmp_path / "m")["base_model"] == TIMM_HUB
+    assert front_matter(tmp_path / "m")["base_model"] == TIMM_HUB
     assert class_names_of(ls.load(str(tmp_path / "m"))) == names
     for spec in ("timm:test_vit?num_classes=7", "timm:test_vit?pretrained=false"):
         assert class_names_of(ls.load(spec)) is None
