@@ -29,7 +29,7 @@ from layershuffle.models import image_view
 from layershuffle.settings import digest
 from layershuffle.training import fit
 from layershuffle.training.distributed import Ranks, joined
-from layershuffle.training.loop import EpochSampler
+from layershuffle.training.loop import epoch_rows
 from layershuffle.training.sharding import idle_parameters
 from refusals import refuses
 
@@ -212,7 +212,7 @@ def batches(run, ranks=1):
     model = ls.load(run.model, seed=run.seed)
     data = open_data(run.data, image_view(model), options=DataOptions(seed=run.seed))
     train = data.splits["train"].dataset
-    rows = list(EpochSampler(train, run.seed))
+    rows = epoch_rows(len(train), seed=run.seed, epoch=0)
     size = run.batch_size // ranks
     for start in range(0, len(rows), size):
         items = [train[row] for row in rows[start : start + size]]

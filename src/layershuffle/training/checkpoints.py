@@ -1,24 +1,26 @@
 """The run directory: the settings of its run, and the checkpoints of an unfinished run.
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
-schedule, best score, seconds) and, for every process, the states of its random
-generators; a run that averages its weights adds `ema.safetensors`. Orders, batches and augmentation
-are pure functions of the seed and the step, so they are not saved.
+schedule, best score, seconds) and, for every process, the states of torch's random generators,
+which dropout draws from; a run that averages its weights adds `ema.safetensors`. Orders, batches
+and augmentation are pure functions of the seed and the step, so they are not saved.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from safetensors.torch import load_model, save_model
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.class_names import RenumberedImages
@@ -30,7 +32,7 @@ from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
 from layershuffle.training.job import Job
-from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
+from layershuffle.training.sharding import WHOLE, all_finite
 from layershuffle.training.state import TrainState, new_state
 
 SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
@@ -138,11 +140,14 @@ def save_checkpoint(state: TrainState) -> None:
         state.refuse_non_finite(math.inf)
     final = job.checkpoints / f"step-{state.step:08d}"
     with ranks.stage(final) as stage:
-        torch.save(_random_states(), stage / _RNG.format(ranks.rank))
+        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        drawn = {"torch": torch.get_rng_state(), "cuda": on_gpu}
+        torch.save(drawn, stage / _RNG.format(ranks.rank))
         # All processes put the shards together, so that a single process can read the checkpoint.
         model = state.scored_model() if job.sharded else state.model
+        # Its keys are names then, and numbers else: torch pairs the two by their order.
         optimizer = (
-            optimizer_state(state.model, state.optimizer)
+            get_optimizer_state_dict(state.model, state.optimizer, options=WHOLE)
             if job.sharded
             else state.optimizer.state_dict()
         )
@@ -187,31 +192,14 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     state.seconds_before = content["seconds"]
     state.images_trained, state.step_seconds = content["images"], content["step_seconds"]
     if job.sharded:
-        load_optimizer_state(state.model, state.optimizer, state=content["optimizer"])
+        set_optimizer_state_dict(state.model, state.optimizer, content["optimizer"], options=WHOLE)
     else:
         state.optimizer.load_state_dict(content["optimizer"])
     state.scheduler.load_state_dict(content["scheduler"])
     path = checkpoint / _RNG.format(job.ranks.rank)
     if path.is_file():  # with another number of processes the seeds of `new_state` remain
-        _set_random_states(torch.load(path, weights_only=True))
+        drawn = torch.load(path, weights_only=True)
+        torch.set_rng_state(drawn["torch"])
+        if drawn["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(drawn["cuda"])
     return state
-
-
-def _random_states() -> dict[str, Any]:
-    numpy_state: Any = np.random.get_state()
-    name, keys, *rest = numpy_state
-    return {
-        "python": random.getstate(),
-        # `torch.load(weights_only=True)` reads lists, and refuses arrays of numpy.
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

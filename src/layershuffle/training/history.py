@@ -43,21 +43,16 @@ def read_history(path: Path) -> list[dict[str, float]]:
     ]
 
 
-class History:
-    """Writes the rows of a run, one line each, as soon as they are there."""
+def begin_history(path: Path, *, at: int) -> None:
+    """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
+    rows = [row for row in read_history(path) if row["step"] <= at]
+    write_text(path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def begin(self, *, at: int) -> None:
-        """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
-        rows = [row for row in read_history(self._path) if row["step"] <= at]
-        write_text(self._path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
-
-    def add(self, row: HistoryRow) -> None:
-        """Append a row; columns that it does not have stay empty."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+def add_row(path: Path, row: HistoryRow) -> None:
+    """Append a row as soon as it is there; columns that it does not have stay empty."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(row))
 
 
 def _line(row: HistoryRow) -> str:

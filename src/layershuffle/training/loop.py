@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
@@ -261,29 +261,14 @@ def score(
     return {name: value / total for name, value in zip(metrics, sums, strict=True)}
 
 
-class EpochSampler(Sampler[int]):
-    """A new permutation of the data for every epoch, a pure function of (seed, epoch).
+def epoch_rows(images: int, *, seed: int, epoch: int) -> list[int]:
+    """A new permutation of the images for every epoch, a pure function of (seed, epoch).
 
-    So a run can resume in the middle of an epoch without saved state. The sampler passes the epoch
-    on to the data set, whose augmentation is a function of it.
+    So a run can resume in the middle of an epoch without saved state.
     """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the permutation of `epoch` from the next iteration on."""
-        self._epoch = epoch
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        key = Stream(self._seed, self._epoch).below(1 << 63)
-        generator = torch.Generator().manual_seed(key)
-        return iter(torch.randperm(len(self), generator=generator).tolist())
+    generator = torch.Generator().manual_seed(Stream(seed, epoch).below(1 << 63))
+    rows: list[int] = torch.randperm(images, generator=generator).tolist()
+    return rows
 
 
 def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
@@ -292,19 +277,20 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
     job, accumulate = state.job, state.job.settings.accumulate
-    dataset, ranks, images = job.data.splits["train"].dataset, job.ranks, job.images_per_forward
-    sampler, together = EpochSampler(dataset, job.settings.seed), images * ranks.count
-    forwards = math.ceil(len(sampler) / together)
+    train, ranks, images = job.data.splits["train"], job.ranks, job.images_per_forward
+    together = images * ranks.count
+    forwards = math.ceil(train.size / together)
     epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
     while True:
-        sampler.set_epoch(epoch)
-        rows = list(sampler)
+        if hasattr(train.dataset, "set_epoch"):  # augmentation is a function of it
+            train.dataset.set_epoch(epoch)
+        rows = epoch_rows(train.size, seed=job.settings.seed, epoch=epoch)
         if ranks.count > 1:  # all have as many: the first rows fill up the last batch
             rows = list(islice(cycle(rows), forwards * together))
         # Every process takes its part of the rows of a forward.
         own = range(images * ranks.rank + together * accumulate * done, len(rows), together)
         loader = DataLoader(
-            dataset,
+            train.dataset,
             batch_sampler=[rows[start : start + images] for start in own],
             num_workers=job.workers,
             pin_memory=job.device == "cuda",
