@@ -9,7 +9,6 @@ The same results give the same bytes, without dates and independent of the machi
 
 from __future__ import annotations
 
-import math
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -17,10 +16,8 @@ from typing import TYPE_CHECKING, get_args
 from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
-from layershuffle.stats import compare
-from layershuffle.study.dry_run import duration
 from layershuffle.study.paper.claims import Verdict, judge
-from layershuffle.study.paper.figures import MOST_ARMS, draw_bars
+from layershuffle.study.paper.figures import draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
@@ -40,6 +37,7 @@ from layershuffle.study.paper.tables import (
 )
 from layershuffle.study.store import Study, read_study
 from layershuffle.study.tasks import FIGURES
+from layershuffle.text import clock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,14 +79,13 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
     """The report in Markdown; all text from the results is escaped."""
     study = summary.study
     bars = ""
-    if 0 < len(summary.arms) <= MOST_ARMS and summary.cells:
+    if summary.cells:
         bars = draw(
             "bars", "Images of 100 right, blocks in order (pale) and shuffled.", draw_bars(summary)
         )
     blocks = [
         f"# {literal(headline(summary))}",
         bars,
-        literal(gain(summary)),
         literal(
             f"Study {study.settings.name}: {len(study.plan.tasks) - len(study.unfinished)} of "
             f"{len(study.plan.tasks)} tasks are finished, on {describe_data(study)}."
@@ -129,19 +126,6 @@ def headline(summary: Summary) -> str:
         for place, arm in enumerate(unique([*shown, best]))
     ]
     return f"Shuffled, {', '.join(words)}"
-
-
-def gain(summary: Summary) -> str:
-    """The difference between LayerShuffle and the ordinary model in arbitrary order."""
-    base, ours = (summary.means(arm, "arbitrary") for arm in ("baseline", "layershuffle"))
-    if not (base and ours):
-        return ""
-    gap = compare(ours, base)
-    if math.isinf(gap.low):
-        return "There is one model of each: only more seeds show what is chance."
-    points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
-    chance = ": that may be chance" if gap.low <= 0 <= gap.high else ""
-    return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
 
 
 def gaps(study: Study) -> list[str]:
@@ -218,18 +202,23 @@ def _selection(study: Study) -> list[str]:
 
 
 def _facts_section(study: Study) -> str:
-    """What every run had in common, and where they differ."""
+    """The settings of the runs, where they ran, and for how long."""
     if not study.runs:
         return ""
     training = sum(result.train_seconds for _, result in study.runs)
     scoring = sum(result.eval_seconds for _, result in study.runs)
+    machines = unique(
+        str(result.hardware.get("gpu") or result.hardware.get("processor"))
+        for _, result in study.runs
+    )
     notes = unique(f"Note: {note}" for _, result in study.runs for note in result.data.notes)
     return section(
         "Settings",
         literal(
-            f"{len(study.runs)} runs took {duration(training)} of training and "
-            f"{duration(scoring)} of scoring. plan.json holds the whole recipe, tasks.jsonl the "
-            "facts of every task, results.csv a row per run and order, with the order itself."
+            f"{len(study.runs)} runs took {clock(training)} of training and "
+            f"{clock(scoring)} of scoring ({'; '.join(machines)}). plan.json holds the whole "
+            "recipe, tasks.jsonl the facts of every task, results.csv a row per run and order, "
+            "with the order itself."
         ),
         "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
         "--data DATA --order ORDER`, with --max-images as in the recipe.",
