@@ -77,18 +77,13 @@ def check_data(job: Job) -> None:
     goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
     if goes_on and not job.settings.data_changed:
         before = json.loads(path.read_text(encoding="utf-8"))
-        others: dict[str, tuple[int, int]] = {}
+        differing = []
         for split in sorted((before.keys() | now.keys()) - {"classes"}):
             old, new = before.get(split, {}), now.get(split, {})
             for name in sorted(old.keys() | new.keys()):
                 (count, was), (images, digest) = old.get(name, (0, "")), new.get(name, (0, ""))
                 if was != digest:
-                    others[f"{split}/{name}"] = count, images
-        # Classes that came or went say more than the images that moved for them.
-        differing = [
-            f"{place} ({count} before, {images} now)" if count != images else f"{place} (others)"
-            for place, (count, images) in sorted(others.items(), key=lambda item: 0 not in item[1])
-        ]
+                    differing.append(f"{split}/{name} ({count} images before, {images} now)")
         if not differing and before["classes"] != now["classes"]:
             differing = [f"the order of the classes ({shortened(now['classes'])} now)"]
         if differing:

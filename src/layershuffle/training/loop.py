@@ -138,9 +138,20 @@ def _finish_row(
     tell: Callable[..., None],
     keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
-    """Add the scores to a row of the history, tell it, then save a checkpoint that is behind it."""
+    """Score the model on held-out data if asked, keep it if it is the best so far, add the scores
+    to a row of the history, tell it, then save a checkpoint that is behind it."""
     if scores:
-        row |= _score_and_keep(state, tell=tell, keep_best=keep_best)
+        model = state.scored_model()
+        metrics = _scores(state, model, tell=tell)
+        value = metrics[f"eval_{state.job.select_by}_cross_entropy"]
+        state.refuse_non_finite(value)
+        if state.best is None or value < state.best:
+            state.best = value
+            if state.job.ranks.first:
+                keep_best(model, metrics)
+                tell("best", step=state.step, cross_entropy=value)
+        tell("scores", step=state.step, **metrics)
+        row |= metrics
     tell("history", step=state.step, **row)
     if saves:
         save_checkpoint(state)
@@ -194,26 +205,15 @@ class _Sums:
         return means
 
 
-def _score_and_keep(
-    state: TrainState,
-    *,
-    tell: Callable[..., None],
-    keep_best: Callable[[nn.Module, dict[str, float]], None],
-) -> dict[str, float]:
-    """Score the model on held-out data, and keep it if it is the best so far."""
-    model = state.scored_model()
+def _scores(state: TrainState, model: nn.Module, *, tell: Callable[..., None]) -> dict[str, float]:
     total = state.job.selection_batches.split.size
+
+    def on_images(done: int) -> None:
+        tell("scoring", step=state.step, images=done, total=total)
+
     try:
         with state.autocast(), torch.no_grad():
-            metrics = state.job.compiler.or_eager(
-                lambda: score(
-                    state.job,
-                    model,
-                    on_images=lambda done: tell(
-                        "scoring", step=state.step, images=done, total=total
-                    ),
-                )
-            )
+            return state.job.compiler.or_eager(lambda: score(state.job, model, on_images=on_images))
     except torch.OutOfMemoryError as error:
         # The rest of torch's message describes its allocator; the first sentence is enough.
         cause = one_line(error).split(". ", maxsplit=1)[0]
@@ -221,15 +221,6 @@ def _score_and_keep(
             f"Scoring needs more than the memory of the device ({cause})",
             hint="give a smaller --eval-batch-size",
         ) from error
-    value = metrics[f"eval_{state.job.select_by}_cross_entropy"]
-    state.refuse_non_finite(value)
-    if state.best is None or value < state.best:
-        state.best = value
-        if state.job.ranks.first:
-            keep_best(model, metrics)
-            tell("best", step=state.step, cross_entropy=value)
-    tell("scores", step=state.step, **metrics)
-    return metrics
 
 
 def score(
