@@ -67,7 +67,9 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
-    places = {(number.method, number.mode, number.kept): number for number in NUMBERS}
+    places: dict[tuple[str, str, int], PaperNumber] = {
+        (number.method, number.mode, number.kept): number for number in NUMBERS
+    }
     return places.get((arm, mode, kept_in_paper))
 
 
