@@ -238,7 +238,7 @@ def test_random_choice_leads_and_others_stay_apart(alone):
 
     summary = with_rows(alone, and_spaced)
     assert summary.choose == "random"
-    cell = summary.cell("baseline", "arbitrary", 9)
+    cell = summary.cell("baseline", "arbitrary", kept=9)
     assert (cell.choose, cell.top1.orders) == ("random", 3)
     assert sum(cell.choose == "spaced" for cell in summary.cells) == 4 * 6
 
@@ -259,7 +259,7 @@ def test_arms_of_another_depth_stand_under_their_number_of_blocks(alone):
         return [row.model_copy(update=fields)] if is_first else []
 
     summary = with_rows(alone, shallow)
-    cell = summary.cell("layerdrop", "sequential", 3)
+    cell = summary.cell("layerdrop", "sequential", kept=3)
     assert cell.top1.mean == 44.0
     assert summary.depth == 12
     assert summary.cell("layerdrop", "sequential") is None

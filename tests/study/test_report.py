@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from layershuffle.stats import estimate
+from layershuffle.stats import compare, estimate
 from layershuffle.study.paper.figures import (
     STYLES,
     arm_style,
@@ -30,7 +30,7 @@ from layershuffle.study.paper.figures import (
     draw_figure,
 )
 from layershuffle.study.paper.numbers import NUMBERS
-from layershuffle.study.paper.report import report_text, write_report
+from layershuffle.study.paper.report import gain, report_text, write_report
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import merging_section
 from layershuffle.study.store import read_study
@@ -141,6 +141,18 @@ def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
     assert sentence in html.text
     assert markdown_of(out).startswith(f"# {sentence}\n\n![")
     assert " ".join(report_text(summary_of(out)).split()).startswith(sentence)
+
+
+def test_a_difference_is_given_with_its_interval(tmp_path: Path):
+    first = summary_of(write_study(tmp_path / "one", orders=2))
+    assert gain(first) == "There is one model of each: only more seeds show what is chance."
+    three = summary_of(write_study(tmp_path / "three", seeds=(0, 1, 2), orders=2))
+    gap = compare(*(three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")))
+    points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
+    assert gain(three) == f"LayerShuffle and the ordinary model, shuffled, differ by {points}."
+    arms = {"baseline": "baseline", "layershuffle": "layerdrop"}
+    alike = write_study(tmp_path / "alike", seeds=(0, 1, 2), orders=2, arms=arms)
+    assert gain(summary_of(alike)).endswith(": that may be chance.")
 
 
 def test_the_page_is_the_markdown(out: Path, html: Page):

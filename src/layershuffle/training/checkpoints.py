@@ -48,7 +48,6 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     Raises `UsageError` if `out` holds a run with other settings (the error names them). A directory
     without a checkpoint or a result, as left by a misspelt model name, accepts any settings.
     """
-    resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
     has_results = names_in(out) - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(
         out / "checkpoints"
@@ -56,7 +55,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
     else:
-        write_text(path, yaml.safe_dump(resolved, sort_keys=False))
+        write_text(path, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
     remove_stale_stages(out)
     remove_stale_stages(out / "checkpoints")
 
@@ -119,8 +118,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     """The newest checkpoint; directories are renamed into place, so each one is whole."""
     # Step numbers have eight digits, so names sort as the steps do.
-    paths = sorted(checkpoints.glob("step-*"))
-    return paths[-1] if paths else None
+    return max(checkpoints.glob("step-*"), default=None)
 
 
 def save_checkpoint(state: TrainState) -> None:

@@ -114,7 +114,8 @@ def train(
         saving = last or stopping or state.step % checkpoint_every == 0
         # Before every checkpoint, too, so that a resumed run has no sums to continue.
         if scoring or saving or state.step % settings.log_every == 0:
-            row = sums.reset(job.ranks, step=state.step)
+            row = sums.means(job.ranks, step=state.step)
+            sums = _Sums(state.device, step=state.step)
             state.refuse_non_finite(row["loss"])
             row |= {"grad_norm": norm.item(), "learning_rate": learning_rate}
             state.step_seconds += _clock() - began
@@ -191,18 +192,14 @@ class _Sums:
         self._read = time.monotonic()
         return {"loss": self.loss.item() / (step - self._step)}
 
-    def reset(self, ranks: Ranks, *, step: int) -> dict[str, float]:
-        """Means over the steps up to `step` in all processes; the sums start again at zero."""
+    def means(self, ranks: Ranks, *, step: int) -> dict[str, float]:
+        """Means over the steps up to `step` in all processes."""
         sums = [self.loss.item(), float(self._hits.item()), float(self._images)]
         loss, hits, images = ranks.total(sums)
-        means = {
+        return {
             "loss": loss / ranks.count / (step - self._step),
             "accuracy": 100.0 * hits / max(images, 1.0),
         }
-        self.loss.zero_()
-        self._hits.zero_()
-        self._images, self._step, self._read = 0, step, time.monotonic()
-        return means
 
 
 def _scores(state: TrainState, model: nn.Module, *, tell: Callable[..., None]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,12 +32,6 @@ def shard(model: nn.Module) -> None:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def gathered(model: nn.Module, *, into: nn.Module) -> nn.Module:
-    """`into` with the whole weights of the sharded `model`; all processes must call it."""
-    into.load_state_dict(get_model_state_dict(model, options=WHOLE))
-    return into
 
 
 def all_finite(model: nn.Module) -> bool:

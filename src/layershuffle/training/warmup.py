@@ -61,14 +61,13 @@ def try_forward(state: TrainState, images: int) -> None:
     It uses the model without DDP, so one process can try alone. Afterwards weights, gradients,
     buffers and random generators are unchanged. Raises the errors of a training step.
     """
-    model, data = state.model, state.job.data.splits["train"].dataset
-    device = state.device
+    job, model, device = state.job, state.model, state.device
+    data = job.data.splits["train"].dataset
     pixels, labels = (tensor.to(device) for tensor in default_collate([data[0]] * images))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
         model.train()
-        inputs = state.job.data.finish(pixels)
-        job = state.job
+        inputs = job.data.finish(pixels)
         # One step: a group alone is a view of the batch, groups together are not, and each has
         # its graph.
         with job.compiler.step(inputs.shape, range(job.depth)):

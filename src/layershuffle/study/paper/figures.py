@@ -115,7 +115,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
             line = {cell.kept + shift: cell.top1 for cell in cells}
             entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
         for cell in cells:
-            number = summary.paper(arm, mode, cell.kept)
+            number = summary.paper(arm, mode, kept=cell.kept)
             if number is not None:
                 x = cell.kept + shift + _PAPER_SHIFT
                 hollow = _draw_paper(axes, number, x, style=style)

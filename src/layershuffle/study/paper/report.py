@@ -9,6 +9,7 @@ The same results give the same bytes, without dates and independent of the machi
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, get_args
 from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
+from layershuffle.stats import compare
 from layershuffle.study.paper.claims import Verdict, judge
 from layershuffle.study.paper.figures import draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
@@ -86,6 +88,7 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
     blocks = [
         f"# {literal(headline(summary))}",
         bars,
+        literal(gain(summary)),
         literal(
             f"Study {study.settings.name}: {len(study.plan.tasks) - len(study.unfinished)} of "
             f"{len(study.plan.tasks)} tasks are finished, on {describe_data(study)}."
@@ -126,6 +129,19 @@ def headline(summary: Summary) -> str:
         for place, arm in enumerate(unique([*shown, best]))
     ]
     return f"Shuffled, {', '.join(words)}"
+
+
+def gain(summary: Summary) -> str:
+    """The difference between LayerShuffle and the ordinary model in arbitrary order."""
+    base, ours = (summary.means(arm, "arbitrary") for arm in ("baseline", "layershuffle"))
+    if not (base and ours):
+        return ""
+    gap = compare(ours, base)
+    if math.isinf(gap.low):
+        return "There is one model of each: only more seeds show what is chance."
+    points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
+    chance = ": that may be chance" if gap.low <= 0 <= gap.high else ""
+    return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
 
 
 def gaps(study: Study) -> list[str]:

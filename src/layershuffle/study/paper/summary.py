@@ -57,7 +57,7 @@ class Summary:
     depth: int
     choose: str
 
-    def cell(self, arm: str, mode: str, kept: int | None = None) -> ScoreCell | None:
+    def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.
 
         `kept=None`: with all blocks.
@@ -71,13 +71,13 @@ class Summary:
         # One order per pass shows the spread over orders; one per batch averages it.
         return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
 
-    def paper(self, arm: str, mode: str, kept: int) -> PaperNumber | None:
+    def paper(self, arm: str, mode: str, *, kept: int | None = None) -> PaperNumber | None:
         """The paper's number for this cell, `None` if there is none."""
-        return paper_number(arm, mode, kept=kept, depth=self.depth)
+        return paper_number(arm, mode, kept=kept or self.depth, depth=self.depth)
 
     def means(self, arm: str, mode: str, *, kept: int | None = None) -> dict[int, float]:
         """The models' mean top-1 of an arm, by seed; `kept=None`: with all blocks."""
-        cell = self.cell(arm, mode, kept)
+        cell = self.cell(arm, mode, kept=kept)
         return {} if cell is None else cell.model_means
 
     def held_out(self, method: str) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Summary:
     def curve(self, arm: str, mode: str) -> tuple[ScoreCell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""
         levels = sorted({cell.kept for cell in self.cells})
-        cells = (self.cell(arm, mode, kept) for kept in levels)
+        cells = (self.cell(arm, mode, kept=kept) for kept in levels)
         return tuple(cell for cell in cells if cell is not None)
 
     @property

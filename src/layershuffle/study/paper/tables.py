@@ -92,10 +92,9 @@ def main_table(summary: Summary) -> str:
 
     rows = []
     for arm in summary.arms:
-        rows.append(
-            [literal(label(arm)), *(text(summary.cell(arm, *at)) for at in summary.columns)]
-        )
-        numbers = [summary.paper(arm, *column) for column in summary.columns]
+        cells = (summary.cell(arm, mode, kept=kept) for mode, kept in summary.columns)
+        rows.append([literal(label(arm)), *map(text, cells)])
+        numbers = [summary.paper(arm, mode, kept=kept) for mode, kept in summary.columns]
         if any(numbers):
             shown = ("" if n is None else f"*{n.text}*".replace("+-", "&plusmn;") for n in numbers)
             rows.append(["*the paper*", *shown])
@@ -127,7 +126,7 @@ def table_text(summary: Summary) -> str:
         if kept == summary.depth:
             head += [mode, "95 %", "the paper"]
             for row, arm in zip(rows, summary.arms, strict=True):
-                cell, number = summary.cell(arm, mode), summary.paper(arm, mode, kept)
+                cell, number = summary.cell(arm, mode), summary.paper(arm, mode, kept=kept)
                 top1 = cell and (f"{cell.top1.mean:.1f}", interval_text(cell.top1))
                 row += [*(top1 or ("", "")), "" if number is None else number.text.split(" +-")[0]]
     return table(head, rows, width=WIDTH)
@@ -141,11 +140,11 @@ def table_1(summary: Summary) -> str:
     head = (
         "Method", "Order", "Models", "Orders", "sd models", "To sequential baseline", "The paper's",
     )  # fmt: skip
-    paper_base = summary.paper("baseline", "sequential", summary.depth)
+    paper_base = summary.paper("baseline", "sequential")
     rows = []
     for arm in summary.arms:
         for mode in MODES:
-            cell, number = summary.cell(arm, mode), summary.paper(arm, mode, summary.depth)
+            cell, number = summary.cell(arm, mode), summary.paper(arm, mode)
             if cell is None:
                 continue
             gap = NONE
