@@ -231,14 +231,6 @@ def test_a_worker_that_cannot_start_ends_the_study(tmp_path):
         team.stop()
 
 
-def test_a_claim_is_of_one_process_alone(tmp_path):
-    task = plan_of(StudySettings(**RECIPE)).runs[0]
-    with claimed(task, tmp_path) as first, claimed(task, tmp_path) as second:
-        assert (first, second) == (True, False)
-    with claimed(task, tmp_path) as again:
-        assert again
-
-
 def test_a_recipe_that_differs_waits_until_nobody_works(tmp_path):
     """A task of both plans would otherwise end with the settings of the other."""
     study = StudySettings(**RECIPE)

@@ -76,13 +76,16 @@ def check_data(job: Job) -> None:
     goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
     if goes_on and not job.settings.data_changed:
         before = json.loads(path.read_text(encoding="utf-8"))
-        differing = []
+        moved = []
         for split in sorted((before.keys() | now.keys()) - {"classes"}):
             old, new = before.get(split, {}), now.get(split, {})
             for name in sorted(old.keys() | new.keys()):
                 (count, was), (images, digest) = old.get(name, (0, "")), new.get(name, (0, ""))
                 if was != digest:
-                    differing.append(f"{split}/{name} ({count} images before, {images} now)")
+                    text = f"{split}/{name} ({count} images before, {images} now)"
+                    moved.append((0 not in (count, images), text))
+        # Classes that came or went say more than the images that moved for them.
+        differing = [text for _, text in sorted(moved)]
         if not differing and before["classes"] != now["classes"]:
             differing = [f"the order of the classes ({shortened(now['classes'])} now)"]
         if differing:
