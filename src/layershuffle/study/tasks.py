@@ -239,10 +239,8 @@ class RunSpec(Task[RunResult]):
 
     def training_share(self) -> float:
         """The share of its work that is training."""
-        cost, scored = self.cost(ASSUMED_SIZES), self.scored(ASSUMED_SIZES)
-        assert cost is not None  # because all sizes are given
-        assert scored is not None
-        return 1 - scored / cost
+        # Neither is `None`, because all sizes are given.
+        return 1 - (self.scored(ASSUMED_SIZES) or 0) / (self.cost(ASSUMED_SIZES) or 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ spent waiting for data, both in percent), "scoring" (step, images that were scor
 "scores" (step and metrics), "history" (step and all that was logged there, a row of history.csv),
 "checkpoint" (step), "best" (step, cross_entropy), "end" (step); of a run that was complete before,
 "complete" (steps) alone."""
+Tell = Callable[..., None]
 _clock = time.perf_counter
 _LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
 OnPhase = Callable[[str, int], None]
@@ -51,7 +52,7 @@ TrainingBatch = tuple[Tensor, Tensor]
 def train(
     state: TrainState,
     *,
-    tell: Callable[..., None],
+    tell: Tell,
     keep_best: Callable[[nn.Module, dict[str, float]], None],
     stop_asked: threading.Event | None = None,
     on_phase: OnPhase = unheard,
@@ -136,7 +137,7 @@ def _finish_row(
     *,
     scores: bool,
     saves: bool,
-    tell: Callable[..., None],
+    tell: Tell,
     keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
     """Score the model on held-out data if asked, keep it if it is the best so far, add the scores
@@ -202,7 +203,7 @@ class _Sums:
         }
 
 
-def _scores(state: TrainState, model: nn.Module, *, tell: Callable[..., None]) -> dict[str, float]:
+def _scores(state: TrainState, model: nn.Module, *, tell: Tell) -> dict[str, float]:
     total = state.job.selection_batches.split.size
 
     def on_images(done: int) -> None:
