@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from xml.etree.ElementTree import Element, fromstring
 
 import pytest
 from fixture import (
@@ -36,39 +36,16 @@ from layershuffle.study.paper.tables import merging_section
 from layershuffle.study.store import read_study
 
 MODES = ("sequential", "arbitrary")
-VOID = {"meta", "br", "img", "hr"}
 
 
-class Page(HTMLParser):
-    """Elements with their attributes; complains about tags that do not nest."""
+def page_of(out: Path) -> Element:
+    """The page as a tree; refuses tags that do not nest."""
+    text = (out / "report.html").read_text()
+    return fromstring(re.sub("<(meta|br|img|hr)([^>]*?)/?>", r"<\1\2/>", text))
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag, f"</{tag}> closes another element at {self.getpos()}"
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+def text_of(html: Element) -> str:
+    return " ".join(" ".join(html.itertext()).split())
 
 
 @pytest.fixture(scope="module", params=[(0,), (0, 1, 2)], ids=["one seed", "three seeds"])
@@ -79,8 +56,8 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def html(out: Path) -> Page:
-    return Page((out / "report.html").read_text())
+def html(out: Path) -> Element:
+    return page_of(out)
 
 
 def markdown_of(out: Path) -> str:
@@ -130,7 +107,7 @@ def test_numbers_of_the_tables_equal_the_csv(out: Path):
                 assert shown[shown.index(mean[1]) + 1] == interval
 
 
-def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
+def test_the_headline_says_what_the_study_shows(out: Path, html: Element):
     scores = from_csv(out)
     means = {arm: slow_mean(scores[arm, "arbitrary", 12]) for arm in LEVELS}
     sentence = (
@@ -138,7 +115,7 @@ def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
         f"LayerShuffle on {means['layershuffle']:.0f}, "
         f"LayerShuffle-depth on {means['layershuffle-depth']:.0f}"
     )
-    assert sentence in html.text
+    assert sentence in text_of(html)
     assert markdown_of(out).startswith(f"# {sentence}\n\n![")
     assert " ".join(report_text(summary_of(out)).split()).startswith(sentence)
 
@@ -155,16 +132,16 @@ def test_a_difference_is_given_with_its_interval(tmp_path: Path):
     assert gain(summary_of(alike)).endswith(": that may be chance.")
 
 
-def test_the_page_is_the_markdown(out: Path, html: Page):
+def test_the_page_is_the_markdown(out: Path, html: Element):
     """Every heading, cell and figure."""
     text = markdown_of(out)
     lines = re.findall(r"^\|.*[^-:|\n].*$", text, re.MULTILINE)
     cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    assert len(html.all("td")) + len(html.all("th")) == len(cells)
-    assert len(html.all("h2")) == len(re.findall("^## ", text, re.MULTILINE))
-    targets = [str(a["href"]).removeprefix("#") for a in html.all("a")]
-    assert targets == [str(h["id"]) for h in html.all("h2")]
-    assert len(html.all("img")) == text.count("\n![") == 2
+    assert len([*html.iter("td"), *html.iter("th")]) == len(cells)
+    assert len([*html.iter("h2")]) == len(re.findall("^## ", text, re.MULTILINE))
+    targets = [str(a.get("href")).removeprefix("#") for a in html.iter("a")]
+    assert targets == [h.get("id") for h in html.iter("h2")]
+    assert len([*html.iter("img")]) == text.count("\n![") == 2
     for words in (
         "82.61",
         "~70-80",
@@ -172,20 +149,20 @@ def test_the_page_is_the_markdown(out: Path, html: Page):
         "digit pairs with bundled:digits",
         "batch_size 64",
     ):
-        assert words in html.text
+        assert words in text_of(html)
     assert len(text.splitlines()) < 250
 
 
-def test_the_page_is_self_contained_and_accessible(out: Path, html: Page):
+def test_the_page_is_self_contained_and_accessible(out: Path, html: Element):
     text = (out / "report.html").read_text()
     assert not re.search(r"https?://|url\((?!#)|@import|javascript:", text)
-    tags = {tag for tag, _ in html.elements}
+    tags = {element.tag for element in html.iter()}
     assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & tags
-    for image in html.all("img"):
-        assert str(image["src"]).startswith("data:image/svg+xml;base64,")
-        assert image["alt"]
-    assert html.all("html") == [{"lang": "en"}]
-    headings = [int(tag[1]) for tag, _ in html.elements if re.fullmatch("h[1-6]", tag)]
+    for image in html.iter("img"):
+        assert str(image.get("src")).startswith("data:image/svg+xml;base64,")
+        assert image.get("alt")
+    assert (html.tag, html.attrib) == ("html", {"lang": "en"})
+    headings = [int(e.tag[1]) for e in html.iter() if re.fullmatch("h[1-6]", e.tag)]
     assert (headings[0], headings.count(1)) == (1, 1)
     assert all(deep <= before + 1 for before, deep in pairwise(headings))
 
@@ -220,12 +197,12 @@ def test_hostile_text_stays_text(tmp_path: Path):
     failed = {"layershuffle-seed0": bad}
     out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad)
     write_report(out)
-    html = Page((out / "report.html").read_text())
-    assert not html.all("script")
-    assert {str(image["src"])[:5] for image in html.all("img")} == {"data:"}
-    assert "<script>alert(1)</script>`|*x*?[31m # no [e](f) & $h$ \\ ~i~" in html.text
+    html = page_of(out)
+    assert not [*html.iter("script")]
+    assert {str(image.get("src"))[:5] for image in html.iter("img")} == {"data:"}
+    assert "<script>alert(1)</script>`|*x*?[31m # no [e](f) & $h$ \\ ~i~" in text_of(html)
     assert "\x1b" not in report_text(summary_of(out)) + markdown_of(out)
-    assert [heading for heading in html.all("h2") if "id" not in heading] == []
+    assert [heading for heading in html.iter("h2") if "id" not in heading.attrib] == []
 
 
 # --- figures --------------------------------------------------------------------------------------
