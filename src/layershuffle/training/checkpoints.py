@@ -39,7 +39,7 @@ SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
 _MAY_CHANGE = frozenset({"log_every", "log_with", "workers", "data_changed"})
-_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
+_OF_NO_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
 
 
 def prepare_directory(out: Path, settings: FitSettings) -> None:
@@ -49,9 +49,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     without a checkpoint or a result, as left by a misspelt model name, accepts any settings.
     """
     path = out / SETTINGS_FILE
-    has_results = names_in(out) - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(
-        out / "checkpoints"
-    )
+    has_results = latest_checkpoint(out / "checkpoints") or names_in(out) - _OF_NO_RESULTS
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
     else:

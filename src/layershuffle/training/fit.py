@@ -190,9 +190,8 @@ def _trackers(job: Job) -> Accelerator:
     """The trackers that accelerate has, begun with the settings of the run."""
     place = ProjectConfiguration(logging_dir=str(job.out / LOGS))
     tracking = Accelerator(log_with=job.settings.log_with, project_config=place)
-    settings = job.settings.model_dump(mode="json")
     # Trackers take numbers and words alone.
-    config = {name: str(value) for name, value in settings.items()}
+    config = {name: str(value) for name, value in job.settings.model_dump(mode="json").items()}
     tracking.init_trackers("layershuffle", config=config)
     return tracking
 
@@ -240,7 +239,6 @@ def _finish(state: TrainState) -> FitResult:
     job = state.job
     # The best state may have been saved before a resume: only its own record knows its score.
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
-    sizes = {name: split.size for name, split in job.data.splits.items()}
     result = FitResult(
         schema=1,
         method=job.method.name,
@@ -256,7 +254,7 @@ def _finish(state: TrainState) -> FitResult:
         data={
             "spec": job.data.spec,
             "classes": len(job.data.classes),
-            "sizes": sizes,
+            "sizes": {name: split.size for name, split in job.data.splits.items()},
             "notes": [*job.data.notes],
         },
         hardware=hardware(job.precision),
