@@ -53,9 +53,7 @@ FIRST = (
     "test_distributed",
     "test_runner",
     "test_fit",
-    # UMAP is compiled once per process, for seconds.
-    "test_paper_recipes",
-    "test_analyze_command",
+    "test_analyze_command",  # UMAP is compiled once per process, for seconds
 )
 
 

@@ -384,9 +384,7 @@ HARMLESS |= {"np.random.default_rng", "torch.Generator().manual_seed"}
 # (module, call): why users cannot notice this use of a global generator.
 GLOBAL_GENERATORS = {
     ("training.state", "set_seed"): "dropout draws globally; a run owns the process it trains in",
-    ("training.checkpoints", "random.setstate"): "as above: a resumed run draws what it would have",
-    ("training.checkpoints", "np.random.set_state"): "as above",
-    ("training.checkpoints", "torch.set_rng_state"): "as above",
+    ("training.checkpoints", "torch.set_rng_state"): "a resumed run draws what it would have",
     ("training.checkpoints", "torch.cuda.set_rng_state"): "as above",
     ("data.transforms", "random.seed"): "timm's augmentations draw globally; states are put back",
     ("data.transforms", "np.random.seed"): "as above",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from difflib import get_close_matches
 from io import StringIO
 
@@ -42,6 +43,11 @@ def shortened(names: Iterable[str], *, limit: int = 3) -> str:
 def counted(number: int, noun: str) -> str:
     """A number and its noun, which takes a plain plural: "1 host", "1,200 images"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: "1:02:03"."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def one_line(error: object, *, limit: int = 300) -> str:

@@ -1,13 +1,31 @@
-"""Every file in benchmarks/ runs, and its committed results are shown."""
+"""Every file in benchmarks/ runs, its results are shown, and pairs are compared as they should."""
 
+import gc
+import math
 import re
 import runpy
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from _harness import read_results
+from _clocks import SMOKE, Effort
+from _harness import (
+    Bound,
+    Claim,
+    ClaimRow,
+    compare,
+    interval_of_median,
+    read_results,
+    run_claim,
+    write_results,
+)
+
+from layershuffle.errors import LayerShuffleError
+from refusals import refuses
 
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -55,3 +73,163 @@ def test_every_result_is_shown_once_in_a_table_or_named_in_prose():
     for result in read_results(RESULTS):
         file = result.command.rpartition("/")[2].removesuffix(".py")
         assert result.theme in shown or f"`{file}`" in prose, result.theme
+
+
+# --- on a GPU machine -----------------------------------------------------------------------------
+
+ONCE = Effort(pairs=1, seconds=0.0, warm_up=1)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"), run_name="gpu"))
+
+
+def broken(error):
+    def a_section(chosen, effort):
+        yield ClaimRow(name="before", what="", values=(1.0,))
+        raise error
+
+    return a_section
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no kernel"), MemoryError(), subprocess.CalledProcessError(1, "ptxas")]
+)
+def test_a_section_that_fails_is_a_row_and_the_others_run(script, error):
+    before, failed = script.attempted(broken(error), script.TRIAL, ONCE)
+    assert before.name == "before"
+    assert (failed.name, failed.holds) == ("a section: failed", False)
+    assert failed.what.startswith(f"{type(error).__name__}: ")
+    with pytest.raises(type(error)):
+        list(script.attempted(broken(error), script.TRIAL, SMOKE))
+
+
+def test_sections_without_time_left_are_rows_too(script, monkeypatch):
+    """So the result is complete and names what it lacks."""
+    monkeypatch.setitem(script.rows.__globals__, "MOST_SECONDS", -1)
+    rows = list(script.rows(ONCE))
+    assert len(rows) == len(script.SECTIONS)
+    assert not any(row.holds for row in rows)
+    assert "eight minutes" in rows[0].what
+
+
+# --- pairs and results ----------------------------------------------------------------------------
+
+
+def test_a_pair_is_the_mean_of_turns_in_which_both_go_first():
+    log = []
+
+    def side(name, seconds):
+        return lambda: log.append((name, gc.isenabled())) or seconds
+
+    a, b = side("a", 0.2), side("b", 0.1)
+    row = compare("name", "A / B", a=a, b=b, effort=Effort(pairs=5, seconds=0.75))
+    turns = 3  # 0.75 s of turns that take 0.3 s
+    assert row.settings["turns_per_pair"] == turns
+    assert row.values == pytest.approx((2.0,) * 5)
+    assert row.pairs == tuple(pytest.approx((0.2, 0.1)) for _ in range(5))
+    names = [name for name, _ in log]
+    assert names[:4] == ["a", "a", "b", "b"]  # the warm-up
+    first = names[4::2]
+    assert len(names) == 4 + 5 * turns * 2
+    assert abs(first.count("a") - first.count("b")) <= 1
+    assert all(first[i] != first[i + 1] for i in range(turns - 1))
+    assert not any(collecting for _, collecting in log)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("count", "low"), [(5, 0), (6, 0), (9, 1), (15, 3), (21, 5)])
+def test_the_interval_of_the_median_is_the_binomial_one(count, low):
+    """Narrowest pair of order statistics that misses the median in at most 5 % of all samples."""
+    assert interval_of_median([float(value) for value in range(count)]) == (low, count - 1 - low)
+    misses = [2 * sum(math.comb(count, k) for k in range(n + 1)) / 2**count for n in (low, low + 1)]
+    assert count == 5 or misses[0] <= 0.05 < misses[1]  # of five even the whole range is too few
+
+
+BOUNDS = [
+    (Bound("at_most", 1.05), [1.0, 1.05, 9.0], True),
+    (Bound("at_most", 1.05), [1.0, 1.06, 1.07], False),
+    (Bound("at_least", 4.5), [4.0, 4.5, 5.0], True),
+    (Bound("at_least", 4.5), [4.0, 4.4, 9.0], False),
+    (Bound("equal", 12), [12, 12], True),
+    (Bound("equal", 12), [12, 12, 13], False),
+    (Bound("not_above", 1.0), [0.99, 0.99, 1.02, 1.02, 1.03, 1.04, 1.04, 1.05, 1.2], True),
+    (Bound("not_above", 1.0), [0.99, 1.01, 1.02, 1.02, 1.03, 1.04, 1.04, 1.05, 1.2], False),
+    (Bound("not_above", 1.0), [0.5, 0.5, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2], False),
+]
+
+
+@pytest.mark.parametrize(("bound", "values", "holds"), BOUNDS)
+def test_bounds(bound, values, holds):
+    assert bound.holds(values) is holds
+    assert ClaimRow(name="n", what="w", values=tuple(values), bound=bound).holds is holds
+
+
+def claim_of(*values, bound):
+    row = ClaimRow(name="a row", what="A / B", values=values, bound=bound, pairs=((2.0, 1.0),))
+    return Claim(theme="theme", text="It is so.", rows=lambda effort: [row])
+
+
+def test_a_result_is_written_and_read(tmp_path):
+    lines = []
+    claim = claim_of(1.0, 1.5, 3.0, bound=Bound("at_most", 2.0))
+    assert run_claim(claim, str(tmp_path / "x.py"), tell=lines.append, argv=[]) == 0
+    (path,) = (tmp_path / "results").iterdir()
+    (result,) = read_results(path)
+    assert (result.theme, result.claim) == ("theme", "It is so.")
+    assert result.command == "python benchmarks/x.py"
+    assert result.hardware["threads"] == 1
+    assert result.seconds >= 0
+    assert "a row: A / B 1.5 (1 to 3, 3 pairs); at most 2: holds" in lines
+    # What the pages show.
+    text = path.read_text()
+    assert ",a row,A / B,1.500,1 to 3,3 pairs,at most 2,holds," in text
+    write_results(read_results(path), path)
+    assert path.read_text() == text
+
+
+def test_a_new_result_replaces_that_of_its_theme_and_machine_alone(tmp_path):
+    path = tmp_path / "results" / "claims.csv"
+    run_claim(claim_of(7.0, bound=None), str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+    (own,) = read_results(path)
+    elsewhere = replace(own, hardware={**own.hardware, "gpu": "another machine"})
+    another = replace(own, theme="another theme")
+    old = replace(own, rows=(replace(own.rows[0], values=(3.0,)),))
+    write_results([elsewhere, another, old], path)
+    run_claim(claim_of(7.0, bound=None), str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+    found = {result.key: result.rows[0].median for result in read_results(path)}
+    assert found == {elsewhere.key: 7.0, another.key: 7.0, own.key: 7.0}
+    assert len(found) == 3
+
+
+def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
+    claim = claim_of(3.0, bound=Bound("at_most", 2.0))
+    lines = []
+    assert run_claim(claim, str(tmp_path / "x.py"), tell=lines.append, argv=[]) == 1
+    assert "MISSED" in lines[0]
+    out = tmp_path / "y"
+    assert run_claim(claim, str(out / "x.py"), tell=lines.append, argv=["--smoke"]) == 0
+    assert not out.exists()
+    assert "at most" not in lines[-1]
+
+
+def test_rows_before_a_failure_are_saved_beside_the_complete_result(tmp_path):
+    def rows(effort):
+        yield ClaimRow(name="first", what="w", values=(1.0,))
+        if fails:
+            raise LayerShuffleError("the second one failed")
+
+    claim, fails = Claim(theme="theme", text="It is so.", rows=rows), False
+    script, results = str(tmp_path / "x.py"), tmp_path / "results"
+    run_claim(claim, script, tell=lambda _: None, argv=[])
+    whole, fails = (results / "claims.csv").read_bytes(), True
+    with refuses(LayerShuffleError):
+        run_claim(claim, script, tell=lambda _: None, argv=[])
+    assert (results / "claims.csv").read_bytes() == whole
+    (part,) = read_results(results / "theme.csv.part")
+    assert [row.name for row in part.rows] == ["first"]
+    fails = False
+    run_claim(claim, script, tell=lambda _: None, argv=[])
+    assert [path.name for path in results.iterdir()] == ["claims.csv"]

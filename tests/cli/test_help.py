@@ -175,7 +175,7 @@ FLAGS = {
     "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt threads",
     "merge": "base batch-size classes compile data device draw ends ensemble-combine "
-    "ensemble-orders json max-images mixed model modes num-orders out overwrite precision random "
+    "ensemble-orders json max-images model modes num-orders out overwrite precision random "
     "replacement resize seed skip-corrupt slots soups threads",
     "ensemble": "batch-size classes compile data device draw ensemble-combine ensemble-orders json "
     "max-images model modes num-orders precision resize seed skip-corrupt threads",

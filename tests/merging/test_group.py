@@ -1,7 +1,8 @@
-"""A merge is a view: it equals a rebuilt model and needs almost no memory."""
+"""A merge is a view: it equals a rebuilt model and needs almost no memory. Plans are pure draws."""
 
 import copy
 import gc
+import math
 import re
 import tracemalloc
 from dataclasses import replace
@@ -10,6 +11,8 @@ import pytest
 import timm
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import layershuffle as ls
@@ -18,9 +21,10 @@ from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import running
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
-from layershuffle.merging.plans import MergePlan, sample_plans
+from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import Origin, remember
+from own_models import Own
 from refusals import refuses
 
 PLANS = {
@@ -241,18 +245,16 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
-    make = MISFITS[name]
-    recorded = name in ("base", "base weights", "method", "data")
-    first = changed(VIT)
-    if recorded:
-        with_record(first, method="m", provenance={"base": "a", "data": "d"})
+    pair = [changed(VIT), MISFITS[name]()]
+    if name in ("base", "base weights", "method", "data"):
+        with_record(pair[0], method="m", provenance={"base": "a", "data": "d"})
     with refuses(UsageError):
-        MergeGroup([first, make()])
+        MergeGroup(pair)
     if name in ("method", "data"):
-        MergeGroup([first, make()], mixed=True)
+        MergeGroup(pair, mixed=True)
     else:
         with refuses(UsageError):
-            ls.uniform_soup([first, make()])
+            ls.uniform_soup(pair)
 
 
 def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
@@ -299,31 +301,109 @@ def test_a_donor_that_is_not_finite_is_refused(combine):
         combine(donors)
 
 
-class OwnBlock(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, state):
-        return state + self.linear(state)
-
-
-class OwnModel(torch.nn.Module):
-    """Of no library, and without an attribute that names its width."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(OwnBlock() for _ in range(3)))
-        self.head = torch.nn.Linear(4, 2)
-
-    def forward(self, images):
-        return self.head(self.layers(images))
-
-
 def test_models_of_the_user_are_merged():
-    torch.manual_seed(0)
-    donors = [ls.wrap(OwnModel()).eval() for _ in range(2)]
-    merged = ls.merge(donors, ls.MergePlan((0, 1, 0), stem="average", head=1))
-    state = torch.randn(5, 4)
-    expected = donors[1].head(donors[0].layers[2](donors[1].layers[1](donors[0].layers[0](state))))
-    assert torch.equal(merged(state), expected)
+    """Of no library, and without an attribute that names their width."""
+    donors = [redraw(Own(), seed=seed).eval() for seed in range(2)]
+    for donor in donors:
+        del donor.hidden_size
+        ls.wrap(donor)
+    plan = MergePlan((0, 1, 0, 1), stem="average", head=1)
+    assert torch.equal(answers(ls.merge(donors, plan)), answers(rebuilt(donors, plan)))
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+sizes = st.tuples(st.integers(2, 6), st.integers(0, 3)).map(lambda t: (t[0] + t[1], t[0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(0, 1 << 31), st.data())
+def test_no_two_blocks_of_one_donor_and_no_two_merges_alike(size, seed, data):
+    num, depth = size
+    count = data.draw(st.integers(1, min(24, math.perm(num, depth))))
+    plans = sample_plans(num, depth, count=count, seed=seed)
+    assert len({plan.donors for plan in plans}) == len(plans) == count
+    for plan in plans:
+        assert len(set(plan.donors)) == len(plan.donors) == depth
+        assert set(plan.donors) <= set(range(num))
+    assert plans == sample_plans(num, depth, count=count, seed=seed)
+    assert plans[: count // 2 or 1] == sample_plans(num, depth, count=count // 2 or 1, seed=seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(0, 1 << 31))
+def test_all_merges_with_replacement_are_found(num, depth, seed):
+    plans = sample_plans(num, depth, count=num**depth - num, seed=seed, replacement=True)
+    assert len({plan.donors for plan in plans}) == num**depth - num
+    assert all(len(set(plan.donors)) > 1 for plan in plans)  # all from one donor is no merge
+
+
+def test_random_slots_are_permutations_for_the_same_donors() -> None:
+    own = sample_plans(15, 12, count=50, seed=5)
+    random = sample_plans(15, 12, count=50, seed=5, slots="random")
+    assert [plan.donors for plan in own] == [plan.donors for plan in random]
+    assert all(plan.slots is None and plan.blocks == tuple(range(12)) for plan in own)
+    assert all(sorted(plan.blocks) == list(range(12)) for plan in random)
+    assert len({plan.blocks for plan in random}) == 50
+    assert str(MergePlan((2, 0), slots=(1, 0))) == "2:1,0:0"
+    with refuses(UsageError):
+        MergePlan((0, 1), slots=(0, 0)).check(2, 2)
+
+
+def test_the_draws_are_uniform():
+    """Chi-square over the 24 permutations of 4 donors, one plan for each of 2,400 seeds."""
+    counts = {}
+    for seed in range(2400):
+        (plan,) = sample_plans(4, 4, count=1, seed=seed)
+        counts[plan.donors] = counts.get(plan.donors, 0) + 1
+    chi2 = sum((n - 100) ** 2 / 100 for n in counts.values())
+    assert len(counts) == 24
+    assert chi2 < 49.7, chi2  # 0.999 quantile at 23 degrees of freedom
+
+
+@pytest.mark.parametrize("end", ["first", "last", "donor", "average", "base"])
+def test_ends(end):
+    plans = sample_plans(15, 12, count=20, seed=5, end=end)
+    assert [p.donors for p in plans] == [p.donors for p in sample_plans(15, 12, count=20, seed=5)]
+    for plan in plans:
+        assert plan.stem == plan.head
+        if end in ("first", "last"):
+            assert plan.stem == plan.donors[0 if end == "first" else -1]
+        elif end == "donor":
+            assert plan.stem in plan.donors
+        else:
+            assert plan.stem == end
+    if end == "donor":
+        assert len({plan.stem for plan in plans}) > 5
+
+
+def test_merges_are_not_drawn_as_orders_are():
+    plans = sample_plans(12, 12, count=20, seed=0)
+    orders = [ls.Shuffled().draw(12, seed=0, step=step).blocks for step in range(20)]
+    assert not {plan.donors for plan in plans} & set(orders)
+    seeds = {orders_seed(0, group, index=i) for group in range(5) for i in range(50)}
+    assert len(seeds) == 250
+
+
+@pytest.mark.parametrize(
+    ("num", "depth", "count", "replacement"),
+    [(5, 12, 1, False), (4, 4, 25, False), (2, 3, 7, True), (4, 4, 0, False)],
+)
+def test_impossible_counts_are_refused(num, depth, count, replacement):
+    with refuses(UsageError):
+        sample_plans(num, depth, count=count, seed=0, replacement=replacement)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MergePlan((0, 1, 0)),
+        MergePlan((0, 1, 2, 0)),
+        MergePlan((0, 1, 1, -1)),
+        MergePlan((0, 1, 1, 0), stem=5),
+        MergePlan((0, 1, 1, 0), head="mean"),
+    ],
+)
+def test_plans_that_do_not_fit(plan):
+    with refuses(UsageError):
+        plan.check(2, 4)

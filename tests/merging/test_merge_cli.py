@@ -290,11 +290,9 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
     [
         (["merge", "m.yaml"], "merge needs RECIPE.yaml and --out DIR"),
         (["merge", "m.yaml", "--out", "x"], "m.yaml"),
-        (RANDOM, "needs 3 donors: 2 were given. Next: give 1 more"),
         (["merge", "runs/a", *RANDOM[3:]], "At least two models are needed"),
         (["merge", "runs/a", "runs/a", *RANDOM[3:]], "runs/a is named twice"),
         ([*RANDOM[:4], "0", *RANDOM[5:]], "merges: Input should be greater than or equal to 1"),
-        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], "number of blocks (3 and 12)"),
     ],
 )
 def test_errors_are_one_paragraph(capsys, work, words, phrase):

@@ -1,18 +1,16 @@
 """Soups against means by hand, ensembles against a sample-by-sample slow path."""
 
 import math
-import operator
 
 import pytest
 import torch
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES, images, logits_of, redraw
-from layershuffle.core.forwards import block_runs
 from layershuffle.core.stack import running
 from layershuffle.errors import DataError, UsageError
 from layershuffle.image_view import resized_as
-from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
+from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import image_view, replace_head, set_class_names, set_image_view
 from layershuffle.models.files import weights_digest
@@ -105,30 +103,6 @@ def test_ensembles_equal_the_slow_path(combine, orders, draw):
         assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
         assert score.member_orders == (tuple(orders_at(0)) if draw == "pass" else ())
         assert (score.order is None) == (orders == "independent" or draw == "batch")
-
-
-def test_variants_share_their_work():
-    donors = donors_of("timm-vit", count=2)
-    calls = [0, 0]
-    for member, donor in enumerate(donors):
-        for block in ls.blocks_of(donor):
-            block.register_forward_hook(
-                lambda *_, member=member: operator.setitem(calls, member, calls[member] + 1)
-            )
-    variants = [("logits", "same"), ("probabilities", "same"), ("logits", "independent")]
-    scores = evaluate_ensembles(donors, BATCHES, variants=variants, num_orders=3, seed=1)
-    same, own = (
-        [ls.Shuffled().draw(DEPTH, seed=1, step=step, rank=rank) for step in range(3)]
-        for rank in (0, 1)
-    )
-    # The first member's orders are the same ones in both; beginnings that are shared run once.
-    # Nineteen blocks run once per model, to see whether they share anything but the state.
-    runs = [len(BATCHES) * block_runs(orders) for orders in (same, same + own)]
-    assert [count - run for count, run in zip(calls, runs, strict=True)] == [19, 19]
-    for combine, orders in variants:
-        assert scores[combine, orders] == evaluate_ensemble(
-            donors, BATCHES, num_orders=3, seed=1, orders=orders, combine=combine
-        )
 
 
 def test_one_sequential_order_and_the_members_stay_as_they_were():

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 from fixture import TINY, facts, run_rows, tell
 
 from layershuffle.cli import main
@@ -61,7 +62,7 @@ def names(tasks):
 
 def finish(out, task, **changed):
     """Finish a run with facts that are made up."""
-    tell(out, task.name, **{**facts(task), **changed}, rows=run_rows(task, 1, "pass"))
+    tell(out, task.name, **{**facts(task), **changed}, rows=run_rows(task, 1))
 
 
 def test_runs_seed_by_seed_then_the_budget_curve(plan):
@@ -209,10 +210,10 @@ def test_time_comes_from_finished_tasks_of_the_same_kind(tmp_path):
     finish(tmp_path, plan.runs[0], train_seconds=20.0, eval_seconds=4.0, **sizes)
     assert forecast_text(plan, tmp_path, workers=2) == (
         "Left: 3 of 4 tasks: 4 training steps, 1,760 images scored, once per order\n"
-        "Time: about 12 s with 2 side by side (24 s of work), and of 2 tasks not known yet"
+        "Time: about 0:00:12 with 2 side by side (0:00:24 of work), and of 2 tasks not known yet"
     )
     tell(tmp_path, plan.analyses[0].name, title="Norms", facts={}, seconds=30.0)
-    assert "Time: about 54 s with 1 side by side" in forecast_text(plan, tmp_path, workers=1)
+    assert "Time: about 0:00:54 with 1 side by side" in forecast_text(plan, tmp_path, workers=1)
     finish(tmp_path, plan.runs[1])
     tell(tmp_path, plan.analyses[1].name, title="Norms", facts={}, seconds=30.0)
     assert forecast_text(plan, tmp_path, workers=1) == "All of 4 tasks are finished"
@@ -239,3 +240,14 @@ def test_recipes_are_planned_with_nothing_at_hand(tmp_path, monkeypatch, capsys,
     assert main(["reproduce", name, "--dry-run"]) == 0
     assert f"{work}, " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_cluster_at_the_address(tmp_path, capsys):
+    pytest.importorskip("ray")
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(TINY))
+    for address in ("127.0.0.1:1", "nowhere"):
+        words = ["reproduce", str(recipe), "--out", str(tmp_path / "out"), "--ray", address]
+        assert main(words) == 2
+        assert f"No Ray cluster answers at '{address}'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,56 +1,51 @@
-"""The report: numbers equal the CSV's, one self-contained page, the same bytes twice."""
+"""The report and its figures: the numbers of the CSV, in one self-contained page."""
 
 from __future__ import annotations
 
 import csv
 import re
 import statistics
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from xml.etree.ElementTree import Element, fromstring
 
 import pytest
-from fixture import CONDITIONS, LEVELS, facts, run_of, run_rows, tell, write_study
+from fixture import (
+    CONDITIONS,
+    LEVELS,
+    merging_rows,
+    write_merging,
+    write_study,
+)
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
 from layershuffle.stats import compare, estimate
+from layershuffle.study.paper.figures import (
+    STYLES,
+    arm_style,
+    draw_bars,
+    draw_budget,
+    draw_figure,
+)
+from layershuffle.study.paper.numbers import NUMBERS
 from layershuffle.study.paper.report import gain, report_text, write_report
 from layershuffle.study.paper.summary import Summary, label, summarise
-from layershuffle.study.paper.tables import flatten
+from layershuffle.study.paper.tables import merging_section
 from layershuffle.study.store import read_study
 
-VOID = {"meta", "br", "img", "hr"}
+MODES = ("sequential", "arbitrary")
 
 
-class Page(HTMLParser):
-    """Elements with their attributes; complains about tags that do not nest."""
+def page_of(out: Path) -> Element:
+    """The page as a tree; refuses tags that do not nest."""
+    text = (out / "report.html").read_text()
+    return fromstring(re.sub("<(meta|br|img|hr)([^>]*?)/?>", r"<\1\2/>", text))
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag, f"</{tag}> closes another element at {self.getpos()}"
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+def text_of(html: Element) -> str:
+    return " ".join(" ".join(html.itertext()).split())
 
 
 @pytest.fixture(scope="module", params=[(0,), (0, 1, 2)], ids=["one seed", "three seeds"])
@@ -61,8 +56,8 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def html(out: Path) -> Page:
-    return Page((out / "report.html").read_text())
+def html(out: Path) -> Element:
+    return page_of(out)
 
 
 def markdown_of(out: Path) -> str:
@@ -112,7 +107,7 @@ def test_numbers_of_the_tables_equal_the_csv(out: Path):
                 assert shown[shown.index(mean[1]) + 1] == interval
 
 
-def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
+def test_the_headline_says_what_the_study_shows(out: Path, html: Element):
     scores = from_csv(out)
     means = {arm: slow_mean(scores[arm, "arbitrary", 12]) for arm in LEVELS}
     sentence = (
@@ -120,7 +115,7 @@ def test_the_headline_says_what_the_study_shows(out: Path, html: Page):
         f"LayerShuffle on {means['layershuffle']:.0f}, "
         f"LayerShuffle-depth on {means['layershuffle-depth']:.0f}"
     )
-    assert sentence in html.text
+    assert sentence in text_of(html)
     assert markdown_of(out).startswith(f"# {sentence}\n\n![")
     assert " ".join(report_text(summary_of(out)).split()).startswith(sentence)
 
@@ -137,44 +132,39 @@ def test_a_difference_is_given_with_its_interval(tmp_path: Path):
     assert gain(summary_of(alike)).endswith(": that may be chance.")
 
 
-def test_the_page_is_the_markdown(out: Path, html: Page):
+def test_the_page_is_the_markdown(out: Path, html: Element):
     """Every heading, cell and figure."""
     text = markdown_of(out)
     lines = re.findall(r"^\|.*[^-:|\n].*$", text, re.MULTILINE)
     cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    assert len(html.all("td")) + len(html.all("th")) == len(cells)
-    assert len(html.all("h2")) == len(re.findall("^## ", text, re.MULTILINE))
-    targets = [str(a["href"]).removeprefix("#") for a in html.all("a")]
-    assert targets == [str(h["id"]) for h in html.all("h2")]
-    assert len(html.all("img")) == text.count("\n![") == 2
-    for words in ("82.61", "~70-80", "ImageNet2012", "digit pairs with bundled:digits", "20000"):
-        assert words in html.text
+    assert len([*html.iter("td"), *html.iter("th")]) == len(cells)
+    assert len([*html.iter("h2")]) == len(re.findall("^## ", text, re.MULTILINE))
+    targets = [str(a.get("href")).removeprefix("#") for a in html.iter("a")]
+    assert targets == [h.get("id") for h in html.iter("h2")]
+    assert len([*html.iter("img")]) == text.count("\n![") == 2
+    for words in (
+        "82.61",
+        "~70-80",
+        "ImageNet2012",
+        "digit pairs with bundled:digits",
+        "batch_size 64",
+    ):
+        assert words in text_of(html)
     assert len(text.splitlines()) < 250
 
 
-def test_the_page_is_self_contained_and_accessible(out: Path, html: Page):
+def test_the_page_is_self_contained_and_accessible(out: Path, html: Element):
     text = (out / "report.html").read_text()
     assert not re.search(r"https?://|url\((?!#)|@import|javascript:", text)
-    tags = {tag for tag, _ in html.elements}
+    tags = {element.tag for element in html.iter()}
     assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & tags
-    for image in html.all("img"):
-        assert str(image["src"]).startswith("data:image/svg+xml;base64,")
-        assert image["alt"]
-    assert html.all("html") == [{"lang": "en"}]
-    headings = [int(tag[1]) for tag, _ in html.elements if re.fullmatch("h[1-6]", tag)]
+    for image in html.iter("img"):
+        assert str(image.get("src")).startswith("data:image/svg+xml;base64,")
+        assert image.get("alt")
+    assert (html.tag, html.attrib) == ("html", {"lang": "en"})
+    headings = [int(e.tag[1]) for e in html.iter() if re.fullmatch("h[1-6]", e.tag)]
     assert (headings[0], headings.count(1)) == (1, 1)
     assert all(deep <= before + 1 for before, deep in pairwise(headings))
-
-
-def test_same_results_give_the_same_bytes(tmp_path: Path):
-    names = ("report.md", "report.html", "figures/figure1.svg", "figures/bars.svg")
-    texts = []
-    for name in ("one", "two", "one"):
-        if not (tmp_path / name).exists():
-            write_study(tmp_path / name, orders=3)
-        write_report(tmp_path / name)
-        texts.append([(tmp_path / name / file).read_bytes() for file in names])
-    assert texts[0] == texts[1] == texts[2]
 
 
 def test_an_unfinished_study_says_what_is_missing(tmp_path: Path):
@@ -187,7 +177,7 @@ def test_an_unfinished_study_says_what_is_missing(tmp_path: Path):
     assert "- layerdrop-seed1 failed: The loss became NaN at step 812." in text
     assert "- layershuffle-seed2 not done yet\n\n## Table 1" in text
     assert "layershuffle-seed2 not done yet" in report_text(summary_of(out))
-    (line,) = [line for line in text.splitlines() if line.startswith("| baseline |")]
+    line = next(line for line in text.splitlines() if line.startswith("| baseline |"))
     assert line.count("| - ") == 8
     assert text.startswith("# Shuffled, LayerShuffle is right on 7")
 
@@ -200,16 +190,6 @@ def test_a_study_before_its_first_run(tmp_path: Path):
     assert "baseline-seed0 not done yet" in report_text(summary_of(out))
 
 
-def test_the_papers_protocol_is_described_in_full(tmp_path: Path):
-    out = write_study(tmp_path, orders=2, undone=["baseline-seed0"])
-    task = run_of(out, "baseline-seed0")
-    told = facts(task) | {"paper_protocol": True}
-    tell(out, task.name, **told, rows=run_rows(task, 2, "pass"))
-    write_report(out)
-    assert "was picked on the same images that the scores are reported on" in markdown_of(out)
-    assert "was not used" in markdown_of(out)  # by the other arms
-
-
 def test_hostile_text_stays_text(tmp_path: Path):
     bad = "<script>alert(1)</script>`|*x*\x1b[31m\n# no [e](f) & $h$ \\ ~i~"
     names = ("<img src=x onerror=alert(1)>", "$\\frac$&", "_hidden")
@@ -217,24 +197,121 @@ def test_hostile_text_stays_text(tmp_path: Path):
     failed = {"layershuffle-seed0": bad}
     out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad)
     write_report(out)
-    html = Page((out / "report.html").read_text())
-    assert not html.all("script")
-    assert {str(image["src"])[:5] for image in html.all("img")} == {"data:"}
-    assert "<script>alert(1)</script>`|*x*?[31m # no [e](f) & $h$ \\ ~i~" in html.text
+    html = page_of(out)
+    assert not [*html.iter("script")]
+    assert {str(image.get("src"))[:5] for image in html.iter("img")} == {"data:"}
+    assert "<script>alert(1)</script>`|*x*?[31m # no [e](f) & $h$ \\ ~i~" in text_of(html)
     assert "\x1b" not in report_text(summary_of(out)) + markdown_of(out)
-    assert [heading for heading in html.all("h2") if "id" not in heading] == []
+    assert [heading for heading in html.iter("h2") if "id" not in heading.attrib] == []
 
 
-def test_a_study_of_sixteen_arms_has_no_figure(tmp_path: Path):
-    arms = {"layershuffle": "layershuffle", **{f"arm{i}": "layerdrop" for i in range(15)}}
-    out = write_study(tmp_path, orders=1, arms=arms)
-    write_report(out)
-    words = "16 arms are too many lines for a figure: results.csv has every score."
-    assert words in markdown_of(out)
-    assert "![" not in markdown_of(out)
+# --- figures --------------------------------------------------------------------------------------
 
 
-def test_flatten_names_every_value():
-    nested = {"a": {"b": 1, "c": {}}, "d": [1, 2], "g": None, "h": True}
-    flat = {"a.b": "1", "a.c": "{}", "d": "[1, 2]", "g": "none", "h": "true"}
-    assert flatten(nested) == flat
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    out = write_study(tmp_path_factory.mktemp("figure"), seeds=(0, 1, 2), orders=3)
+    return summarise(read_study(out))
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """Thirteen arms with names of any length, LayerShuffle among them for the paper's points."""
+    names = [f"layershuffle-with-a-long-name-and-option-{i}" for i in range(6)]
+    names += [f"arm{i}" for i in range(5)]
+    arms = {"baseline": "baseline", "layershuffle": "layershuffle"}
+    arms |= dict.fromkeys(names, "layerdrop")
+    return summarise(read_study(write_study(tmp_path_factory.mktemp("crowd"), orders=2, arms=arms)))
+
+
+def lines_of(axes: Axes) -> dict[str, list[ErrorbarContainer]]:
+    bars: dict[str, list[ErrorbarContainer]] = {}
+    for container in axes.containers:
+        bars.setdefault(str(container.get_label()), []).append(container)
+    return bars
+
+
+def test_lines_and_intervals_equal_the_summary(summary: Summary):
+    for axes, mode in zip(draw_figure(summary).axes, MODES, strict=True):
+        for arm in summary.arms:
+            (container,) = lines_of(axes)[arm]
+            cells = summary.curve(arm, mode)
+            x, y = container.lines[0].get_data()
+            assert [round(value) for value in x] == [cell.kept for cell in cells] == [3, 6, 9, 12]
+            assert max(abs(value - round(value)) for value in x) <= 0.2
+            assert list(y) == [cell.top1.mean for cell in cells]
+            (bars,) = container.lines[2]
+            for segment, cell in zip(bars.get_segments(), cells, strict=True):
+                bounds = (cell.top1.low, cell.top1.high)
+                assert segment[:, 1] == pytest.approx(bounds, abs=1e-9)
+
+
+def test_every_number_of_the_paper_is_drawn_hollow(summary: Summary):
+    for axes, mode in zip(draw_figure(summary).axes, MODES, strict=True):
+        drawn = {
+            (name.removeprefix("paper "), round(box.lines[0].get_ydata()[0], 9))
+            for name, boxes in lines_of(axes).items()
+            for box in boxes
+            if name.startswith("paper ")
+        }
+        measured = {(n.method, n.value) for n in NUMBERS if n.mode == mode}
+        assert drawn == {(arm, value) for arm, value in measured if arm in summary.arms}
+        approximate = [n for n in NUMBERS if n.mode == mode and n.text.startswith("~")]
+        assert [text.get_text() for text in axes.texts] == ["~"] * len(approximate)
+
+
+def test_bars_are_the_means(summary: Summary):
+    (axes,) = draw_bars(summary).axes
+    widths = [box.get_width() for box in axes.patches]
+    cells = [summary.cell(arm, mode) for arm in summary.arms for mode in MODES]
+    assert widths == pytest.approx([cell.top1.mean for cell in cells if cell], rel=1e-12)
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ["baseline", "LayerShuffle", "LayerDrop", "LayerShuffle-depth"]
+    assert [text.get_text().split()[0] for text in axes.texts] == [f"{w:.1f}" for w in widths]
+
+
+def test_a_method_has_one_look_in_every_study(summary: Summary, crowd: Summary):
+    for arm in ("baseline", "layershuffle"):
+        assert arm_style(summary, arm) == arm_style(crowd, arm)
+    styles = [arm_style(crowd, arm)[:2] for arm in crowd.arms]
+    assert len(set(styles)) == len(crowd.arms) == 13
+    assert len({colour for colour, _, _ in STYLES}) == len({m for _, m, _ in STYLES}) == len(STYLES)
+
+
+def outside(figure: Figure) -> list[object]:
+    """Artists beyond the edge of the canvas, measured by matplotlib's renderer."""
+    figure.canvas.draw()
+    legends = [legend for part in (figure, *figure.subfigs) for legend in part.legends]
+    boxes = [*(a.get_tightbbox() for a in figure.axes), *(x.get_window_extent() for x in legends)]
+    right, top = figure.bbox.width + 0.5, figure.bbox.height + 0.5
+    return [box for box in boxes if min(box.p0) < -0.5 or box.x1 > right or box.y1 > top]
+
+
+def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary):
+    curve = {500: crowd.cells[0].top1, 4000: crowd.cells[1].top1}
+    figures = (draw_figure(crowd), draw_bars(crowd))
+    budget = draw_budget({("layershuffle", mode): curve for mode in MODES}, crowd)
+    assert [outside(figure) for figure in (*figures, budget)] == [[], [], []]
+    for part in figures[0].subfigs:
+        below = part.legends[0].get_window_extent().y1
+        assert all(below <= axes.get_window_extent().y0 for axes in part.axes), "on the panel"
+
+
+def test_no_dot_of_figure_5_is_lost(tmp_path: Path):
+    arms = {"layershuffle": "layershuffle"}
+    out = write_study(tmp_path, orders=2, arms=arms, merging=[{"arms": ["layershuffle"]}])
+    merges = [60.0 + 0.01 * i for i in range(100)]
+    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], merges))
+    figures: list[Figure] = []
+    merging_section(summarise(read_study(out)), lambda name, caption, f: figures.append(f) or "")
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "LayerShuffle: single models", "LayerShuffle: merges, ends: average",
+        "LayerShuffle: soup, uniform", "LayerShuffle: ensemble, logits-independent",
+        "LayerShuffle: ensemble, logits-same",
+    ]  # fmt: skip
+    dots = [collection.get_offsets() for collection in axes.collections]
+    assert [len(places) for places in dots] == [2, 100, 1, 1, 1]
+    assert sorted(x for x, _ in dots[1]) == merges
+    assert all(abs(y - 1) <= 0.4 for _, y in dots[1])
+    assert outside(figures[0]) == []

@@ -4,6 +4,7 @@ Every process of a task imports for seconds, so tests run as few as possible.
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,14 +20,19 @@ from fixture import done_here, results
 
 import layershuffle as ls
 from forked import STARTS, ForkedTeam, studying
+from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
+from layershuffle.results import ScoreRow, read_rows
+from layershuffle.settings import read_recipe
+from layershuffle.study.paper.report import write_report
 from layershuffle.study.plan import plan_of, read_plan, write_plan
 from layershuffle.study.runner import LocalTeam, run_study, states_of
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import failure_of, read_facts
 from layershuffle.study.worker import attempt, claimed, unfinished
 from once import once
+from pictures import noise
 from refusals import refuses
 from waiting import wait_for
 
@@ -206,7 +212,8 @@ def test_a_task_that_ends_its_processes_is_given_up(tmp_path):
     write_plan(study, tmp_path)
     task = plan_of(study).runs[0]
     task.directory(tmp_path).mkdir(parents=True)
-    (task.directory(tmp_path) / "attempts.txt").write_text("3")
+    killed = '{"text": "step 1/4", "share": 0.1, "attempt": 3}'
+    (task.directory(tmp_path) / "progress.json").write_text(killed)
     attempt(task, tmp_path)
     assert "ended 3 processes without a word" in failure_of(task, tmp_path)
     assert unfinished([task], tmp_path) == []
@@ -224,14 +231,6 @@ def test_a_worker_that_cannot_start_ends_the_study(tmp_path):
         team.stop()
 
 
-def test_a_claim_is_of_one_process_alone(tmp_path):
-    task = plan_of(StudySettings(**RECIPE)).runs[0]
-    with claimed(task, tmp_path) as first, claimed(task, tmp_path) as second:
-        assert (first, second) == (True, False)
-    with claimed(task, tmp_path) as again:
-        assert again
-
-
 def test_a_recipe_that_differs_waits_until_nobody_works(tmp_path):
     """A task of both plans would otherwise end with the settings of the other."""
     study = StudySettings(**RECIPE)
@@ -240,3 +239,55 @@ def test_a_recipe_that_differs_waits_until_nobody_works(tmp_path):
     with claimed(plan_of(study).runs[1], tmp_path), refuses(UsageError, tmp_path / "plan.json"):
         run_study(other, tmp_path, watch=watch)
     assert read_plan(tmp_path) == study
+
+
+# --- the recipe of ImageNet -----------------------------------------------------------------------
+
+
+def shrunk(place):
+    """The recipe on generated images and a small model; its arms, modes and tables stay."""
+    for split, count in (("train", 6), ("val", 4)):
+        for name in ("ape", "bee", "cat"):
+            (directory := place / "images" / split / name).mkdir(parents=True)
+            for index in range(count):
+                noise(index, size=(20, 20)).save(directory / f"{index}.png")
+    size = "num_classes=3&img_size=16&patch_size=8&embed_dim=8&depth=12&num_heads=2&mlp_ratio=2"
+    base = ls.load(f"timm:vit_tiny_patch16_224?pretrained=false&{size}")
+    ls.save(base, place / "base")
+    recipe = read_recipe(asset("recipes", "imagenet-paper.yaml"))
+    recipe |= {"model": f"dir:{place / 'base'}", "data": f"folder:{place / 'images'}", "seeds": [0]}
+    few = {"steps": 1, "batch_size": 4, "eval_batch_size": 4, "workers": 0, "eval_orders": 1}
+    recipe["fit"] |= {**few, "epochs": None}
+    # Compilation, meant for GPUs, would take minutes.
+    recipe["evaluate"] |= {"num_orders": 2, "batch_size": 6, "compile": False}
+    for arm in recipe["arms"]:
+        # The twelve seeds are there to be merged; two of them go through the same code.
+        arm["seeds"] = [0, 1] if "seeds" in arm else [0]
+        arm["fit"] = {k: v for k, v in arm.get("fit", {}).items() if k not in ("epochs", "model")}
+    few = {"merges": 3, "num_orders": 1, "batch_size": 6, "replacement": True, "compile": False}
+    recipe["merging"][0]["options"] |= few
+    for analysis in recipe["analyses"]:
+        few = {"max_images": 12, "neighbours": 3, "batch_size": 6}
+        analysis |= {"seeds": [0], "options": few}
+    return StudySettings(**recipe)
+
+
+def test_the_imagenet_recipe_end_to_end(tmp_path):
+    study, out = shrunk(tmp_path), tmp_path / "out"
+    plan = plan_of(study)
+    assert (len(plan.runs), len(plan.tasks)) == (7 + 2 * 2, 15)
+    done_here(study, out)
+    facts = read_facts(out)
+    assert all(task.is_done(facts) for task in plan.tasks)
+    write_report(out)
+    text, rows = (out / "report.md").read_text(), read_rows(out / "results.csv", ScoreRow)
+    assert {row.method for row in rows} == {arm.label for arm in study.arms}
+    run = facts["baseline-seed0"]
+    assert (run["eval_precision"], run["eval_blocks"]["mode"]) == ("bf16", "eager")
+    for merging in plan.mergings:
+        assert facts[merging.name]["hardware"]["precision"] == "bf16"
+    for words in ("Figure 4", "Table 2 and Figure 5", "Paper protocol: the checkpoint was picked"):
+        assert words in text
+    record = out / "runs/truncated-3-seed0/fit/model/layershuffle.json"
+    short = json.loads(record.read_text())
+    assert (short["depth"], short["provenance"]["blocks_of_base"]) == (3, "0,6,11")

@@ -65,10 +65,7 @@ def test_a_batch_that_does_not_fit(tmp_path):
         big = (
             "timm:vit_base_patch16_224?pretrained=false&in_chans=1&img_size=96,160&num_classes=100"
         )
-        with pytest.raises(
-            TrainingError, match="the largest that did fit, halving it, is"
-        ) as caught:
+        with pytest.raises(TrainingError, match="--accumulate 2"):
             fit(settings(device="cuda", model=big, batch_size=2048, compile=False), tmp_path)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "--accumulate" in str(caught.value)

@@ -12,7 +12,7 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import SettingsError
 from layershuffle.models import image_view
 from layershuffle.training import fit
-from layershuffle.training.loop import EpochSampler, Event
+from layershuffle.training.loop import Event, epoch_rows
 from refusals import refuses
 
 ARMS: dict[str, dict[str, object]] = {
@@ -67,7 +67,7 @@ def by_hand(run):
     data = open_data(run.data, image_view(host), options=DataOptions(seed=run.seed))
     model = method.prepare(host).train()
     train = data.splits["train"].dataset
-    rows = list(EpochSampler(train, run.seed))
+    rows = epoch_rows(len(train), seed=run.seed, epoch=0)
     adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)
     totals = []
     for step in range(3):

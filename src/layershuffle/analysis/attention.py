@@ -12,10 +12,11 @@ from their arguments. A TorchFunctionMode intercepts the calls; the hosts are no
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,14 +29,9 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement
+from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
 
 # Positional arguments of scaled_dot_product_attention.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -138,10 +134,8 @@ def measure(subject: Subject) -> Measurement:
     """
     watch, depth = AttentionWatch(), subject.depth
     means = {"distance": PositionMeans(depth), "even": PositionMeans(depth)}
-    images = orders = 0
     grid = (1, 1)
     for batch in subject.batches():
-        images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
             # Weights are batch x heads x tokens^2 per block, so only one forward's are kept.
             watch.attentions.clear()
@@ -159,7 +153,7 @@ def measure(subject: Subject) -> Measurement:
                     # One value per image, because its heads and tokens are not independent.
                     of_image = value.double().flatten(1).mean(1)
                     means[name].add(step.block, step.position, values=of_image, first=batch.first)
-    clusters = subject.clusters(images, by_batch=True)
+    clusters = subject.clusters(by_batch=True)
     columns: dict[str, Floats] = {}
     for name, mean in means.items():
         columns |= mean.columns(name, clusters)
@@ -172,8 +166,7 @@ def measure(subject: Subject) -> Measurement:
         for place, weights in places.items()
     }
     facts = {
-        "images": images,
-        "orders": orders,
+        **subject.counts,
         "distance_if_even": float(patch_distances(grid).mean()),
         **weighted_means(numbers, clusters),
     }

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -29,16 +30,11 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement
+from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, tap
 from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
 
 _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
 
@@ -158,10 +154,9 @@ def measure(subject: Subject) -> Measurement:
     contribution_half is half its 95 % interval.
     """
     subject.require_classes()
-    means, images, orders, runs = PositionMeans(subject.depth), 0, 0, 0
+    means, runs = PositionMeans(subject.depth), 0
     sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
     for batch in subject.batches():
-        images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
@@ -169,14 +164,13 @@ def measure(subject: Subject) -> Measurement:
             for name in sums:
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
-    clusters, depth = subject.clusters(images, by_batch=True), subject.depth
+    clusters, depth = subject.clusters(by_batch=True), subject.depth
     numbers = {
         "blocks": (means, depth * evenly(depth)),
         "excess_at_home": (means, home_less_elsewhere(depth)),
     }
     facts = {
-        "images": images,
-        "orders": orders,
+        **subject.counts,
         **{name: total / runs for name, total in sums.items()},
         **weighted_means(numbers, clusters),
     }

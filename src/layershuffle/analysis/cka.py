@@ -12,24 +12,17 @@ Intervals are over images, for these two squares of orders.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from pandas import DataFrame
 from torch import Tensor
 
 from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid, interval
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject, balanced_orders
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
-    from layershuffle.stats import ImageGroups
-
+from layershuffle.stats import ImageGroups
 
 _TINY = 1e-300  # below any square that is not 0
 
@@ -79,7 +72,7 @@ def measure(subject: Subject) -> Measurement:
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
     # All images share the two squares, so batches are no clusters.
-    clusters = subject.clusters(images, by_batch=False)
+    clusters = subject.clusters(by_batch=False)
     facts = {"images": images, **_facts(table, floor, influence, clusters)}
     return Measurement(tables={"cka": table}, facts=facts)
 
@@ -105,7 +98,7 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
 def _facts(
     table: DataFrame, floor: float, influence: Floats, clusters: ImageGroups | None
 ) -> Facts:
-    mean = _mean_matrix(table)
+    mean = _matrix(table)
     depth = len(mean)
     # Distance 0 is the reference for all others: the same position, under two orders.
     apart_by = abs(np.subtract.outer(np.arange(depth), np.arange(depth)))
@@ -127,11 +120,8 @@ def _facts(
     }
 
 
-def _matrix(table: DataFrame, block: int) -> Floats:
-    return grid(table[table.block == block], "cka", row="position", column="other")
-
-
-def _mean_matrix(table: DataFrame) -> Floats:
+def _matrix(table: DataFrame) -> Floats:
+    """The mean over the blocks of the table."""
     means = table.groupby(["position", "other"], as_index=False).cka.mean()
     return grid(means, "cka", row="position", column="other")
 
@@ -143,8 +133,8 @@ def figures(tables: Tables) -> dict[str, Figure]:
     def drawn(title: str, values: Floats) -> Map:
         return Map(title=title, meaning="linear CKA", values=values, limits=(0.0, 1.0))
 
-    mean = [drawn("CKA across positions, mean over blocks", _mean_matrix(table))]
-    pages = [drawn(f"block {block}", _matrix(table, block)) for block in sorted(set(table.block))]
+    mean = [drawn("CKA across positions, mean over blocks", _matrix(table))]
+    pages = [drawn(f"block {block}", _matrix(rows)) for block, rows in table.groupby("block")]
     other = "position under another order"
     return {
         "cka": draw_maps(mean, y=other, x="position"),

@@ -8,10 +8,9 @@ of a batch run once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from layershuffle.analysis.position_table import (
@@ -23,17 +22,12 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement
+from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import stack_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 
@@ -53,13 +47,12 @@ def measure(subject: Subject) -> Measurement:
     subject.require_classes()
     depth = subject.depth
     loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
-    images = orders = runs = done = 0
+    runs = done = 0
     whole_loss = whole_right = 0.0
     forget(stack_of(subject.model))
     with torch.no_grad():
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)
-            images, orders = images + count, orders + len(batch.orders)
             variants = [
                 [order, *(without(order, position) for position in range(depth))]
                 for order in batch.orders
@@ -79,7 +72,7 @@ def measure(subject: Subject) -> Measurement:
                 whole_loss += float(loss_whole.sum())
                 whole_right += 100 * float(right_whole.sum())
                 runs += count
-    clusters = subject.clusters(images, by_batch=True)
+    clusters = subject.clusters(by_batch=True)
     table = position_table(
         loss_changes.columns("cross_entropy", clusters) | top1_changes.columns("top1", clusters)
     )
@@ -89,8 +82,7 @@ def measure(subject: Subject) -> Measurement:
         "excess_at_home": (loss_changes, home_less_elsewhere(depth)),
     }
     facts = {
-        "images": images,
-        "orders": orders,
+        **subject.counts,
         "block_runs": done,
         "whole_cross_entropy": whole_loss / runs,
         "whole_top1": whole_right / runs,

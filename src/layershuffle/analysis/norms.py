@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from layershuffle.analysis.position_table import (
@@ -28,15 +29,10 @@ from layershuffle.analysis.position_table import (
     position_table,
     read_map,
 )
-from layershuffle.analysis.results import Measurement
+from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
 
 # Names of the attention module in the host libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
@@ -146,15 +142,13 @@ def measure(subject: Subject) -> Measurement:
     norm_half and ratio_half are half their 95 % intervals. Numbers of a branch: its mean ratio, and
     how many times as large that is at home positions as elsewhere.
     """
-    images = orders = 0
     with BranchWatch(subject.model) as watch:
         sums = _NormMeans(watch, subject.depth)
         for batch in subject.batches():
-            images, orders = images + len(batch.images), orders + len(batch.orders)
             sums.first = batch.first
             for order in batch.orders:
                 subject.run(batch.images, order, sums)
-    clusters, depth = subject.clusters(images, by_batch=True), subject.depth
+    clusters, depth = subject.clusters(by_batch=True), subject.depth
     tables, branches = [], {}
     for name, means in sums.means.items():
         columns: dict[str, Floats] = {}
@@ -175,7 +169,7 @@ def measure(subject: Subject) -> Measurement:
                 "home_factor": log_bounds and {end: exp(v) for end, v in log_bounds.items()},
             },
         }
-    facts = {"images": images, "orders": orders, "branches": branches}
+    facts = {**subject.counts, "branches": branches}
     return Measurement(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 

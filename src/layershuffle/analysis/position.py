@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch, Token, Turn
@@ -31,15 +32,10 @@ from layershuffle.analysis.position_table import (
     position_table,
     read_map,
 )
-from layershuffle.analysis.results import Measurement
+from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.position import Guesses, PositionedModel
 from layershuffle.stats import ImageGroups, wilson_interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
 
 _SHARE = 0.5  # orders per image for fitting, as a share of the depth
 _SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}
@@ -53,11 +49,9 @@ def measure(subject: Subject) -> Measurement:
     """
     probes = _fit(subject)
     means = {name: PositionMeans(subject.depth) for name in _SOURCES.values()}
-    images = orders = 0
     for batch in subject.batches():
-        images, orders = images + len(batch.images), orders + len(batch.orders)
         _score(subject, batch, probes, means)
-    clusters = subject.clusters(images, by_batch=True)
+    clusters = subject.clusters(by_batch=True)
     tables, sources = [], {}
     for source, mean in means.items():
         tables.append(position_table(mean.columns("accuracy", clusters), source=source))
@@ -66,8 +60,7 @@ def measure(subject: Subject) -> Measurement:
             "intervals": {"accuracy": _bounds(mean, clusters)},
         }
     facts = {
-        "images": images,
-        "orders": orders,
+        **subject.counts,
         "chance": 100.0 / subject.depth,
         "sources": sources,
     }

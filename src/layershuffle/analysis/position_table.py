@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pandas import DataFrame
 from torch import Tensor
@@ -19,10 +21,6 @@ from layershuffle.analysis.results import Facts
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
 from layershuffle.stats import ImageGroups
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 Interval = dict[str, float] | None

@@ -8,16 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from layershuffle.errors import UsageError
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    Tables = Mapping[str, DataFrame]
-
 SUMMARY = "summary.json"
+Tables = Mapping[str, DataFrame]
 Facts = dict[str, Any]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,24 +36,22 @@ from layershuffle.text import Progress
 FEWEST_CLUSTERS = 10
 
 
-def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
-    """Order number `index` of an endless sequence, in which each `depth` orders are a Latin square.
+def balanced_orders(depth: int, *, first: int, count: int, seed: int) -> list[ExecutionOrder]:
+    """Orders number `first` to `first + count - 1` of an endless sequence, in which each `depth`
+    orders are a Latin square.
 
     In a square every block is at every position in exactly one order, so few orders cover every
     (block, position). The squares are E. J. Williams' (1949): with an even number of blocks, every
     block also follows every other one exactly once, so no block always has the same predecessor. A
     random relabelling of the blocks makes every single order a uniform permutation.
     """
-    square, row = divmod(index, depth)
-    blocks = Stream(seed, square).shuffled(range(depth))
     # 0, 1, depth - 1, 2, depth - 2, ...: neighbours differ by every distance once.
-    zigzag = ((k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth))
-    return ExecutionOrder(tuple(blocks[(step + row) % depth] for step in zigzag), depth)
-
-
-def balanced_orders(depth: int, *, first: int, count: int, seed: int) -> list[ExecutionOrder]:
-    """Orders number `first` to `first + count - 1` of the sequence of `balanced_order`."""
-    return [balanced_order(depth, index, seed=seed) for index in range(first, first + count)]
+    zigzag = [(k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth)]
+    orders = []
+    for square, row in (divmod(index, depth) for index in range(first, first + count)):
+        blocks = Stream(seed, square).shuffled(range(depth))
+        orders.append(ExecutionOrder(tuple(blocks[(k + row) % depth] for k in zigzag), depth))
+    return orders
 
 
 class DoesNotApply(UsageError):
@@ -75,13 +73,17 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A wrapped model in eval mode on its device, and its data."""
+    """A wrapped model in eval mode on its device, and its data.
+
+    `counts`: how many test images there are, and in how many orders they ran.
+    """
 
     model: nn.Module
     spec: str
     data: ImageData
     settings: AnalysisSettings
     progress: Progress
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -123,24 +125,20 @@ class Subject:
             yield Batch(first=first, images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
+        self.counts.update(images=part.size, orders=orders * (number + 1))
 
-    def clusters(self, images: int, *, by_batch: bool) -> ImageGroups | None:
-        """Groups of the first `images` test images that may be wrong together; `None` for too few.
+    def clusters(self, *, by_batch: bool) -> ImageGroups | None:
+        """Groups of the test images that may be wrong together; `None` for too few.
 
         These share a group of the data or, with `by_batch`, a batch and hence its orders. An
-        interval needs `FEWEST_CLUSTERS` of either. Raises `DataError` if the data have groups for
-        fewer images.
+        interval needs `FEWEST_CLUSTERS` of either.
         """
-        columns = []
+        columns, images = [], self.data.splits["test"].size
         if by_batch:
             columns.append(np.arange(images)[:, None] // self.settings.batch_size)
         groups = self.data.splits["test"].groups
         if groups is not None:
-            if len(groups) < images:
-                raise DataError(
-                    f"There are {images} images, but groups for {len(groups)}", place=self.data.spec
-                )
-            columns.append(groups[:images].numpy() + images)  # distinct from the numbers of batches
+            columns.append(groups.numpy() + images)  # distinct from the numbers of batches
         if not columns:
             columns.append(np.arange(images)[:, None])
         if min(len(np.unique(column)) for column in columns) < FEWEST_CLUSTERS:

@@ -19,28 +19,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
 from layershuffle.analysis.position_table import interval
-from layershuffle.analysis.results import Facts, Measurement
+from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import has_class_token
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from layershuffle.analysis.results import Tables
-    from layershuffle.stats import ImageGroups
+from layershuffle.stats import ImageGroups
 
 Array = NDArray[Any]
 _DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
@@ -66,7 +62,7 @@ def measure(subject: Subject) -> Measurement:
             hint="raise --max-images or lower --neighbours",
         )
     # Every image has its own order, so batches are no clusters.
-    clusters = subject.clusters(len(positions), by_batch=False)
+    clusters = subject.clusters(by_batch=False)
     points: list[DataFrame] = []
     rows: list[dict[str, Any]] = []
     every = len(features) * depth

@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from layershuffle.text import clock
 
 if TYPE_CHECKING:
     from layershuffle.study.runner import StudyWatcher, TaskState
@@ -26,11 +27,6 @@ _COMPLETE = (
     "This run of {steps} steps was complete already, so nothing was trained. To train more, give "
     "its directory as --model and another --out."
 )
-
-
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: "1:02:03"."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def pace_text(per_second: float, unit: str) -> str:

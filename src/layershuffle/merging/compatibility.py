@@ -26,6 +26,7 @@ from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import forms_of
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 
+_OF_TRAINING = ("method", "order policy", "data")
 # Fact -> what to do about it.
 _HINTS = {
     "base": "only models refined from one base can be merged (paper, section 4.4); with "
@@ -33,8 +34,7 @@ _HINTS = {
     "names of the classes": "take models with the same classes in the same order; --classes FILE "
     "names those of models that name none",
     **dict.fromkeys(
-        ("method", "order policy", "data"),
-        "the paper never mixes them; --mixed (mixed: true in a recipe) allows it",
+        _OF_TRAINING, "the paper never mixes them; in Python MergeGroup(donors, mixed=True) does"
     ),
 }
 _HINT = "take models of one architecture, with the same settings, classes and image view"
@@ -62,8 +62,7 @@ def check_compatible(
                 place=name,
                 hint="merge models whose blocks have weights of their own",
             )
-    ignored = ("method", "order policy", "data") if mixed else ()
-    _check_agree(donors, names, _facts, ignored=ignored)
+    _check_agree(donors, names, _facts, ignored=_OF_TRAINING if mixed else ())
 
 
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:

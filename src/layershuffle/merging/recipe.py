@@ -8,7 +8,6 @@
     stem: average              # or base, or one of the models above
     head: runs/a
     base: bundled:digits       # for base ends; by default the base that the donors name
-    mixed: false               # true allows donors of several methods or data
 
 The form is similar to mergekit's `slices`, without layer ranges, because a block keeps its id.
 """
@@ -51,8 +50,6 @@ class MergeRecipe(Settings):
     """average, base, or one of the models."""
     base: str | None = None
     """The base checkpoint (default: the one that the donors name)."""
-    mixed: bool = False
-    """Allow donors of several methods or data."""
 
     @model_validator(mode="after")
     def _check(self) -> MergeRecipe:
@@ -112,7 +109,7 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
     check_output(out, reads=reads, overwrite=overwrite)
     refuse_others(out, ours=FILES_OF_A_MODEL, kind="saved model")
     needs_base = "base" in (recipe.stem, recipe.head)
-    group = load_group(recipe.models, base=recipe.base, needs_base=needs_base, mixed=recipe.mixed)
+    group = load_group(recipe.models, base=recipe.base, needs_base=needs_base)
     # The plan needs the depth of the donors, which the recipe does not state.
     plan = recipe.plan(group.depth)
     record = group.record(plan)

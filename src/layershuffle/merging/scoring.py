@@ -69,7 +69,7 @@ def score_merging(
     fit together or impossible settings, `DataError` if the data have other classes than the models.
     """
     needs_base = "base" in settings.ends
-    group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
+    group = load_group(donors, base=base, needs_base=needs_base, names=names)
     # Before the data are opened, because impossible counts and bases are refused here.
     plans = [
         sample_plans(
@@ -280,7 +280,6 @@ def load_group(
     *,
     base: str | None,
     needs_base: bool,
-    mixed: bool,
     names: Sequence[str] | None = None,
 ) -> MergeGroup:
     """The group of the models with these specs; `base` defaults to the one in their records.
@@ -290,7 +289,7 @@ def load_group(
     models = load_donors(donors)
     base = base or shared_record(models)["provenance"].get("base")
     loaded = load(base) if needs_base and base else None
-    return MergeGroup(models, names=names or donors, base=loaded, mixed=mixed)
+    return MergeGroup(models, names=names or donors, base=loaded)
 
 
 def load_donors(specs: Sequence[str]) -> list[nn.Module]:

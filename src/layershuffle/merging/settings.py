@@ -17,13 +17,21 @@ EnsembleOrders = Literal["same", "independent"]
 Combine = Literal["logits", "probabilities"]
 
 
-class MergingOptions(ScoreSettings):
-    """How random merges of several models are drawn and scored."""
+class _Ensemble(ScoreSettings):
+    """How an ensemble is scored."""
 
     num_orders: Positive = 5
-    """Orders drawn for each model but a merge, which gets one."""
-    mixed: bool = False
-    """Allow donors of several methods or refined on several data, which the paper never mixes."""
+    """Orders drawn for each model (a merge gets one)."""
+    ensemble_orders: EnsembleOrders = "independent"
+    """One order for all members of an ensemble, or each member its own. `merge` reports both; this
+    is the main one."""
+    ensemble_combine: Combine = "logits"
+    """Average logits (the paper) or probabilities. `merge` reports both; this is the main one."""
+
+
+class MergingOptions(_Ensemble):
+    """How random merges of several models are drawn and scored."""
+
     ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
     """Source of stem and head (the paper does not say): the average of all donors, the donor of the
     first or last block, one donor drawn per merge, or the base checkpoint. Several values are
@@ -37,11 +45,6 @@ class MergingOptions(ScoreSettings):
     """One execution order per merge (and per pass of the others), or a new one for every batch."""
     soups: bool = True
     """Also score the uniform and the greedy soup."""
-    ensemble_orders: EnsembleOrders = "independent"
-    """Do the members of the ensemble run in one order or each in its own? Both are reported; this
-    is the main one."""
-    ensemble_combine: Combine = "logits"
-    """Average logits (the paper) or probabilities. Both are reported; this is the main one."""
 
     @property
     def variants(self) -> list[tuple[End, Slots]]:
@@ -65,16 +68,10 @@ class MergingSettings(MergingOptions):
     """Number of distinct merges to draw (the paper: 100)."""
 
 
-class EnsembleSettings(ScoreSettings):
+class EnsembleSettings(_Ensemble):
     """One ensemble."""
 
-    num_orders: Positive = 5
-    """Orders drawn for each member."""
     modes: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
-    ensemble_orders: EnsembleOrders = "independent"
-    """One order for all members, or each member its own."""
-    ensemble_combine: Combine = "logits"
-    """Average logits (the paper) or probabilities."""
     draw: Literal["pass", "batch"] = "pass"
     """One order per pass over the data, or a new one for every batch."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from layershuffle.study.plan import Plan
 from layershuffle.study.runner import known_sizes, room, visible_gpus
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.store import read_facts, read_stored
-from layershuffle.study.tasks import AnyTask, RunSpec
-from layershuffle.text import counted
+from layershuffle.study.store import read_stored
+from layershuffle.study.tasks import AnyTask, RunSpec, Stored
+from layershuffle.text import clock, counted
 
 
 def plan_text(study: StudySettings, plan: Plan) -> str:
@@ -46,9 +46,9 @@ def plan_text(study: StudySettings, plan: Plan) -> str:
 
 def forecast_text(plan: Plan, out: Path, *, workers: int | None) -> str:
     """The work of the unfinished tasks, and its time by the finished ones in `out`."""
-    facts = read_facts(out)
-    sizes = known_sizes(facts)
-    left = [task for task in plan.tasks if not task.is_done(facts)]
+    stored = read_stored(out)
+    sizes = known_sizes(stored.facts)
+    left = [task for task in plan.tasks if not task.is_done(stored.facts)]
     # A run whose number of steps depends on the images is counted in epochs until one has finished.
     by_epochs = [run for run in plan.runs if run in left and run.steps(sizes) is None]
     steps = sum(run.steps(sizes) or 0 for run in plan.runs if run in left)
@@ -64,12 +64,11 @@ def forecast_text(plan: Plan, out: Path, *, workers: int | None) -> str:
     total = counted(len(plan.tasks), "task")
     if not left:
         return f"All of {total} are finished"
-    time = _time_text(left, plan, out, workers=workers)
+    time = _time_text(left, plan, stored, workers=workers)
     return f"Left: {len(left)} of {total}: {', '.join(parts)}\n{time}"
 
 
-def _time_text(left: Sequence[AnyTask], plan: Plan, out: Path, *, workers: int | None) -> str:
-    stored = read_stored(out)
+def _time_text(left: Sequence[AnyTask], plan: Plan, stored: Stored, *, workers: int | None) -> str:
     sizes = known_sizes(stored.facts)
     # Seconds and work of the finished tasks of each kind; of all runs, for arms that have none.
     spent: dict[str, tuple[float, float]] = {}
@@ -92,18 +91,6 @@ def _time_text(left: Sequence[AnyTask], plan: Plan, out: Path, *, workers: int |
     count = min(workers or room(visible_gpus()), len(plan.tasks))
     unknown = f", and of {counted(untimed, 'task')} not known yet" if untimed else ""
     return (
-        f"Time: about {duration(total / count)} with {count} side by side ({duration(total)} of "
+        f"Time: about {clock(total / count)} with {count} side by side ({clock(total)} of "
         f"work){unknown}"
     )
-
-
-def duration(seconds: float) -> str:
-    """The time in its two largest units, as "2 min 30 s"."""
-    # Rounded first: 59.6 s are "1 min 00 s", not "60 s".
-    whole = round(seconds)
-    minutes, remainder = divmod(whole, 60)
-    if whole < 60:
-        return f"{whole} s"
-    if minutes < 60:
-        return f"{minutes} min {remainder:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

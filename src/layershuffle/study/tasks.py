@@ -44,7 +44,7 @@ _DIGITS = {"top1": 4, "top5": 4, "cross_entropy": 6}
 class TaskResult(BaseModel):
     """What a task found: facts, a line of tasks.jsonl, and rows of scores.
 
-    Fields that this version does not know are kept as they are.
+    Fields are those that something reads; all others are kept as they are.
     """
 
     # Strict, because `true` is no number of steps.
@@ -54,7 +54,6 @@ class TaskResult(BaseModel):
 class Selected(TaskResult):
     """The checkpoint that was picked, and its score on the picking split."""
 
-    step: int
     metric: str
     value: float
 
@@ -70,18 +69,13 @@ class RunData(TaskResult):
 class RunResult(TaskResult):
     """A finished run. Times in seconds."""
 
-    settings_hash: str
-    finished: str
     train_seconds: float
     eval_seconds: float
-    images_per_second: float
     steps: int
     selected: Selected
     paper_protocol: bool
-    settings: dict[str, Any]
     data: RunData
     hardware: dict[str, Any]
-    versions: dict[str, Any]
     rows: tuple[ScoreRow, ...] = Field(default=(), exclude=True)
 
     @property
@@ -94,8 +88,6 @@ class MergingResult(TaskResult):
     """A finished merging; `donors` are the names of the merged runs."""
 
     donors: list[str]
-    mode: str = ""
-    notes: list[str] = Field(default_factory=list)
     seconds: float = 0.0
     rows: tuple[MergingRow, ...] = Field(default=(), exclude=True)
 
@@ -247,10 +239,8 @@ class RunSpec(Task[RunResult]):
 
     def training_share(self) -> float:
         """The share of its work that is training."""
-        cost, scored = self.cost(ASSUMED_SIZES), self.scored(ASSUMED_SIZES)
-        assert cost is not None  # because all sizes are given
-        assert scored is not None
-        return 1 - scored / cost
+        # Neither is `None`, because all sizes are given.
+        return 1 - (self.scored(ASSUMED_SIZES) or 0) / (self.cost(ASSUMED_SIZES) or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +265,10 @@ class MergingSpec(Task[MergingResult]):
             names=self.needs,
             progress=lambda what, done, total: say(what, done / total),
         )
+        facts = _facts_of(options, started=started, precision=options.precision)
         return MergingResult(
-            **_facts_of(options, started=started, precision=options.precision),
+            **facts | {"mode": mode, "notes": notes},
             donors=list(self.needs),
-            mode=mode,
-            notes=notes,
             rows=tuple(_rounded(row).model_copy(update={"arm": self.arm}) for row in rows),
         )
 

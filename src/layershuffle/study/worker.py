@@ -32,7 +32,6 @@ from layershuffle.study.tasks import AnyTask, Task
 from layershuffle.text import one_line
 
 LOG_FILE, PROGRESS_FILE, CLAIM_FILE = "log.txt", "progress.json", "claim.lock"
-_ATTEMPTS_FILE = "attempts.txt"
 _MOST_ATTEMPTS = 3  # a task that needs too much memory would end one process after another
 _POLL_SECONDS = 0.5
 
@@ -112,19 +111,21 @@ def attempt(task: AnyTask, out: Path) -> None:
     Raises `Interrupted` after SIGTERM with a checkpoint saved.
     """
     directory = task.directory(out)
-    attempts = directory / _ATTEMPTS_FILE
-    count = int(attempts.read_text(encoding="utf-8")) if attempts.exists() else 0
+    progress = directory / PROGRESS_FILE
+    count = 0
+    if progress.exists():  # left behind by a process that was killed
+        count = json.loads(progress.read_text(encoding="utf-8")).get("attempt", 0)
     if count == _MOST_ATTEMPTS:
         cause = f"It ended {count} processes without a word"
         write_text(directory / FAILURE_FILE, f"{cause} (whole log: {directory / LOG_FILE})\n")
         return
-    write_text(attempts, f"{count + 1}")
 
     def say(text: str, share: float) -> None:
         # Not flushed to disk, because it is useless after a crash.
         stage = directory / f"{PROGRESS_FILE}.new"
-        stage.write_text(json.dumps({"text": text, "share": share}), encoding="utf-8")
-        os.replace(stage, directory / PROGRESS_FILE)
+        facts = {"text": text, "share": share, "attempt": count + 1}
+        stage.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(stage, progress)
 
     say("starting", 0.0)
     try:
@@ -144,8 +145,7 @@ def attempt(task: AnyTask, out: Path) -> None:
         where = f"(whole log: {directory / LOG_FILE})"
         write_text(directory / FAILURE_FILE, f"{type(error).__name__}: {one_line(error)} {where}\n")
     finally:
-        for path in (attempts, directory / PROGRESS_FILE):
-            path.unlink(missing_ok=True)
+        progress.unlink(missing_ok=True)
 
 
 def try_again(tasks: Collection[Task[Any]], out: Path) -> list[str]:
@@ -156,7 +156,7 @@ def try_again(tasks: Collection[Task[Any]], out: Path) -> list[str]:
         if directory.exists():
             with claimed(task, out) as is_mine:
                 busy += [] if is_mine else [task.name]
-                for name in (FAILURE_FILE, _ATTEMPTS_FILE, PROGRESS_FILE) if is_mine else ():
+                for name in (FAILURE_FILE, PROGRESS_FILE) if is_mine else ():
                     (directory / name).unlink(missing_ok=True)
     return busy
 

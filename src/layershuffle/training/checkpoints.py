@@ -1,24 +1,26 @@
 """The run directory: the settings of its run, and the checkpoints of an unfinished run.
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
-schedule, best score, seconds) and, for every process, the states of its random
-generators; a run that averages its weights adds `ema.safetensors`. Orders, batches and augmentation
-are pure functions of the seed and the step, so they are not saved.
+schedule, best score, seconds) and, for every process, the states of torch's random generators,
+which dropout draws from; a run that averages its weights adds `ema.safetensors`. Orders, batches
+and augmentation are pure functions of the seed and the step, so they are not saved.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from safetensors.torch import load_model, save_model
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.class_names import RenumberedImages
@@ -30,14 +32,14 @@ from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
 from layershuffle.training.job import Job
-from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
+from layershuffle.training.sharding import WHOLE, all_finite
 from layershuffle.training.state import TrainState, new_state
 
 SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
 _MAY_CHANGE = frozenset({"log_every", "log_with", "workers", "data_changed"})
-_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
+_OF_NO_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
 
 
 def prepare_directory(out: Path, settings: FitSettings) -> None:
@@ -46,15 +48,12 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     Raises `UsageError` if `out` holds a run with other settings (the error names them). A directory
     without a checkpoint or a result, as left by a misspelt model name, accepts any settings.
     """
-    resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
-    has_results = names_in(out) - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(
-        out / "checkpoints"
-    )
+    has_results = latest_checkpoint(out / "checkpoints") or names_in(out) - _OF_NO_RESULTS
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
     else:
-        write_text(path, yaml.safe_dump(resolved, sort_keys=False))
+        write_text(path, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
     remove_stale_stages(out)
     remove_stale_stages(out / "checkpoints")
 
@@ -75,18 +74,16 @@ def check_data(job: Job) -> None:
     goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
     if goes_on and not job.settings.data_changed:
         before = json.loads(path.read_text(encoding="utf-8"))
-        others: dict[str, tuple[int, int]] = {}
+        moved = []
         for split in sorted((before.keys() | now.keys()) - {"classes"}):
             old, new = before.get(split, {}), now.get(split, {})
             for name in sorted(old.keys() | new.keys()):
                 (count, was), (images, digest) = old.get(name, (0, "")), new.get(name, (0, ""))
                 if was != digest:
-                    others[f"{split}/{name}"] = count, images
+                    text = f"{split}/{name} ({count} images before, {images} now)"
+                    moved.append((0 not in (count, images), text))
         # Classes that came or went say more than the images that moved for them.
-        differing = [
-            f"{place} ({count} before, {images} now)" if count != images else f"{place} (others)"
-            for place, (count, images) in sorted(others.items(), key=lambda item: 0 not in item[1])
-        ]
+        differing = [text for _, text in sorted(moved)]
         if not differing and before["classes"] != now["classes"]:
             differing = [f"the order of the classes ({shortened(now['classes'])} now)"]
         if differing:
@@ -122,8 +119,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     """The newest checkpoint; directories are renamed into place, so each one is whole."""
     # Step numbers have eight digits, so names sort as the steps do.
-    paths = sorted(checkpoints.glob("step-*"))
-    return paths[-1] if paths else None
+    return max(checkpoints.glob("step-*"), default=None)
 
 
 def save_checkpoint(state: TrainState) -> None:
@@ -138,11 +134,14 @@ def save_checkpoint(state: TrainState) -> None:
         state.refuse_non_finite(math.inf)
     final = job.checkpoints / f"step-{state.step:08d}"
     with ranks.stage(final) as stage:
-        torch.save(_random_states(), stage / _RNG.format(ranks.rank))
+        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        drawn = {"torch": torch.get_rng_state(), "cuda": on_gpu}
+        torch.save(drawn, stage / _RNG.format(ranks.rank))
         # All processes put the shards together, so that a single process can read the checkpoint.
         model = state.scored_model() if job.sharded else state.model
+        # Its keys are names then, and numbers else: torch pairs the two by their order.
         optimizer = (
-            optimizer_state(state.model, state.optimizer)
+            get_optimizer_state_dict(state.model, state.optimizer, options=WHOLE)
             if job.sharded
             else state.optimizer.state_dict()
         )
@@ -187,31 +186,14 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     state.seconds_before = content["seconds"]
     state.images_trained, state.step_seconds = content["images"], content["step_seconds"]
     if job.sharded:
-        load_optimizer_state(state.model, state.optimizer, state=content["optimizer"])
+        set_optimizer_state_dict(state.model, state.optimizer, content["optimizer"], options=WHOLE)
     else:
         state.optimizer.load_state_dict(content["optimizer"])
     state.scheduler.load_state_dict(content["scheduler"])
     path = checkpoint / _RNG.format(job.ranks.rank)
     if path.is_file():  # with another number of processes the seeds of `new_state` remain
-        _set_random_states(torch.load(path, weights_only=True))
+        drawn = torch.load(path, weights_only=True)
+        torch.set_rng_state(drawn["torch"])
+        if drawn["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(drawn["cuda"])
     return state
-
-
-def _random_states() -> dict[str, Any]:
-    numpy_state: Any = np.random.get_state()
-    name, keys, *rest = numpy_state
-    return {
-        "python": random.getstate(),
-        # `torch.load(weights_only=True)` reads lists, and refuses arrays of numpy.
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -35,7 +34,7 @@ from layershuffle.training.checkpoints import (
     prepare_directory,
 )
 from layershuffle.training.distributed import is_first_process, joined
-from layershuffle.training.history import HISTORY, History, write_page
+from layershuffle.training.history import HISTORY, add_row, begin_history, write_page
 from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Listener, OnPhase, train
 from layershuffle.training.state import TrainState
@@ -153,7 +152,7 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
         if not job.ranks.first:  # all processes have the same events
             return
         if kind == "history":
-            history.add(facts)
+            add_row(job.out / HISTORY, facts)
             if tracking is not None:
                 tracking.log({k: v for k, v in facts.items() if k != "step"}, facts["step"])
         on_event({"kind": kind, **facts})
@@ -162,25 +161,19 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
         save(model, job.out / "model", record=_record(job, state.step, scores))
 
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
-    history = History(job.out / HISTORY)
     if job.ranks.first:
-        history.begin(at=state.step)
+        begin_history(job.out / HISTORY, at=state.step)
     tracking = _trackers(job) if job.settings.log_with is not None else None
     why = [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
     tell("data", text=_describe_data(job), notes=(*job.data.notes, *why))
     tell("start", steps=job.steps, at=state.step)
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
-        out_of_memory = False
         with stop_signals() as stop, job.compiler.limits():
             try:
                 train(state, tell=tell, keep_best=keep_best, stop_asked=stop, on_phase=on_phase)
             except torch.OutOfMemoryError as error:
-                # Its frames hold the very tensors that do not fit, and would until `except` ends.
-                traceback.clear_frames(error.__traceback__)
-                out_of_memory = True
-            if out_of_memory:
-                raise too_large(state)
+                raise too_large(job) from error
     tell("end", step=state.step)
     for tracker in () if tracking is None else tracking.trackers:
         tracker.finish()
@@ -197,9 +190,8 @@ def _trackers(job: Job) -> Accelerator:
     """The trackers that accelerate has, begun with the settings of the run."""
     place = ProjectConfiguration(logging_dir=str(job.out / LOGS))
     tracking = Accelerator(log_with=job.settings.log_with, project_config=place)
-    settings = job.settings.model_dump(mode="json")
     # Trackers take numbers and words alone.
-    config = {name: str(value) for name, value in settings.items()}
+    config = {name: str(value) for name, value in job.settings.model_dump(mode="json").items()}
     tracking.init_trackers("layershuffle", config=config)
     return tracking
 
@@ -247,7 +239,6 @@ def _finish(state: TrainState) -> FitResult:
     job = state.job
     # The best state may have been saved before a resume: only its own record knows its score.
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
-    sizes = {name: split.size for name, split in job.data.splits.items()}
     result = FitResult(
         schema=1,
         method=job.method.name,
@@ -263,7 +254,7 @@ def _finish(state: TrainState) -> FitResult:
         data={
             "spec": job.data.spec,
             "classes": len(job.data.classes),
-            "sizes": sizes,
+            "sizes": {name: split.size for name, split in job.data.splits.items()},
             "notes": [*job.data.notes],
         },
         hardware=hardware(job.precision),

@@ -29,7 +29,6 @@ SCORES = tuple(
     for score in ("cross_entropy", "top1")
 )
 COLUMNS = ("step", "loss", "accuracy", "learning_rate", "grad_norm", *SCORES)
-HistoryRow = Mapping[str, float]
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
@@ -43,24 +42,19 @@ def read_history(path: Path) -> list[dict[str, float]]:
     ]
 
 
-class History:
-    """Writes the rows of a run, one line each, as soon as they are there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def begin(self, *, at: int) -> None:
-        """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
-        rows = [row for row in read_history(self._path) if row["step"] <= at]
-        write_text(self._path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
-
-    def add(self, row: HistoryRow) -> None:
-        """Append a row; columns that it does not have stay empty."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+def begin_history(path: Path, *, at: int) -> None:
+    """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
+    rows = [row for row in read_history(path) if row["step"] <= at]
+    write_text(path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
 
 
-def _line(row: HistoryRow) -> str:
+def add_row(path: Path, row: Mapping[str, float]) -> None:
+    """Append a row as soon as it is there; columns that it does not have stay empty."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(row))
+
+
+def _line(row: Mapping[str, float]) -> str:
     cells = [str(int(row["step"])), *(str(row.get(name, "")) for name in COLUMNS[1:])]
     return ",".join(cells) + "\n"
 
@@ -74,7 +68,7 @@ def write_page(out: Path, *, method: str, facts: Mapping[str, object]) -> None:
     write_text(out / PAGE, html_page(f"Training: {method}", parts))
 
 
-def _curves(rows: Sequence[HistoryRow], method: str) -> Any:
+def _curves(rows: Sequence[Mapping[str, float]], method: str) -> Any:
     """Losses and top-1 by step: of the training, and of held-out images in both order modes."""
     figure = new_figure(10.0, 3.8)
     colour, _, _ = METHOD_STYLES[method]

@@ -176,7 +176,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         origin = method.blocks.draw(depth_of(backbone), seed=settings.seed, step=0)
         truncate(backbone, origin)
     _warn_of_few(data)
-    steps, per_epoch = steps_of(settings, data.splits["train"])
+    per_epoch = math.ceil(data.splits["train"].size / settings.batch_size)
+    steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
     data = replace(data, notes=(*data.notes, *notes))
@@ -259,10 +260,3 @@ def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool)
             f"long as the run of {counted(steps, 'step')}, or longer"
         )
     return notes
-
-
-def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
-    """Optimiser steps of the run, and of one epoch."""
-    per_epoch = math.ceil(train.size / settings.batch_size)
-    epochs = settings.epochs or DEFAULT_EPOCHS
-    return settings.steps or math.ceil(epochs * per_epoch), per_epoch

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
@@ -39,6 +39,7 @@ spent waiting for data, both in percent), "scoring" (step, images that were scor
 "scores" (step and metrics), "history" (step and all that was logged there, a row of history.csv),
 "checkpoint" (step), "best" (step, cross_entropy), "end" (step); of a run that was complete before,
 "complete" (steps) alone."""
+Tell = Callable[..., None]
 _clock = time.perf_counter
 _LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
 OnPhase = Callable[[str, int], None]
@@ -51,7 +52,7 @@ TrainingBatch = tuple[Tensor, Tensor]
 def train(
     state: TrainState,
     *,
-    tell: Callable[..., None],
+    tell: Tell,
     keep_best: Callable[[nn.Module, dict[str, float]], None],
     stop_asked: threading.Event | None = None,
     on_phase: OnPhase = unheard,
@@ -114,7 +115,8 @@ def train(
         saving = last or stopping or state.step % checkpoint_every == 0
         # Before every checkpoint, too, so that a resumed run has no sums to continue.
         if scoring or saving or state.step % settings.log_every == 0:
-            row = sums.reset(job.ranks, step=state.step)
+            row = sums.means(job.ranks, step=state.step)
+            sums = _Sums(state.device, step=state.step)
             state.refuse_non_finite(row["loss"])
             row |= {"grad_norm": norm.item(), "learning_rate": learning_rate}
             state.step_seconds += _clock() - began
@@ -135,12 +137,23 @@ def _finish_row(
     *,
     scores: bool,
     saves: bool,
-    tell: Callable[..., None],
+    tell: Tell,
     keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
-    """Add the scores to a row of the history, tell it, then save a checkpoint that is behind it."""
+    """Score the model on held-out data if asked, keep it if it is the best so far, add the scores
+    to a row of the history, tell it, then save a checkpoint that is behind it."""
     if scores:
-        row |= _score_and_keep(state, tell=tell, keep_best=keep_best)
+        model = state.scored_model()
+        metrics = _scores(state, model, tell=tell)
+        value = metrics[f"eval_{state.job.select_by}_cross_entropy"]
+        state.refuse_non_finite(value)
+        if state.best is None or value < state.best:
+            state.best = value
+            if state.job.ranks.first:
+                keep_best(model, metrics)
+                tell("best", step=state.step, cross_entropy=value)
+        tell("scores", step=state.step, **metrics)
+        row |= metrics
     tell("history", step=state.step, **row)
     if saves:
         save_checkpoint(state)
@@ -180,40 +193,25 @@ class _Sums:
         self._read = time.monotonic()
         return {"loss": self.loss.item() / (step - self._step)}
 
-    def reset(self, ranks: Ranks, *, step: int) -> dict[str, float]:
-        """Means over the steps up to `step` in all processes; the sums start again at zero."""
+    def means(self, ranks: Ranks, *, step: int) -> dict[str, float]:
+        """Means over the steps up to `step` in all processes."""
         sums = [self.loss.item(), float(self._hits.item()), float(self._images)]
         loss, hits, images = ranks.total(sums)
-        means = {
+        return {
             "loss": loss / ranks.count / (step - self._step),
             "accuracy": 100.0 * hits / max(images, 1.0),
         }
-        self.loss.zero_()
-        self._hits.zero_()
-        self._images, self._step, self._read = 0, step, time.monotonic()
-        return means
 
 
-def _score_and_keep(
-    state: TrainState,
-    *,
-    tell: Callable[..., None],
-    keep_best: Callable[[nn.Module, dict[str, float]], None],
-) -> dict[str, float]:
-    """Score the model on held-out data, and keep it if it is the best so far."""
-    model = state.scored_model()
+def _scores(state: TrainState, model: nn.Module, *, tell: Tell) -> dict[str, float]:
     total = state.job.selection_batches.split.size
+
+    def on_images(done: int) -> None:
+        tell("scoring", step=state.step, images=done, total=total)
+
     try:
         with state.autocast(), torch.no_grad():
-            metrics = state.job.compiler.or_eager(
-                lambda: score(
-                    state.job,
-                    model,
-                    on_images=lambda done: tell(
-                        "scoring", step=state.step, images=done, total=total
-                    ),
-                )
-            )
+            return state.job.compiler.or_eager(lambda: score(state.job, model, on_images=on_images))
     except torch.OutOfMemoryError as error:
         # The rest of torch's message describes its allocator; the first sentence is enough.
         cause = one_line(error).split(". ", maxsplit=1)[0]
@@ -221,15 +219,6 @@ def _score_and_keep(
             f"Scoring needs more than the memory of the device ({cause})",
             hint="give a smaller --eval-batch-size",
         ) from error
-    value = metrics[f"eval_{state.job.select_by}_cross_entropy"]
-    state.refuse_non_finite(value)
-    if state.best is None or value < state.best:
-        state.best = value
-        if state.job.ranks.first:
-            keep_best(model, metrics)
-            tell("best", step=state.step, cross_entropy=value)
-    tell("scores", step=state.step, **metrics)
-    return metrics
 
 
 def score(
@@ -261,29 +250,14 @@ def score(
     return {name: value / total for name, value in zip(metrics, sums, strict=True)}
 
 
-class EpochSampler(Sampler[int]):
-    """A new permutation of the data for every epoch, a pure function of (seed, epoch).
+def epoch_rows(images: int, *, seed: int, epoch: int) -> list[int]:
+    """A new permutation of the images for every epoch, a pure function of (seed, epoch).
 
-    So a run can resume in the middle of an epoch without saved state. The sampler passes the epoch
-    on to the data set, whose augmentation is a function of it.
+    So a run can resume in the middle of an epoch without saved state.
     """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the permutation of `epoch` from the next iteration on."""
-        self._epoch = epoch
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        key = Stream(self._seed, self._epoch).below(1 << 63)
-        generator = torch.Generator().manual_seed(key)
-        return iter(torch.randperm(len(self), generator=generator).tolist())
+    generator = torch.Generator().manual_seed(Stream(seed, epoch).below(1 << 63))
+    rows: list[int] = torch.randperm(images, generator=generator).tolist()
+    return rows
 
 
 def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
@@ -292,19 +266,20 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
     job, accumulate = state.job, state.job.settings.accumulate
-    dataset, ranks, images = job.data.splits["train"].dataset, job.ranks, job.images_per_forward
-    sampler, together = EpochSampler(dataset, job.settings.seed), images * ranks.count
-    forwards = math.ceil(len(sampler) / together)
+    train, ranks, images = job.data.splits["train"], job.ranks, job.images_per_forward
+    together = images * ranks.count
+    forwards = math.ceil(train.size / together)
     epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
     while True:
-        sampler.set_epoch(epoch)
-        rows = list(sampler)
+        if hasattr(train.dataset, "set_epoch"):  # augmentation is a function of it
+            train.dataset.set_epoch(epoch)
+        rows = epoch_rows(train.size, seed=job.settings.seed, epoch=epoch)
         if ranks.count > 1:  # all have as many: the first rows fill up the last batch
             rows = list(islice(cycle(rows), forwards * together))
         # Every process takes its part of the rows of a forward.
         own = range(images * ranks.rank + together * accumulate * done, len(rows), together)
         loader = DataLoader(
-            dataset,
+            train.dataset,
             batch_sampler=[rows[start : start + images] for start in own],
             num_workers=job.workers,
             pin_memory=job.device == "cuda",

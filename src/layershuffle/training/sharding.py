@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
@@ -25,7 +18,8 @@ from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import image_view
 
-_WHOLE = StateDictOptions(full_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+"""Of all processes together; all of them must ask."""
 
 
 def shard(model: nn.Module) -> None:
@@ -38,26 +32,6 @@ def shard(model: nn.Module) -> None:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def gathered(model: nn.Module, *, into: nn.Module) -> nn.Module:
-    """`into` with the whole weights of the sharded `model`; all processes must call it."""
-    into.load_state_dict(get_model_state_dict(model, options=_WHOLE))
-    return into
-
-
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of a sharded model's optimiser; all processes must call it.
-
-    Its keys are names of parameters. An unsharded optimiser, whose keys are numbers, loads it too,
-    because torch pairs the two by their order.
-    """
-    return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-
-
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, *, state: dict[str, Any]) -> None:
-    """Give the sharded model's optimiser what `optimizer_state` returned."""
-    set_optimizer_state_dict(model, optimizer, state, options=_WHOLE)
 
 
 def all_finite(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import recomputing
 from layershuffle.errors import TrainingError
 from layershuffle.training.job import Job
-from layershuffle.training.sharding import gathered, shard
+from layershuffle.training.sharding import WHOLE, shard
 
 # Recipes for transformers do not apply decoupled weight decay to these parameters.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -58,9 +59,10 @@ class TrainState:
         return self.seconds_before + time.monotonic() - self.started
 
     def scored_model(self) -> nn.Module:
-        """The model to score and to save: averaged or gathered from shards if necessary."""
+        """The model to score and to save: averaged, or gathered from shards by all processes."""
         if self.whole is not None:
-            return gathered(self.model, into=self.whole)
+            self.whole.load_state_dict(get_model_state_dict(self.model, options=WHOLE))
+            return self.whole
         return self.model if self.ema is None else self.ema.module
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -85,10 +87,10 @@ class TrainState:
         """Raises `TrainingError` unless `value`, a loss or a score, is finite."""
         if math.isfinite(value):
             return
-        saved = sorted(self.job.checkpoints.glob("step-*"))
+        saved = max(self.job.checkpoints.glob("step-*"), default=None)
         raise TrainingError(
             f"Loss or weights became {value} by step {self.step}; nothing was saved since "
-            f"{saved[-1].name if saved else 'the start'}",
+            f"{saved.name if saved else 'the start'}",
             place=self.job.out,
             hint="start again in another --out with a lower --lr or a longer --warmup",
         )

@@ -1,8 +1,7 @@
-"""Forwards and backwards without side effects, to compile before the first step or try sizes."""
+"""Forwards and backwards without side effects, to compile before the first step."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,14 +61,13 @@ def try_forward(state: TrainState, images: int) -> None:
     It uses the model without DDP, so one process can try alone. Afterwards weights, gradients,
     buffers and random generators are unchanged. Raises the errors of a training step.
     """
-    model, data = state.model, state.job.data.splits["train"].dataset
-    device = state.device
+    job, model, device = state.job, state.model, state.device
+    data = job.data.splits["train"].dataset
     pixels, labels = (tensor.to(device) for tensor in default_collate([data[0]] * images))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
         model.train()
-        inputs = state.job.data.finish(pixels)
-        job = state.job
+        inputs = job.data.finish(pixels)
         # One step: a group alone is a view of the batch, groups together are not, and each has
         # its graph.
         with job.compiler.step(inputs.shape, range(job.depth)):
@@ -117,47 +115,17 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def largest_forward(state: TrainState, *, below: int) -> int:
-    """Images of a forward and backward that fit, found by halving `below`; 0 if none fits.
-
-    It leaves room for Adam's two moments, which may not exist yet.
-    """
-    # Gradients of the failed forward would take memory from every trial.
-    state.model.zero_grad()
-    missing = () if state.optimizer.state else (0, 1)
-    moments = [torch.empty_like(w) for w in state.model.parameters() for _ in missing]
-    # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
-    # catches errors by words in their text; this finds a number for the message and nothing else.
-    size = below // 2
-    while size:
-        try:
-            try_forward(state, size)
-        except torch.OutOfMemoryError:
-            size //= 2
-        else:
-            break
-        gc.collect()  # after `except`, where the error no longer holds the tensors of the trial
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    del moments
-    return size
-
-
-def too_large(state: TrainState) -> TrainingError:
-    """The error for a batch that does not fit into memory, with a size that fits and remedies."""
-    job, settings = state.job, state.job.settings
-    images = job.images_per_forward
+def too_large(job: Job) -> TrainingError:
+    """The error for a batch that does not fit into memory, with what helps."""
+    settings, images = job.settings, job.images_per_forward
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine"
-    cause = f"A forward of {images} images does not fit into the memory of {device}"
     ways = ["a smaller --batch-size"]
     if not settings.activation_checkpointing:
         ways.insert(0, "--activation-checkpointing (computes every block twice)")
-    # A forward of shards needs all processes, and the others may have had enough memory.
-    fitting = 0 if job.sharded else largest_forward(state, below=images)
-    if fitting:
-        cause += f"; the largest that did fit, halving it, is {fitting}"
-        share = images * settings.accumulate  # images of a step in this process
-        # The settings accept only divisors: every forward holds the same number of images.
-        accumulate = next(n for n in range(-(-share // fitting), share + 1) if share % n == 0)
-        ways.insert(0, f"--accumulate {accumulate} (as many images per step, in smaller forwards)")
+    share = images * settings.accumulate  # images of a step in this process
+    # The settings accept only divisors: every forward holds the same number of images.
+    more = [n for n in range(2 * settings.accumulate, share + 1) if share % n == 0]
+    if more:
+        ways.insert(0, f"--accumulate {more[0]} (as many images per step, in smaller forwards)")
+    cause = f"A forward of {images} images does not fit into the memory of {device}"
     return TrainingError(cause, hint=" or ".join(ways))

@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal
 
 from layershuffle.stats import Difference, compare, deviation, equal_spreads, mean
-from layershuffle.study.paper.summary import Column, Summary
+from layershuffle.study.paper.summary import Summary
 
 Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
 Judgement = tuple[Verdict, str]
@@ -291,7 +291,7 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
 )
 def _identity_draw(s: Summary) -> Judgement:
     """The 3-block model did well in arbitrary order because one of 5 draws was the identity."""
-    cell = s.cell("truncated", Column("arbitrary", 3))
+    cell = s.cell("truncated", "arbitrary", kept=3)
     # Scores with a new order for every batch have no order.
     rows = [] if cell is None else [row for row in cell.rows if row.order]
     straight = [row.top1 for row in rows if row.order == "0,1,2"]

@@ -22,7 +22,7 @@ from layershuffle.plotting import (
 )
 from layershuffle.stats import Estimate, mean
 from layershuffle.study.paper.numbers import PaperNumber
-from layershuffle.study.paper.summary import Column, Summary, label
+from layershuffle.study.paper.summary import Summary, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,6 @@ PANELS = {
     "arbitrary": "Arbitrary order (the paper's Figure 1c)",
 }
 ARMS_PER_PANEL = 5  # more lines cannot be told apart
-MOST_ARMS = 3 * ARMS_PER_PANEL
 # Horizontal offsets in blocks, between the outermost arms of a panel and between an arm's point and
 # the paper's, which separate intervals of near values.
 _DODGE, _PAPER_SHIFT = 0.3, 0.04
@@ -116,7 +115,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
             line = {cell.kept + shift: cell.top1 for cell in cells}
             entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
         for cell in cells:
-            number = summary.paper(arm, Column(mode, cell.kept))
+            number = summary.paper(arm, mode, kept=cell.kept)
             if number is not None:
                 x = cell.kept + shift + _PAPER_SHIFT
                 hollow = _draw_paper(axes, number, x, style=style)
@@ -152,13 +151,14 @@ def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: 
 
 def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> Any:
     """Draw a hollow point, or a bar with its middle for a range."""
-    if number.approximate:
+    _, high = number.range
+    if number.text.startswith("~"):
         place = (x, number.value)
         axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
     return axes.errorbar(
         [x],
         [number.value],
-        yerr=[number.high - number.value] if number.high > number.low else None,
+        yerr=[high - number.value] if high > number.value else None,
         color=style[0],
         marker=style[1],
         markerfacecolor=GROUND,

@@ -6,14 +6,10 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from layershuffle.plotting import html_page
 from layershuffle.text import markdown_table
-
-if TYPE_CHECKING:
-    from markdown_it.token import Token
 
 _KINDS = {".png": "png", ".svg": "svg+xml"}
 
@@ -55,18 +51,13 @@ def page(text: str, *, place: Path) -> str:
     """
     from markdown_it import MarkdownIt
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    groups: list[list[Token]] = [[]]
-    for token in parser.parse(text):
-        if token.type == "heading_open" and token.tag == "h2":
-            groups.append([])
-        groups[-1].append(token)
-        for child in token.children or ():
-            if child.type == "image":
-                path = place / unquote(str(child.attrs["src"]))
-                data = b64encode(path.read_bytes()).decode("ascii")
-                child.attrSet("src", f"data:image/{_KINDS[path.suffix]};base64,{data}")
-    # A heading is three tokens: its begin, its text and its end.
-    titles = [parser.renderInline(tokens[1].content) for tokens in groups]
-    bodies = [parser.renderer.render(tokens[3:], parser.options, {}) for tokens in groups]
-    return html_page(titles[0], dict(zip(titles[1:], bodies[1:], strict=True)), lead=bodies[0])
+    def inside(match: re.Match[str]) -> str:
+        path = place / unquote(match[1])
+        data = b64encode(path.read_bytes()).decode("ascii")
+        return f'<img src="data:image/{_KINDS[path.suffix]};base64,{data}"'
+
+    # Without raw HTML: every image is a figure of the page.
+    html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    head, *sections = re.sub(r'<img src="([^"]*)"', inside, html).split("<h2>")
+    title, _, lead = head.removeprefix("<h1>").partition("</h1>\n")
+    return html_page(title, dict(part.split("</h2>\n", 1) for part in sections), lead=lead)

@@ -2,7 +2,7 @@
 
 ImageNet2012 validation accuracy (top-1, percent) of ViT-B/16 with 12 blocks, 5 models per method.
 Table 1 gives numbers. Figure 1 gives curves that the text only describes in words: those entries
-are `approximate`, a single value or a range, and have a "~" in the report. Scores that the text
+have a "~", before a value or a range. Scores that the text
 leaves vague (6 blocks; LayerDrop in arbitrary order, which "does not perform well") are left out.
 """
 
@@ -18,43 +18,42 @@ DEPTH = 12
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """A top-1 accuracy in percent: `low` = `high` for a value, different for a range."""
+    """A top-1 accuracy in percent as the report prints it: with its spread, or a range.
+
+    `text` begins with "~" where the paper's text only describes the number.
+    """
 
     method: str
     mode: Literal["sequential", "arbitrary"]
     kept: int
-    low: float
-    high: float
-    sd: float | None
-    approximate: bool = False
+    text: str
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The ends of the range, which are equal for a value."""
+        low, _, high = self.text.lstrip("~").partition(" ")[0].partition("-")
+        return float(low), float(high or low)
 
     @property
     def value(self) -> float:
         """The number, or the middle of the range."""
-        return (self.low + self.high) / 2
-
-    def __str__(self) -> str:
-        if self.low != self.high:
-            return f"~{self.low:g}-{self.high:g}"
-        if self.approximate:
-            return f"~{self.low:g}"
-        return f"{self.low:.2f}" if self.sd is None else f"{self.low:.2f} +-{self.sd:.2f}"
+        return sum(self.range) / 2
 
 
 NUMBERS: tuple[PaperNumber, ...] = (
-    PaperNumber("baseline", "sequential", 12, 82.61, 82.61, 0.08),
-    PaperNumber("baseline", "arbitrary", 12, 0.13, 0.13, 0.03),
-    PaperNumber("layershuffle", "sequential", 12, 75.22, 75.22, 0.28),
-    PaperNumber("layershuffle", "arbitrary", 12, 62.77, 62.77, 0.41),
-    PaperNumber("layershuffle-position", "sequential", 12, 75.28, 75.28, 0.18),
-    PaperNumber("layershuffle-position", "arbitrary", 12, 63.61, 63.61, 0.23),
-    PaperNumber("layershuffle-predict", "sequential", 12, 74.41, 74.41, 0.20),
-    PaperNumber("layershuffle-predict", "arbitrary", 12, 61.18, 61.18, 1.06),
+    PaperNumber("baseline", "sequential", 12, "82.61 +-0.08"),
+    PaperNumber("baseline", "arbitrary", 12, "0.13 +-0.03"),
+    PaperNumber("layershuffle", "sequential", 12, "75.22 +-0.28"),
+    PaperNumber("layershuffle", "arbitrary", 12, "62.77 +-0.41"),
+    PaperNumber("layershuffle-position", "sequential", 12, "75.28 +-0.18"),
+    PaperNumber("layershuffle-position", "arbitrary", 12, "63.61 +-0.23"),
+    PaperNumber("layershuffle-predict", "sequential", 12, "74.41 +-0.20"),
+    PaperNumber("layershuffle-predict", "arbitrary", 12, "61.18 +-1.06"),
     # The text gives one range for both methods at 9 blocks, and a value for each at 3.
-    PaperNumber("layershuffle", "sequential", 9, 70.0, 80.0, None, approximate=True),
-    PaperNumber("layershuffle", "sequential", 3, 18.0, 18.0, None, approximate=True),
-    PaperNumber("layerdrop", "sequential", 9, 70.0, 80.0, None, approximate=True),
-    PaperNumber("layerdrop", "sequential", 3, 0.0, 0.0, None, approximate=True),
+    PaperNumber("layershuffle", "sequential", 9, "~70-80"),
+    PaperNumber("layershuffle", "sequential", 3, "~18"),
+    PaperNumber("layerdrop", "sequential", 9, "~70-80"),
+    PaperNumber("layerdrop", "sequential", 3, "~0"),
 )
 
 
@@ -68,10 +67,10 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
-    for number in NUMBERS:
-        if (number.method, number.mode, number.kept) == (arm, mode, kept_in_paper):
-            return number
-    return None
+    places: dict[tuple[str, str, int], PaperNumber] = {
+        (number.method, number.mode, number.kept): number for number in NUMBERS
+    }
+    return places.get((arm, mode, kept_in_paper))
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class PaperMerge:
 
     kind: Literal["merge", "ensemble"]
     arm: str
-    mode: Literal["sequential", "arbitrary"]
     top1: float
     top1_sd: float | None
     top5: float
@@ -88,8 +86,8 @@ class PaperMerge:
 
 
 MERGES: tuple[PaperMerge, ...] = (
-    PaperMerge("merge", "baseline", "sequential", 1.87, 6.51, 4.53, 11.82),
-    PaperMerge("merge", "layershuffle", "arbitrary", 59.68, 1.15, 82.16, 1.03),
+    PaperMerge("merge", "baseline", 1.87, 6.51, 4.53, 11.82),
+    PaperMerge("merge", "layershuffle", 59.68, 1.15, 82.16, 1.03),
     # There is only one ensemble of the 12 models, so there is no spread.
-    PaperMerge("ensemble", "layershuffle", "arbitrary", 69.20, None, 88.93, None),
+    PaperMerge("ensemble", "layershuffle", 69.20, None, 88.93, None),
 )

@@ -18,9 +18,8 @@ from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
 from layershuffle.stats import compare
-from layershuffle.study.dry_run import duration
 from layershuffle.study.paper.claims import Verdict, judge
-from layershuffle.study.paper.figures import MOST_ARMS, draw_bars
+from layershuffle.study.paper.figures import draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
@@ -40,6 +39,7 @@ from layershuffle.study.paper.tables import (
 )
 from layershuffle.study.store import Study, read_study
 from layershuffle.study.tasks import FIGURES
+from layershuffle.text import clock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
     """The report in Markdown; all text from the results is escaped."""
     study = summary.study
     bars = ""
-    if 0 < len(summary.arms) <= MOST_ARMS and summary.cells:
+    if summary.cells:
         bars = draw(
             "bars", "Images of 100 right, blocks in order (pale) and shuffled.", draw_bars(summary)
         )
@@ -218,18 +218,23 @@ def _selection(study: Study) -> list[str]:
 
 
 def _facts_section(study: Study) -> str:
-    """What every run had in common, and where they differ."""
+    """The settings of the runs, where they ran, and for how long."""
     if not study.runs:
         return ""
     training = sum(result.train_seconds for _, result in study.runs)
     scoring = sum(result.eval_seconds for _, result in study.runs)
+    machines = unique(
+        str(result.hardware.get("gpu") or result.hardware.get("processor"))
+        for _, result in study.runs
+    )
     notes = unique(f"Note: {note}" for _, result in study.runs for note in result.data.notes)
     return section(
         "Settings",
         literal(
-            f"{len(study.runs)} runs took {duration(training)} of training and "
-            f"{duration(scoring)} of scoring. plan.json holds the whole recipe, tasks.jsonl the "
-            "facts of every task, results.csv a row per run and order, with the order itself."
+            f"{len(study.runs)} runs took {clock(training)} of training and "
+            f"{clock(scoring)} of scoring ({'; '.join(machines)}). plan.json holds the whole "
+            "recipe, tasks.jsonl the facts of every task, results.csv a row per run and order, "
+            "with the order itself."
         ),
         "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
         "--data DATA --order ORDER`, with --max-images as in the recipe.",

@@ -43,14 +43,6 @@ class ScoreCell:
         return {seed: mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds}
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the main table: `kept` blocks run in `mode`."""
-
-    mode: str
-    kept: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
@@ -65,24 +57,27 @@ class Summary:
     depth: int
     choose: str
 
-    def cell(self, arm: str, column: Column) -> ScoreCell | None:
-        """The cell for the main table and the figure: one order per pass before one per batch."""
+    def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
+        """The cell for the main table and the figure: one order per pass before one per batch.
+
+        `kept=None`: with all blocks.
+        """
         fitting = [
             cell
             for cell in self.cells
-            if (cell.arm, cell.mode, cell.kept) == (arm, column.mode, column.kept)
+            if (cell.arm, cell.mode, cell.kept) == (arm, mode, kept or self.depth)
             and cell.choose in ("", self.choose)
         ]
         # One order per pass shows the spread over orders; one per batch averages it.
         return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
 
-    def paper(self, arm: str, column: Column) -> PaperNumber | None:
+    def paper(self, arm: str, mode: str, *, kept: int | None = None) -> PaperNumber | None:
         """The paper's number for this cell, `None` if there is none."""
-        return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
+        return paper_number(arm, mode, kept=kept or self.depth, depth=self.depth)
 
     def means(self, arm: str, mode: str, *, kept: int | None = None) -> dict[int, float]:
         """The models' mean top-1 of an arm, by seed; `kept=None`: with all blocks."""
-        cell = self.cell(arm, Column(mode, kept or self.depth))
+        cell = self.cell(arm, mode, kept=kept)
         return {} if cell is None else cell.model_means
 
     def held_out(self, method: str) -> dict[str, float]:
@@ -142,12 +137,12 @@ class Summary:
     def curve(self, arm: str, mode: str) -> tuple[ScoreCell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""
         levels = sorted({cell.kept for cell in self.cells})
-        cells = (self.cell(arm, Column(mode, kept)) for kept in levels)
+        cells = (self.cell(arm, mode, kept=kept) for kept in levels)
         return tuple(cell for cell in cells if cell is not None)
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The main table's columns for which some arm was measured.
+    def columns(self) -> tuple[tuple[str, int], ...]:
+        """The main table's columns for which some arm was measured: mode, and blocks kept.
 
         All blocks come first, in both modes; then arbitrary and sequential order with the numbers
         of blocks that are nearest to 3/4, 1/2 and 1/4 of the depth; the figure shows every number.
@@ -155,11 +150,11 @@ class Summary:
         fewer = sorted({cell.kept for cell in self.cells if cell.kept < self.depth})
         quarters = (self.depth * quarter / 4 for quarter in _QUARTERS if fewer)
         levels = dict.fromkeys(min(fewer, key=lambda kept: abs(kept - q)) for q in quarters)
-        columns = [Column(mode, self.depth) for mode in MODES]
+        columns = [(mode, self.depth) for mode in MODES]
         # Arbitrary order first, because it is the purpose of the method.
-        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in levels]
+        columns += [(mode, kept) for mode in reversed(MODES) for kept in levels]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
-        return tuple(column for column in columns if (column.mode, column.kept) in measured)
+        return tuple(column for column in columns if column in measured)
 
 
 def summarise(study: Study) -> Summary:

@@ -19,7 +19,6 @@ from layershuffle.results import (
 )
 from layershuffle.stats import Estimate, compare, mean
 from layershuffle.study.paper.figures import (
-    MOST_ARMS,
     arms_drawn,
     draw_budget,
     draw_figure,
@@ -27,9 +26,9 @@ from layershuffle.study.paper.figures import (
 )
 from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
-from layershuffle.study.paper.summary import Column, ScoreCell, Summary, estimate_of, label
+from layershuffle.study.paper.summary import ScoreCell, Summary, estimate_of, label
 from layershuffle.study.store import Study
-from layershuffle.text import counted_as, markdown_table, shortened, table
+from layershuffle.text import counted_as, markdown_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +37,6 @@ DrawFigure = Callable[[str, str, "Figure"], str]
 """Writes a figure under a name; with its caption it becomes the Markdown that shows it."""
 WIDTH = 100
 NONE = "-"
-_NAMES_SHOWN = 8  # most arms that are named if their settings differ
 _KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
 _MERGES_HEAD = (
     "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
@@ -94,12 +92,15 @@ def main_table(summary: Summary) -> str:
 
     rows = []
     for arm in summary.arms:
-        rows.append([literal(label(arm)), *(text(summary.cell(arm, c)) for c in summary.columns)])
-        numbers = [summary.paper(arm, column) for column in summary.columns]
+        cells = (summary.cell(arm, mode, kept=kept) for mode, kept in summary.columns)
+        rows.append([literal(label(arm)), *map(text, cells)])
+        numbers = [summary.paper(arm, mode, kept=kept) for mode, kept in summary.columns]
         if any(numbers):
-            shown = ("" if n is None else f"*{n}*".replace("+-", "&plusmn;") for n in numbers)
+            shown = ("" if n is None else f"*{n.text}*".replace("+-", "&plusmn;") for n in numbers)
             rows.append(["*the paper*", *shown])
-    names = [_column_name(column, summary.depth) for column in summary.columns]
+    names = [
+        mode if kept == summary.depth else f"{mode}, {kept} kept" for mode, kept in summary.columns
+    ]
     return markdown_table(["", *names], rows, align="l" + "r" * len(names))
 
 
@@ -121,23 +122,14 @@ def table_notes(summary: Summary) -> str:
 def table_text(summary: Summary) -> str:
     """Means and intervals with all blocks, for a terminal, beside the paper's numbers."""
     head, rows = ["top-1 in percent"], [[label(arm)] for arm in summary.arms]
-    for column in summary.columns:
-        if column.kept == summary.depth:
-            head += [column.mode, "95 %", "the paper"]
+    for mode, kept in summary.columns:
+        if kept == summary.depth:
+            head += [mode, "95 %", "the paper"]
             for row, arm in zip(rows, summary.arms, strict=True):
-                cell, number = summary.cell(arm, column), summary.paper(arm, column)
-                top1 = (
-                    ("", "")
-                    if cell is None
-                    else (f"{cell.top1.mean:.1f}", interval_text(cell.top1))
-                )
-                row += [*top1, "" if number is None else str(number).split(" +-")[0]]
+                cell, number = summary.cell(arm, mode), summary.paper(arm, mode, kept=kept)
+                top1 = cell and (f"{cell.top1.mean:.1f}", interval_text(cell.top1))
+                row += [*(top1 or ("", "")), "" if number is None else number.text.split(" +-")[0]]
     return table(head, rows, width=WIDTH)
-
-
-def _column_name(column: Column, depth: int) -> str:
-    """ "arbitrary" for the full stack, "arbitrary, 9 kept" for fewer blocks."""
-    return column.mode if column.kept == depth else f"{column.mode}, {column.kept} kept"
 
 
 # --- Table 1, Figures 1b and 1c ------------------------------------------------------------------
@@ -148,11 +140,11 @@ def table_1(summary: Summary) -> str:
     head = (
         "Method", "Order", "Models", "Orders", "sd models", "To sequential baseline", "The paper's",
     )  # fmt: skip
-    paper_base = summary.paper("baseline", Column("sequential", summary.depth))
+    paper_base = summary.paper("baseline", "sequential")
     rows = []
     for arm in summary.arms:
-        for column in (Column(mode, summary.depth) for mode in MODES):
-            cell, number = summary.cell(arm, column), summary.paper(arm, column)
+        for mode in MODES:
+            cell, number = summary.cell(arm, mode), summary.paper(arm, mode)
             if cell is None:
                 continue
             gap = NONE
@@ -186,7 +178,7 @@ def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     }
     model = models.get(cell.arm, (None, ""))[0]
     baseline = next((arm for arm, pair in models.items() if pair == (model, "baseline")), "")
-    base = summary.cell(baseline, Column("sequential", summary.depth))
+    base = summary.cell(baseline, "sequential")
     # The baseline is not compared with itself.
     if base is None or base is cell:
         return NONE
@@ -198,9 +190,6 @@ def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
 def curves_section(summary: Summary, draw: DrawFigure) -> str:
     """The section of Figures 1b and 1c, for every choice of the blocks that are kept."""
     title, arms = "Figures 1b and 1c: accuracy against blocks kept", arms_drawn(summary)
-    if len(arms) > MOST_ARMS:
-        words = f"{len(arms)} arms are too many lines for a figure: results.csv has every score."
-        return section(title, words)
     choices = [choose for choose in CHOICES if choose in {cell.choose for cell in summary.cells}]
     choices = sorted(filter(None, choices), key=lambda choose: choose != summary.choose) or [""]
     levels = sorted({cell.kept for cell in summary.cells})
@@ -358,39 +347,15 @@ def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# --- facts ---------------------------------------------------------------------------------------
+# --- settings ------------------------------------------------------------------------------------
 
 
 def settings_table(study: Study) -> str:
-    """The settings and facts of the runs, each with the arms that have it."""
-    facts = []
-    for task, result in study.runs:
-        # Without the seed, which differs in every run and is part of its name.
-        settings = {key: value for key, value in result.settings.items() if key != "seed"}
-        others = result.model_dump(include={"data", "hardware", "versions"})
-        del others["data"]["notes"]
-        facts.append((task.arm, flatten(settings | others)))
-    rows = []
-    for key in unique(key for _, values in facts for key in values):
-        arms_with: dict[str, list[str]] = {}
-        for arm, values in facts:
-            # A setting that older runs lack differs, too.
-            arms_with.setdefault(values.get(key, NONE), []).append(arm)
-        for value, arms in arms_with.items():
-            shown = shortened(unique(arms), limit=_NAMES_SHOWN)
-            rows.append((key, value, "all" if len(arms_with) == 1 else shown))
-    return grid(("name", "value", "arms"), rows)
+    """The settings of the recipe: those of all arms, then those of each."""
+    recipe = study.settings
 
+    def words(fit: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {json.dumps(value)}" for name, value in fit.items()) or NONE
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as `{"fit.steps": "1500"}`; lists as JSON."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{name}.")
-        elif value is None:
-            flat[name] = "none"
-        else:
-            flat[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return flat
+    own = ((arm.label, arm.method, words(arm.fit)) for arm in recipe.arms)
+    return grid(("Arm", "Method", "Settings"), [("all", NONE, words(recipe.fit)), *own])

@@ -1,9 +1,11 @@
-"""Tables and claims beyond the main table, against numbers worked out by hand.
+"""Summary, tables and claims against numbers worked out by hand.
 
 `tests/test_docs.py` compares every cell of the report of digits-paper, with all claims.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from fixture import facts, merging_rows, run_of, tell, write_merging, write_study
@@ -11,12 +13,10 @@ from fixture import facts, merging_rows, run_of, tell, write_merging, write_stud
 from layershuffle.results import ScoreRow
 from layershuffle.study.paper.claims import CLAIMS, judge
 from layershuffle.study.paper.markdown import literal
+from layershuffle.study.paper.numbers import paper_number
 from layershuffle.study.paper.report import write_report
-from layershuffle.study.paper.summary import Column, summarise
-from layershuffle.study.paper.tables import (
-    budget_curves,
-    budget_section,
-)
+from layershuffle.study.paper.summary import summarise
+from layershuffle.study.paper.tables import budget_curves, budget_section
 from layershuffle.study.store import read_study
 
 FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
@@ -42,10 +42,6 @@ def table_of(text, number=0):
     lines = [line.replace("\\", "")[2:-2].split(" | ") for line in blocks[number].splitlines()]
     head, _, *rows = lines
     return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-def no_figure(name, caption, figure):
-    return ""
 
 
 @pytest.fixture
@@ -74,7 +70,7 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
     assert "layershuffle-500-steps" not in summary.arms
     curve = curves["layershuffle", "arbitrary"]
     assert (curve[500].mean, curve[500].models) == (45.0, 2)
-    own = summary.cell("layershuffle", Column("arbitrary", 12)).top1.mean
+    own = summary.cell("layershuffle", "arbitrary").top1.mean
     assert curve[1500].mean == pytest.approx(own)
     figures = []
     rows = table_of(budget_section(summary, lambda *of: figures.append(of[2]) or ""))
@@ -204,3 +200,83 @@ def test_analyses_have_their_figures_and_numbers(out):
     assert "| Number | layershuffle-seed0 |" in text
     assert "| mean: purity | 0.6 |" in text
     assert verdict_on("output depends on its position", out)[0] == "holds"
+
+
+# --- the summary ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path):
+    return write_study(tmp_path / "alone", orders=3)
+
+
+def with_rows(out, change):
+    """The summary after every row was replaced."""
+    study = read_study(out)
+    runs = []
+    for task, result in study.runs:
+        rows = tuple(new for row in result.rows for new in change(row))
+        runs.append((task, result.model_copy(update={"rows": rows})))
+    return summarise(replace(study, runs=tuple(runs)))
+
+
+def test_many_levels_are_thinned_to_quarters(alone):
+    def all_depths(row):
+        if (row.mode, row.kept, row.order_seed) != ("arbitrary", 12, 0):
+            return [row] if row.kept == 12 else []
+        fewer = (row.model_copy(update={"kept": k, "choose": "random"}) for k in range(1, 12))
+        return [row, *fewer]
+
+    summary = with_rows(alone, all_depths)
+    assert [kept for mode, kept in summary.columns if mode == "arbitrary"] == [12, 9, 6, 3]
+    assert [cell.kept for cell in summary.curve("layershuffle", "arbitrary")] == list(range(1, 13))
+
+
+def test_random_choice_leads_and_others_stay_apart(alone):
+    def and_spaced(row):
+        return [row, row.model_copy(update={"choose": "spaced"})] if row.choose else [row]
+
+    summary = with_rows(alone, and_spaced)
+    assert summary.choose == "random"
+    cell = summary.cell("baseline", "arbitrary", kept=9)
+    assert (cell.choose, cell.top1.orders) == ("random", 3)
+    assert sum(cell.choose == "spaced" for cell in summary.cells) == 4 * 6
+
+
+def test_rounds_and_passes_are_no_cells_of_the_paper(alone):
+    def and_rounds(row):
+        return [row, row.model_copy(update={"parallel": 2}), row.model_copy(update={"passes": 3})]
+
+    assert with_rows(alone, and_rounds).cells == summarise(read_study(alone)).cells
+
+
+def test_arms_of_another_depth_stand_under_their_number_of_blocks(alone):
+    def shallow(row):
+        fields = {"kept": 3, "order": "0,1,2", "top1": 44.0, "choose": ""}
+        if row.method != "layerdrop":
+            return [row]
+        is_first = (row.mode, row.kept) == ("sequential", 12)
+        return [row.model_copy(update=fields)] if is_first else []
+
+    summary = with_rows(alone, shallow)
+    cell = summary.cell("layerdrop", "sequential", kept=3)
+    assert cell.top1.mean == 44.0
+    assert summary.depth == 12
+    assert summary.cell("layerdrop", "sequential") is None
+
+
+@pytest.mark.parametrize(
+    ("arm", "mode", "kept", "depth", "shown"),
+    [
+        ("baseline", "arbitrary", 12, 12, "0.13 +-0.03"),
+        ("layershuffle", "sequential", 3, 12, "~18"),
+        ("layerdrop", "sequential", 9, 12, "~70-80"),
+        ("layershuffle", "arbitrary", 6, 6, "62.77 +-0.41"),
+        ("layershuffle", "sequential", 3, 6, None),
+        ("layershuffle", "arbitrary", 9, 12, None),
+        ("layerdrop-p0.5", "sequential", 9, 12, None),
+    ],
+)
+def test_the_papers_number_for_a_cell(arm, mode, kept, depth, shown):
+    number = paper_number(arm, mode, kept=kept, depth=depth)
+    assert (number and number.text) == shown
