@@ -125,11 +125,8 @@ WRONG_LABELS = {
 }
 
 
-BATCHES_WITHOUT = {
-    **{name: (images(3), labels) for name, labels in WRONG_LABELS.items()},
-    "no labels": images(3),
-    "a mapping": {"pixel_values": images(3)},
-}
+BATCHES_WITHOUT = {name: (images(3), labels) for name, labels in WRONG_LABELS.items()}
+BATCHES_WITHOUT |= {"no labels": images(3), "a mapping": {"pixel_values": images(3)}}
 
 
 @pytest.mark.parametrize("batch", BATCHES_WITHOUT.values(), ids=list(BATCHES_WITHOUT))

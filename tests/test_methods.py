@@ -69,14 +69,6 @@ def test_the_options_of_a_method_are_settings_of_fit() -> None:
     assert method.build_method() == Method("layershuffle", seed=9, **options)
 
 
-def test_a_part_of_the_pretrained_blocks() -> None:
-    method = Method("truncated", kept=3)
-    assert method.blocks == Kept(3, choose="spaced")
-    assert method.blocks.draw(12, step=0).blocks == (0, 6, 11)
-    shuffled = Method("layershuffle", kept=3, choose="last")
-    assert (shuffled.policy, shuffled.blocks) == (Shuffled(), Kept(3, choose="last"))
-
-
 @pytest.mark.parametrize(("name", "kind"), [("baseline", Sequential), ("layershuffle", Shuffled)])
 def test_options_reach_the_policy(name: str, kind: Any) -> None:
     rounds = {"parallel": (1, 3), "sequential_every": 5}

@@ -218,19 +218,23 @@ def test_orders_of_several_lengths_per_sample(family: Family) -> None:
 
 
 def test_the_trial_leaves_no_trace() -> None:
-    """It calls no hooks on blocks, changes no modes and no generator, and runs once per mode."""
+    """It changes no modes, runs once per mode, and draws nothing that others would have drawn."""
     model = CHAINS["own-own"].wrapped().train()
     model.norm.eval()
-    heads: list[bool] = []
-    model.head.register_forward_hook(lambda *_: heads.append(model.training))
+    heads: list[tuple[bool, float]] = []
+    model.head.register_forward_hook(
+        lambda *_: heads.append((model.training, float(torch.rand(()))))
+    )
     orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
     before = torch.get_rng_state()
+    drawn = torch.rand(2).tolist()
+    torch.set_rng_state(before)
     for _ in range(2):
         with ls.running(model, orders):
             model(images(3))
-    assert heads == [True] * 6  # four forwards of the trial, and two
+    assert [training for training, _ in heads] == [True] * 6  # four forwards of the trial, and two
+    assert [number for _, number in heads[4:]] == drawn
     assert (model.training, model.norm.training, model.head.training) == (True, False, True)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- blocks in parts ------------------------------------------------------------------------------

@@ -73,10 +73,7 @@ def test_authors_forms() -> None:
     assert encoding.table.shape == (12, 32)
     assert not encoding.table.any()
     assert count(encoding) == 12 * 616_768 + 12 * 32
-
-
-def test_parts_of_the_authors_start_normal_with_deviation_0_02() -> None:
-    encoding = PositionEncoding(12, 768, form=AUTHORS_ENCODING, seed=0)
+    # Their linear layers start normal with deviation 0.02.
     prediction = PositionPrediction(12, 768, form=AUTHORS_PREDICTION, seed=0)
     for layers in (encoding.projections, prediction.classifiers):
         weights = torch.cat([layer.weight.detach().flatten() for layer in layers])
