@@ -12,6 +12,7 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from torch import Tensor, nn
 
 from layershuffle.bench.workload import make_workload
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, running, unwrap
 
 # Small enough that what wrapping adds could be seen: forwards of about 20 and 100 ms.
@@ -27,10 +28,11 @@ def untouched(model: nn.Module) -> nn.Module:
 
 
 def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A forward that is given the sequential order, as every forward of training is."""
+    """A forward that is given the sequential order, made before it as a policy makes all orders."""
+    order = ExecutionOrder.sequential(depth_of(model))
 
     def forward(images: Tensor) -> Tensor:
-        with running(model, tuple(range(depth_of(model)))):
+        with running(model, order):
             return model(images)
 
     return forward

@@ -208,9 +208,12 @@ _VISION: dict[str, Any] = {
 }
 
 
-def _hf(model: str, config: str, **changes: Any) -> nn.Module:
-    settings = getattr(transformers, config)(**_VISION, num_labels=CLASSES, **changes)
-    return getattr(transformers, model)(settings)
+def _hf(name: str, path: str, *, kind: str, variant: str = "", **changes: Any) -> Family:
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{kind}Config")(**_VISION, num_labels=CLASSES, **changes)
+        return getattr(transformers, f"{kind}ForImageClassification{variant}")(config)
+
+    return Family(f"hf-{name}", "transformers", path, make)
 
 
 def _siglip() -> nn.Module:
@@ -252,42 +255,12 @@ _ALL = (
     Family("timm-dinov3", "timm", "blocks", lambda: _timm("vit_small_patch16_dinov3")),
     Family("timm-xcit", "timm", "blocks", lambda: _timm("xcit_nano_12_p8_224", patch_size=None)),
     Family("timm-mixer", "timm", "blocks", _mixer),
-    Family(
-        "hf-vit",
-        "transformers",
-        "vit.layers",
-        lambda: _hf("ViTForImageClassification", "ViTConfig"),
-    ),
-    Family(
-        "hf-deit",
-        "transformers",
-        "deit.layers",
-        lambda: _hf("DeiTForImageClassification", "DeiTConfig"),
-    ),
-    Family(
-        "hf-deit-teacher",
-        "transformers",
-        "deit.layers",
-        lambda: _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig"),
-    ),
-    Family(
-        "hf-beit",
-        "transformers",
-        "beit.layers",
-        lambda: _hf("BeitForImageClassification", "BeitConfig", drop_path_rate=0.0),
-    ),
-    Family(
-        "hf-dinov2",
-        "transformers",
-        "dinov2.encoder.layer",
-        lambda: _hf("Dinov2ForImageClassification", "Dinov2Config"),
-    ),
-    Family(
-        "hf-dinov2-registers",
-        "transformers",
-        "dinov2_with_registers.encoder.layer",
-        lambda: _hf("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"),
-    ),
+    _hf("vit", "vit.layers", kind="ViT"),
+    _hf("deit", "deit.layers", kind="DeiT"),
+    _hf("deit-teacher", "deit.layers", kind="DeiT", variant="WithTeacher"),
+    _hf("beit", "beit.layers", kind="Beit", drop_path_rate=0.0),
+    _hf("dinov2", "dinov2.encoder.layer", kind="Dinov2"),
+    _hf("dinov2-registers", "dinov2_with_registers.encoder.layer", kind="Dinov2WithRegisters"),
     Family("hf-siglip", "transformers", "vision_model.encoder.layers", _siglip),
     Family("hf-timm-wrapper", "transformers", "timm_model.blocks", _timm_wrapper),
     Family("torchvision-vit", "torchvision", "encoder.layers", _torchvision),

@@ -62,14 +62,18 @@ class Rebuilt:
         self.model = family.plain()
         container = family.container(self.model)
         self.blocks = dict(container.named_children())
-        self.path = family.path
-        put = [list(self.blocks.values())[block] for block in order]
-        self.install(nn.Sequential(*put) if type(container) is nn.Sequential else put)
+        self.path, self.sequential = family.path, type(container) is nn.Sequential
+        self.along(order)
 
-    def install(self, blocks: nn.Sequential | list[nn.Module]) -> None:
+    def along(self, order: Sequence[int]) -> None:
+        """Put the blocks of `order` into the container."""
+        blocks = list(self.blocks.values())
+        self.install([blocks[block] for block in order])
+
+    def install(self, blocks: list[nn.Module]) -> None:
         """Replace the container of the model."""
         owner, _, name = self.path.rpartition(".")
-        container = nn.ModuleList(blocks) if isinstance(blocks, list) else blocks
+        container = nn.Sequential(*blocks) if self.sequential else nn.ModuleList(blocks)
         setattr(self.model.get_submodule(owner), name, container)
 
     def gradients(self) -> Gradients:
@@ -165,15 +169,6 @@ def _assert_equals_rebuilt(
         got = step(model)
     assert torch.equal(got, wanted), f"outputs differ for {order}"
     assert_same_gradients(gradients(model), rebuilt.gradients())
-
-
-def check_blocks_that_do_not_run_get_no_gradient(family: Family) -> None:
-    model = family.wrapped().train()
-    with ls.running(model, PRUNED):
-        step(model)
-    for index, block in enumerate(ls.blocks_of(model)):
-        has = [p.grad is not None for p in block.parameters()]
-        assert any(has) == (index in PRUNED)
 
 
 # --- 3. gradient checkpointing ---------------------------------------------------------
@@ -631,7 +626,7 @@ def check_encoding_equals_the_slow_path(family: Family) -> None:
             SlowEncoding(block, position, encoding_weights(twin, order[position]))
             for position, block in enumerate(container)
         ]
-        rebuilt.install(nn.Sequential(*blocks) if isinstance(container, nn.Sequential) else blocks)
+        rebuilt.install(blocks)
         wanted = step(rebuilt.model)
         with ls.running(model, order):
             got = step(model)

@@ -1,9 +1,11 @@
-"""Files and directories that are made once for all pytest workers."""
+"""Files and directories that are made once for all pytest workers, such as the package."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,3 +33,15 @@ def once(
             make(path)
             whole.touch()
     return path
+
+
+def built_package(repository: Path, factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist; hatchling needs no network for them."""
+    return once(factory, "dist", lambda place: build(repository, place), room="package")
+
+
+def build(source: Path, place: Path, *flags: str) -> None:
+    """Build from the project at `source` into `place`."""
+    words = [sys.executable, "-m", "hatchling", "build", "-d", str(place), *flags]
+    done = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -141,16 +141,6 @@ class Bounding(Own):
         return x
 
 
-class Checking(Own):
-    """Checks that states are finite."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            assert torch.isfinite(x).all()
-        return x
-
-
 class TrainedWithPatches(Own):
     """Adds the patches after every block, only in training."""
 
@@ -165,17 +155,6 @@ class TrainedWithPatches(Own):
             x = block(x)
             if self.training:
                 x = x + patches
-        return x
-
-
-class Skipping(Own):
-    """Skips random blocks in training, with almost no probability."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if self.training and torch.rand(()) < 1e-9:
-                continue
-            x = block(x)
         return x
 
 
@@ -330,6 +309,107 @@ class ScaledByBlocks(Own):
         return x
 
 
+# --- hosts that ignore orders, or only follow orders up to their depth ----------------------------
+
+
+class Counting(Own):
+    """Blocks by number, up to the depth."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for number in range(self.depth):
+            x = self.blocks[number](x)
+        return x
+
+
+class Zipped(Own):
+    """Blocks beside a list of as many scales, after or before it."""
+
+    blocks_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0 + number / 8 for number in range(DEPTH)]
+
+    def run(self, x: Tensor) -> Tensor:
+        pairs = zip(self.blocks, self.scales, strict=False)
+        if not self.blocks_first:
+            pairs = ((block, scale) for scale, block in zip(self.scales, self.blocks, strict=False))
+        for block, scale in pairs:
+            x = block(x) * scale
+        return x
+
+
+class ZippedAfter(Zipped):
+    """The scales come first."""
+
+    blocks_first = False
+
+
+class Leaving(Own):
+    """Leaves its loop after the last block of the host."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.depth - 1:
+                break
+        return x
+
+
+class Children(Own):
+    """Runs the children of its container."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks.children():
+            x = block(x)
+        return x
+
+
+class Modules(Own):
+    """Runs what torch keeps in its container."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks._modules.values():
+            x = block(x)
+        return x
+
+
+class Cached(Own):
+    """Runs a list made at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = list(self.blocks)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.cached:
+            x = block(x)
+        return x
+
+
+class ChildrenByForward(Own):
+    """Calls the forward of its container's children, so hooks do not see the runs."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks.children():
+            x = block.forward(x)
+        return x
+
+
+class CachedLater(Own):
+    """Runs a list made in its first forward."""
+
+    def run(self, x: Tensor) -> Tensor:
+        if "cached" not in vars(self):
+            vars(self)["cached"] = list(self.blocks)
+        for block in vars(self)["cached"]:
+            x = block(x)
+        return x
+
+
+# --- arguments beside the state -------------------------------------------------------------------
+
+
 class Masked(nn.Module):
     """Passes `mask` to every block."""
 
@@ -369,9 +449,13 @@ def families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
 # Hosts that follow an order; those of the first line only pass the state from block to block.
 CHAINS = families(Own, Tuples, Named, ByForward, OfItsClass)
 LOOPS = families(
-    *(Readout, Injection, InjectionInPlace, Gates, Bounding, Checking, Backwards),
+    *(Readout, Injection, InjectionInPlace, Gates, Bounding, Backwards),
     *(InPlace, InPlaceWithPatches, TupleState),
     *(Pairs, ByParts, ByMethod, ScaledByBlocks),
 )
 # Those whose blocks run in parts, so nothing can be put around a block.
 IN_PARTS = ("own-pairs", "own-byparts", "own-bymethod")
+# Hosts that follow orders up to their depth.
+CUTTING = families(Counting, Zipped, ZippedAfter, Leaving)
+# Hosts that no order reaches.
+DEAF = families(Children, Modules, Cached, ChildrenByForward)

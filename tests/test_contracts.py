@@ -30,8 +30,5 @@ def test_export(family: Family) -> None:
 
 def test_the_suite_is_whole() -> None:
     assert len(CHECKS) >= 25
-    assert {family.library for family in FAMILIES.values()} == {
-        "timm",
-        "transformers",
-        "torchvision",
-    }
+    libraries = {family.library for family in FAMILIES.values()}
+    assert libraries == {"timm", "transformers", "torchvision"}

@@ -4,7 +4,9 @@ import dataclasses
 import gc
 import math
 import sys
+import weakref
 from collections import Counter
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,13 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.core.evaluation import Tally, evaluate
+from layershuffle.core.forwards import block_runs, forward_many, images_at_once
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import running
-from layershuffle.errors import DataError, UsageError
+from layershuffle.core.tensors import state_of
+from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import collector_paused
+from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.scoring import evaluate_spec, score_rows
 from layershuffle.settings import EvalSettings
 from layershuffle.stats import ImageGroups
+from own_models import CHAINS, CUTTING, LOOPS
 from refusals import refuses
 
 VIT = FAMILIES["timm-vit"]
@@ -85,12 +91,6 @@ def test_one_order_per_batch():
         assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
 
 
-def test_fewer_classes_than_five_make_top5_all():
-    assert CLASSES == 5
-    (score,) = evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("sequential"))
-    assert score.top5 == 100.0
-
-
 def test_the_data_are_read_once():
     reads = []
 
@@ -125,10 +125,14 @@ WRONG_LABELS = {
 }
 
 
-@pytest.mark.parametrize("labels", WRONG_LABELS.values(), ids=list(WRONG_LABELS))
-def test_labels_that_are_no_classes_are_refused(labels):
+BATCHES_WITHOUT = {name: (images(3), labels) for name, labels in WRONG_LABELS.items()}
+BATCHES_WITHOUT |= {"no labels": images(3), "a mapping": {"pixel_values": images(3)}}
+
+
+@pytest.mark.parametrize("batch", BATCHES_WITHOUT.values(), ids=list(BATCHES_WITHOUT))
+def test_batches_without_classes_are_refused(batch):
     with refuses(DataError):
-        evaluate(VIT.wrapped(), [(images(3), labels)], modes="sequential")
+        evaluate(VIT.wrapped(), [batch], modes="sequential")
 
 
 def test_labels_of_any_whole_type_score_alike():
@@ -203,11 +207,6 @@ def test_a_model_without_a_classifier_has_no_accuracy():
     model = ls.load("timm:vit_tiny_patch16_224?pretrained=false&depth=2&num_classes=0&img_size=32")
     with refuses(UsageError):
         evaluate(model, [(torch.zeros(1, 3, 32, 32), torch.tensor([0]))], modes="sequential")
-
-
-def test_too_many_kept():
-    with refuses(UsageError):
-        evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("kept:5"))
 
 
 def test_a_fixed_order_is_replayed():
@@ -296,11 +295,14 @@ def test_the_way_of_an_order_is_short():
     assert files == {f"core/{name}.py" for name in names}
 
 
-def test_orders_that_do_not_fit_are_refused():
+@pytest.mark.parametrize(
+    "what",
+    [{"orders": ["4,0"]}, {"orders": [ls.ExecutionOrder.sequential(3)]}, {"modes": "kept:5"}],
+    ids=["unknown", "other depth", "too many kept"],
+)
+def test_orders_that_do_not_fit_are_refused(what):
     with refuses(UsageError):
-        evaluate(VIT.wrapped(), BATCHES, orders=["4,0"])
-    with refuses(UsageError):
-        evaluate(VIT.wrapped(), BATCHES, orders=[ls.ExecutionOrder.sequential(3)])
+        evaluate(VIT.wrapped(), BATCHES, **what)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -346,3 +348,119 @@ def test_digit_pairs_are_scored_with_their_groups():
     (row,) = score_rows([score], method="baseline", seed=0, draw="pass")
     assert (row.top1_n, row.top5_n) == (score.top1_n, score.top5_n)
     assert 1 <= score.top1_n <= 40
+
+
+# --- many orders in one go: exact counts, and bit-equal to one by one -----------------------------
+
+BASE = tuple(range(12))
+SWEEPS = {
+    "truncations": ([BASE[:k] for k in range(1, 13)], 12),
+    "all subsets": ([c for k in range(1, 13) for c in combinations(BASE, k)], 4095),
+    "one missing": ([BASE, *combinations(BASE, 11)], 78),
+    "two missing": ([*combinations(BASE, 10)], 285),
+}
+
+
+@pytest.mark.parametrize(("swept", "runs"), SWEEPS.values(), ids=list(SWEEPS))
+def test_counts_of_sweeps(swept, runs):
+    assert block_runs([ls.ExecutionOrder(order, 12) for order in swept]) == runs
+
+
+def test_position_encoding_is_shared_too():
+    model = ls.add_position(VIT.plain(), encoding=ls.EncodingForm()).eval()
+    swept = [ls.ExecutionOrder(blocks, 4) for blocks in [(2, 0, 3, 1), (2, 0), (0, 1, 2, 3)]]
+    batch = images(2)
+    with torch.no_grad():
+        for index, out in forward_many(model, batch, swept):
+            with running(model, swept[index]):
+                assert torch.equal(out, logits_of(model(batch)))
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "sizes"),
+    [(1 << 20, [10]), (5, [5, 5]), (4.9, [4, 4, 2]), (0.1, [4, 4, 2])],
+)
+def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes, monkeypatch):
+    """`kept_bytes` in states of an image; in even parts, of no fewer than four."""
+    model, batch = VIT.wrapped(), images(10)
+    with ls.tap(model) as tapped, torch.inference_mode():
+        model(batch[:1])
+    of_one = tapped.records[0].tensor.nbytes
+    monkeypatch.setattr("layershuffle.core.forwards._CACHED_BYTES", int(kept_bytes * of_one))
+    with torch.inference_mode():
+        size = images_at_once(model, batch, forward=lambda x: logits_of(model(x)))
+    assert [*map(len, batch.split(size))] == sizes
+    on_meta = batch.to("meta")  # stands for a GPU: nothing is run, all of it at once
+    assert images_at_once(model, on_meta, forward=logits_of) == 10
+
+
+def test_blocks_of_a_common_beginning_run_once():
+    model = VIT.wrapped()
+    swept = [ls.ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,), (0, 1)]]
+    with torch.no_grad():
+        runs = []
+        for block in ls.blocks_of(model):
+            block.register_forward_hook(lambda *_: runs.append(1))
+        list(forward_many(model, images(1), swept))
+    assert block_runs(swept) == 7
+    assert len(runs) == 19 + 7  # those of the trial, and ours
+
+
+def test_no_more_states_are_kept_than_the_next_order_shares():
+    model, alive = VIT.wrapped(), []
+    states = weakref.WeakSet()
+    for block in ls.blocks_of(model):
+        block.register_forward_hook(lambda *call: states.add(call[-1]))
+    swept = [ls.ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (1, 0, 2, 3)]]
+    with torch.no_grad():
+        for _ in forward_many(model, images(1), swept):
+            gc.collect()
+            alive.append(len(states))
+    # Two blocks are shared by the first two orders, none by the last; none stays for later.
+    assert alive == [2, 0, 0]
+
+
+def test_orders_that_a_backbone_cuts_are_refused():
+    model = CUTTING["own-counting"].wrapped()
+    with pytest.raises(StackError), torch.no_grad():
+        list(forward_many(model, images(1), ["0,1,2,3,3", "0,1,2,3,2"]))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_stem_blocks_and_head_are_the_forward(family):
+    model, batch = FAMILIES[family].wrapped(), images(2)
+
+    def forward(pixels):
+        return logits_of(model(pixels))
+
+    with torch.inference_mode():
+        state, (args, kwargs) = run_stem(model, batch, forward=forward)
+        for block in (2, 0, 3):
+            state = state_of(ls.blocks_of(model)[block](state, *args, **kwargs))
+        logits = run_head(model, batch, state=state, forward=forward)
+        with running(model, (2, 0, 3)):
+            assert torch.equal(logits, forward(batch))
+    with refuses(StackError):
+        run_stem(model, batch, forward=lambda pixels: pixels)
+
+
+TWO_ENDS = {f"own-{name}" for name in ("own", "named", "byforward", "ofitsclass", "backwards")}
+
+
+@pytest.mark.parametrize("family", [*CHAINS.values(), *LOOPS.values()], ids=lambda f: f.name)
+def test_only_a_backbone_that_hands_the_state_on_has_two_ends(family):
+    model = family.wrapped()
+
+    def forward(pixels):
+        return logits_of(model(pixels))
+
+    if family.name in TWO_ENDS:
+        refuse_more_than_blocks(model, images(2), forward=forward)
+    else:
+        with pytest.raises(StackError):
+            refuse_more_than_blocks(model, images(2), forward=forward)
+
+
+def test_one_order_is_not_taken_for_a_list_of_them() -> None:
+    with refuses(UsageError):
+        ls.forward_many(VIT.wrapped(), images(2), "2,0,1")

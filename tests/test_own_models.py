@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +26,22 @@ from common import (
     images,
 )
 from contracts import TOLERANCE, Rebuilt, answer
-from deaf_models import CUTTING, DEAF, CachedLater, Zipped, ZippedAfter
-from layershuffle.core.hooks import Step
-from layershuffle.core.stack import recomputing, stack_of, with_hooks
+from layershuffle.core.stack import recomputing, stack_of
+from layershuffle.core.tensors import state_of
 from layershuffle.errors import StackError, UsageError
-from own_models import CHAINS, IN_PARTS, LOOPS, Masked
+from own_models import (
+    CHAINS,
+    CUTTING,
+    DEAF,
+    IN_PARTS,
+    LOOPS,
+    Block,
+    CachedLater,
+    Masked,
+    Own,
+    Zipped,
+    ZippedAfter,
+)
 from refusals import refuses
 from test_contracts import CHECKS
 
@@ -81,7 +92,7 @@ NOT_FOR = {
     ("own-ofitsclass", "encoding_equals versions_equal versions_with"): (
         "the slow path of the check has blocks of its own class"
     ),
-    ("own-tuples", "versions"): "its slow path takes tensors; tests/test_side_by_side.py has them",
+    ("own-tuples", "versions"): "its slow path takes tensors; see blocks side by side",
     **{(name, "state_dict_never"): "it taps the blocks, refused below" for name in IN_PARTS},
 }
 
@@ -148,22 +159,6 @@ def test_scores_are_those_of_rebuilt_models(
     assert len(warnings) == (family.name in NOT_SHARED)
 
 
-@pytest.mark.parametrize("name", ["own-injection", "own-injectioninplace", "own-gates"])
-def test_weights_that_change_nothing_yet_hide_nothing(name: str) -> None:
-    """With a gate of one or an injection of zero, outputs would be equal until training."""
-    model = LOOPS[name].wrapped()
-    neutral = {"inject": 0.0, "gates": 1.0}
-    weights = {key: dict(model.named_parameters()).get(key) for key in neutral}
-    ((key, weight),) = ((key, weight) for key, weight in weights.items() if weight is not None)
-    trained = weight.detach().clone()
-    nn.init.constant_(weight, neutral[key])
-    ls.evaluate(model, labelled(), orders=["0,1,2,3"])
-    with torch.no_grad():
-        weight.copy_(trained)
-    (score,) = ls.evaluate(model, labelled(), orders=["0,1,2,3"])
-    assert score.cross_entropy == pytest.approx(slow_loss(LOOPS[name], SEQUENTIAL), rel=1e-5)
-
-
 # --- an order per sample --------------------------------------------------------------------------
 
 
@@ -223,42 +218,33 @@ def test_orders_of_several_lengths_per_sample(family: Family) -> None:
 
 
 def test_the_trial_leaves_no_trace() -> None:
-    """It calls no hooks on blocks, changes no modes and no generator, and runs once per mode."""
+    """It changes no modes, runs once per mode, and draws nothing that others would have drawn."""
     model = CHAINS["own-own"].wrapped().train()
     model.norm.eval()
-    heads: list[bool] = []
-    model.head.register_forward_hook(lambda *_: heads.append(model.training))
+    heads: list[tuple[bool, float]] = []
+    model.head.register_forward_hook(
+        lambda *_: heads.append((model.training, float(torch.rand(()))))
+    )
     orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
     before = torch.get_rng_state()
+    drawn = torch.rand(2).tolist()
+    torch.set_rng_state(before)
     for _ in range(2):
         with ls.running(model, orders):
             model(images(3))
-    assert heads == [True] * 6  # four forwards of the trial, and two
+    assert [training for training, _ in heads] == [True] * 6  # four forwards of the trial, and two
+    assert [number for _, number in heads[4:]] == drawn
     assert (model.training, model.norm.training, model.head.training) == (True, False, True)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- blocks in parts ------------------------------------------------------------------------------
 
 
-class Nothing:
-    """A hook that does nothing."""
-
-    def before(self, state: Tensor, step: Step) -> Tensor:
-        """The state itself."""
-        del step
-        return state
-
-    def after(self, state: Tensor, step: Step) -> None:
-        """Nothing."""
-
-
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parts_of_blocks_cannot_have_something_around_them(name: str) -> None:
     model = LOOPS[name].wrapped()
-    for context in (ls.tap(model), with_hooks(model, Nothing())):
-        with refuses(StackError), context:
-            model(images(3))
+    with refuses(StackError), ls.tap(model):
+        model(images(3))
 
 
 @pytest.mark.parametrize("name", REFUSED_PER_SAMPLE)
@@ -274,7 +260,7 @@ def test_a_host_may_look_at_its_blocks() -> None:
     """It may read numbers and submodules, and call nn.Module's methods."""
     model = CHAINS["own-own"].wrapped()
     stack = stack_of(model)
-    with with_hooks(model, Nothing()):
+    with ls.tap(model):
         assert stack[1].tokens.norm.normalized_shape == (WIDTH,)
         assert stack[1].tokens.norm.weight is ls.blocks_of(model)[1].tokens.norm.weight
         assert len(list(stack[1].parameters())) == 8
@@ -338,15 +324,6 @@ def test_looking_at_a_container_does_not_make_its_host_follow() -> None:
     assert len(list(stack_of(model))) == DEPTH
     with ls.running(model, PERMUTED), refuses(StackError):
         answer(model)
-
-
-def test_a_copy_made_inside_running_has_no_order() -> None:
-    model = CHAINS["own-own"].wrapped()
-    plain = answer(model)
-    with ls.running(model, PERMUTED):
-        duplicate = copy.deepcopy(model)
-        assert torch.equal(answer(duplicate), plain)
-        assert not torch.equal(answer(model), plain)
 
 
 @pytest.mark.parametrize("family", CUTTING.values(), ids=list(CUTTING))
@@ -434,18 +411,6 @@ def test_a_mask_that_only_the_second_call_has_is_cut() -> None:
     assert_masked(model, torch.ones(3, 5, 4), torch.rand(3, 5, 4))
 
 
-class Rotary(Masked):
-    """Makes a table [tokens, width] itself, as models with rotary embeddings do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """States."""
-        return super().forward(x, torch.ones(x.shape[1:]))
-
-
-def test_as_many_tokens_as_samples_is_no_mask() -> None:
-    assert_masked(ls.wrap(Rotary()), torch.rand(3, 3, 4))
-
-
 @pytest.mark.parametrize("by", ["argument", "config"])
 def test_hidden_states_of_groups_are_refused(by: str) -> None:
     """transformers collects the output of every block run, here of some samples only."""
@@ -480,3 +445,110 @@ def test_batch_norm_inside_blocks_is_reported_once(caplog: pytest.LogCaptureFixt
             model(images(3))
         assert len(caplog.records) == messages
     assert "BatchNorm layers in training mode: each batch counts twice" in caplog.text
+
+
+# --- blocks side by side --------------------------------------------------------------------------
+
+
+class PostNorm(Block):
+    """Normalises the sum, so the block does not add to its state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state."""
+        return nn.functional.layer_norm(super().forward(x), (WIDTH,))
+
+
+class PostNormed(Own):
+    """Blocks that do not add to their state."""
+
+    block = PostNorm
+
+
+class Shortening(Own):
+    """Blocks that return fewer tokens than they get."""
+
+    class Shorter(Block):
+        """Leaves the last token out."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return x[:, :-1] + self.channels(x[:, :-1])
+
+    block = Shorter
+
+
+NO_ROUNDS = {
+    "tuple state": LOOPS["own-tuplestate"].wrapped,
+    "backwards": LOOPS["own-backwards"].wrapped,
+    "pairs": LOOPS["own-pairs"].wrapped,
+    "shorter": lambda: ls.wrap(Shortening().eval(), "blocks"),
+}
+
+
+@pytest.mark.parametrize("make", NO_ROUNDS.values(), ids=list(NO_ROUNDS))
+def test_blocks_side_by_side_are_refused_with_the_reason(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    with refuses(StackError), ls.running(model, "0+1,2+3"):
+        answer(model)
+    ls.evaluate(model, labelled(), orders=["0,1,2,3"])
+
+
+# Blocks that return tuples, write into their input, or do not add to their state; a backbone that
+# asks for its blocks by number.
+DEFINED: dict[str, Callable[[], Any]] = {
+    "tuples": CHAINS["own-tuples"].wrapped,
+    "in place": LOOPS["own-inplace"].wrapped,
+    "post-norm": lambda: ls.wrap(PostNormed().eval()),
+    "index": CUTTING["own-counting"].wrapped,
+}
+
+
+@pytest.mark.parametrize("make", DEFINED.values(), ids=list(DEFINED))
+def test_blocks_side_by_side_follow_their_definition(make: Callable[[], Any]) -> None:
+    model = make()
+    blocks = ls.blocks_of(model)
+
+    def changed(block: int, x: Tensor) -> Tensor:
+        return state_of(blocks[block](x.clone())) - x
+
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first = x + changed(2, x)
+        both = first + changed(0, x)
+        third = both + changed(3, both)
+        wanted = third + changed(1, both)
+        with ls.running(model, "2+0,3+1"):
+            assert_close(model.run(x.clone()), wanted, tolerance=1e-5)
+
+
+def test_a_gate_weighs_what_a_block_adds() -> None:
+    """A host's own step between blocks, on the residual of an older state."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = LOOPS["own-gates"].wrapped()
+    blocks, gates = ls.blocks_of(model), model.gates.detach()
+    with torch.no_grad():
+        first = x + gates[0] * (blocks[2](x) - x)
+        second = first + gates[1] * (blocks[0](x) - x)
+        with ls.running(model, "2+0"):
+            assert_close(model.run(x), second, tolerance=1e-5)
+
+
+def test_an_older_state_per_sample_in_a_backbone_that_does_more() -> None:
+    model = LOOPS["own-injection"].wrapped()
+    each = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in ("0+1", "2,3", "0+2")]
+    with ls.running(model, each), torch.no_grad():
+        together = model(images(3))
+    for row, order in enumerate(each):
+        with ls.running(model, order), torch.no_grad():
+            alone = model(images(3)[row : row + 1])
+        assert_close(together[row : row + 1], alone, tolerance=1e-5)
+
+
+def test_a_host_may_write_into_the_state_between_its_blocks() -> None:
+    """Writing into a tensor that older versions were read from does not change them."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    in_place, plain = LOOPS["own-injectioninplace"].wrapped(), LOOPS["own-injection"].wrapped()
+    plain.load_state_dict(in_place.state_dict())
+    for order in ("2,0+3,1", "2,0,3@1,1@1"):
+        with torch.no_grad(), ls.running(in_place, order), ls.running(plain, order):
+            assert_close(in_place.run(x.clone()), plain.run(x.clone()), tolerance=1e-5)

@@ -16,11 +16,11 @@ import yaml
 from PIL import Image
 
 import layershuffle as ls
-from built import build, built_package
 from layershuffle.bundled import asset, image_file, recipe_file
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.extras import EXTRAS, missing, require
+from once import build, built_package
 from refusals import refuses
 from without import run_without
 

@@ -1,7 +1,8 @@
-"""Order policies: their orders, their distributions, and that draws are pure functions."""
+"""Order policies and modes: their generator, their orders, and their distributions."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -20,11 +21,8 @@ from scipy.stats import binom, binomtest, chisquare
 
 import layershuffle as ls
 from common import global_generators_untouched
-from layershuffle.core.policies import (
-    OrderPolicy,
-    policy_to_json,
-    spaced,
-)
+from layershuffle.core.draws import Stream
+from layershuffle.core.policies import Mode, OrderPolicy, parse_modes, policy_to_json, spaced
 from layershuffle.errors import UsageError
 from refusals import refuses
 
@@ -57,7 +55,6 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "kept twice": ls.Kept(3, order="arbitrary", passes=2),
     "kept twice rounds": ls.Kept(5, passes=2, parallel=(3, 3)),
 }
-ARBITRARY = {"Shuffled": ls.Shuffled(), "Kept(12)": ls.Kept(12, order="arbitrary")}
 
 
 def draws(policy: OrderPolicy, depth: int, *, count: int = DRAWS) -> Iterator[ls.ExecutionOrder]:
@@ -105,37 +102,15 @@ GOLDEN = {
 @pytest.mark.parametrize("name", EVERY_POLICY)
 def test_golden_orders(name: str) -> None:
     """Frozen: the same on every machine and in every version."""
-    first = EVERY_POLICY[name].draw(12, seed=0, step=0)
-    second = EVERY_POLICY[name].draw(12, seed=17, step=345, micro_batch=2, rank=1)
-    assert (str(first), str(second)) == GOLDEN[name]
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_a_draw_is_pure(name: str) -> None:
     policy = EVERY_POLICY[name]
     with global_generators_untouched():
-        first = policy.draw(12, seed=5, step=6)
-        policy.draw(12, seed=1, step=1)
-        assert policy.draw(12, seed=5, step=6, micro_batch=0, rank=0) == first
+        first = policy.draw(12, seed=0, step=0)
+        second = policy.draw(12, seed=17, step=345, micro_batch=2, rank=1)
+    assert (str(first), str(second)) == GOLDEN[name]
     assert isinstance(policy, OrderPolicy)
-    assert first.depth == 12
-
-
-def test_every_coordinate_changes_the_draw() -> None:
-    names = [{"seed": 1, "step": 1}, {"seed": 2, "step": 1}, {"seed": 1, "step": 2}]
-    names += [{"seed": 1, "step": 1, "micro_batch": 1}, {"seed": 1, "step": 1, "rank": 1}]
-    assert len({ls.Shuffled().draw(12, **name) for name in names}) == len(names)
 
 
 # --- uniform where they say so --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ARBITRARY)
-def test_every_block_at_every_position(name: str) -> None:
-    seen = list(draws(ARBITRARY[name], 12))
-    assert all(sorted(order) == list(range(12)) for order in seen)
-    for position in range(12):
-        assert_uniform(Counter(order.blocks[position] for order in seen), list(range(12)))
 
 
 @pytest.mark.parametrize("policy", [ls.Shuffled(), ls.Kept(4, order="arbitrary")], ids=str)
@@ -317,13 +292,6 @@ def test_options_compose(
         assert 1 <= last <= high
 
 
-def test_a_sequential_part_is_the_shuffled_part_in_order() -> None:
-    for step in range(50):
-        part = ls.Sequential(depth=(3, None)).draw(12, seed=6, step=step)
-        shuffled = ls.Shuffled(depth=(3, None)).draw(12, seed=6, step=step)
-        assert part.blocks == tuple(sorted(shuffled.blocks))
-
-
 def test_without_a_step_a_policy_counts_its_draws() -> None:
     policy = ls.Shuffled(drop=0.3)
     drawn = [policy.draw(12, seed=3) for _ in range(5)]
@@ -342,14 +310,6 @@ def test_threads_that_count_together_draw_every_step_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         drawn = list(pool.map(lambda _: policy.draw(12), range(400)))
     assert Counter(drawn) == Counter(ls.Shuffled().draw(12, step=step) for step in range(400))
-
-
-def test_passes_share_their_beginning() -> None:
-    once, twice = (ls.Kept(5, order="arbitrary", passes=n).draw(12, seed=1, step=2) for n in (1, 2))
-    assert twice.blocks == once.blocks * 2
-    rounds = ls.Kept(3, passes=2, parallel=(4, 4)).draw(12, seed=1, step=2).rounds
-    assert rounds is not None
-    assert [len(blocks) for blocks in rounds] == [3, 3], "no round is in two passes"
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -399,3 +359,139 @@ BAD: dict[str, Callable[[], object]] = {
 def test_refused_with_the_reason(make: Callable[[], object]) -> None:
     with refuses(UsageError):
         make()
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "drawn"),
+    [
+        ("sequential", ls.Sequential(), False),
+        ("arbitrary", ls.Shuffled(), True),
+        ("kept:9", ls.Kept(9), True),
+        ("kept:9:arbitrary", ls.Kept(9, order="arbitrary"), True),
+        ("kept:6:sequential:spaced", ls.Kept(6, choose="spaced"), False),
+        ("kept:6:arbitrary:last", ls.Kept(6, order="arbitrary", choose="last"), True),
+        ("arbitrary:parallel=3", ls.Shuffled(parallel=(3, 3)), True),
+        ("sequential:parallel=2", ls.Sequential(parallel=(2, 2)), False),
+        ("kept:6:arbitrary:passes=2", ls.Kept(6, order="arbitrary", passes=2), True),
+        (
+            "kept:6:sequential:last:parallel=2:passes=3",
+            ls.Kept(6, choose="last", passes=3, parallel=(2, 2)),
+            False,
+        ),
+    ],
+)
+def test_mode_texts(text: str, policy: OrderPolicy, *, drawn: bool) -> None:
+    (mode,) = parse_modes(text)
+    assert mode.policy() == policy
+    assert mode.is_drawn(12) is drawn
+    assert mode.draws(7, depth=12) == (7 if drawn else 1)
+    assert parse_modes(str(mode)) == (mode,)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("order", ["sequential", "arbitrary"])
+@pytest.mark.parametrize("choose", ["random", "spaced", "first", "last"])
+def test_a_mode_has_as_many_scores_as_it_has_orders(depth: int, order: Any, choose: Any) -> None:
+    """Against all that 60 draws give: every kept count, and all blocks in their order are one."""
+    for kept in (None, *range(1, depth + 1)):
+        mode = Mode(order=order, kept=kept, choose=choose if kept else "random")
+        orders = {mode.policy().draw(depth, seed=0, step=step) for step in range(60)}
+        assert mode.is_drawn(depth) is (len(orders) > 1)
+        assert mode.draws(7, depth=depth) == (7 if len(orders) > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("kept:2-4:arbitrary", "kept:4:arbitrary,kept:3:arbitrary,kept:2:arbitrary"),
+        ("kept:2-1,sequential", "kept:2,kept:1,sequential"),
+        ("kept:1-2:arbitrary:passes=2", "kept:2:arbitrary:passes=2,kept:1:arbitrary:passes=2"),
+        ("kept:9-10:sequential:last", "kept:10:sequential:last,kept:9:sequential:last"),
+        ("sequential,kept:1-2,arbitrary", "sequential,kept:2,kept:1,arbitrary"),
+    ],
+)
+def test_a_range_stands_for_each_of_its_counts(text: str, expanded: str) -> None:
+    assert parse_modes(text) == parse_modes(expanded)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "shuffled",
+        "kept",
+        "kept:",
+        "kept:-3",
+        "kept:9:backwards",
+        "kept:9:sequential:best",
+        "kept:9:sequential:first:more",
+        "kept:2,sequential,sequential",
+        "arbitrary,arbitrary:parallel=1",
+        "arbitrary:parallel=0",
+        "arbitrary:parallel=2:parallel=3",
+        "parallel=3",
+        "arbitrary:rounds=3",
+        "arbitrary:passes=2",
+    ],
+)
+def test_wrong_mode_texts(text: str) -> None:
+    with refuses(UsageError):
+        parse_modes(text)
+
+
+# --- the generator: against a slow path that follows its description ------------------------------
+
+
+def slow_words(seed: int, step: int, micro_batch: int, rank: int, *, count: int) -> list[int]:
+    """The first words of a stream: hex digests cut into four pieces of 16 digits."""
+    name = ",".join(str(part) for part in (seed, step, micro_batch, rank))
+    key = hashlib.sha256(("layershuffle.draws.v1:" + name).encode()).digest()
+    digits = ""
+    for index in range(count // 4 + 1):
+        digits += hashlib.sha256(key + bytes.fromhex(f"{index:016x}")).hexdigest()
+    return [int(digits[16 * i : 16 * i + 16], 16) for i in range(count)]
+
+
+def slow_shuffle(words: list[int], items: list[int]) -> list[int]:
+    """Fisher-Yates by removing and inserting, not by swapping in place."""
+    out = list(items)
+    for place in reversed(range(1, len(out))):
+        while (word := words.pop(0)) >= 2**64 // (place + 1) * (place + 1):
+            pass
+        partner = word % (place + 1)
+        kept = dict(enumerate(out)) | {place: out[partner], partner: out[place]}
+        out = [kept[i] for i in range(len(out))]
+    return out
+
+
+NAMES = [(0, 0, 0, 0), (7, 3, 0, 0), (7, 3, 2, 0), (7, 3, 0, 5), (-1, 10**12, 0, 0)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shuffle_equals_the_slow_path(name: tuple[int, int, int, int]) -> None:
+    seed, step, micro_batch, rank = name
+    stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
+    words = slow_words(*name, count=200)
+    for length in (1, 2, 12, 24):
+        assert list(stream.shuffled(range(length))) == slow_shuffle(words, list(range(length)))
+
+
+def test_below_rejects_the_incomplete_run() -> None:
+    """Half of all words are rejected for this n, so a plain remainder would differ."""
+    n = 2**63 + 1
+    words = slow_words(1, 2, 0, 0, count=400)
+    wanted = [word for word in words if word < n]
+    assert len(wanted) < 0.65 * len(words)
+    stream = Stream(1, 2)
+    assert [stream.below(n) for _ in wanted] == wanted
+
+
+def test_chance_compares_with_the_exact_threshold() -> None:
+    words = slow_words(4, 5, 0, 0, count=300)
+    for p in (0.0, 0.2, 0.5, 1.0 / 3.0, 0.999):
+        stream = Stream(4, 5)
+        wanted = [word < Fraction(p) * 2**64 // 1 for word in words]
+        assert [stream.chance(p) for _ in words] == wanted

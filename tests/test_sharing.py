@@ -34,7 +34,6 @@ from common import (
 from contracts import TOLERANCE
 from layershuffle.errors import StackError
 from own_models import Asked, Block, Own, TrainedWithPatches, TwoEnds
-from refusals import refuses
 from test_own_models import EQUAL_LENGTHS, one_by_one
 
 ORDERS = ["3,0,2,1", "3,0", "3,0,1,2", "0,1,2,3", "0,1,3,2", "3,1"]
@@ -351,23 +350,6 @@ def test_slices_can_be_called_under_an_order() -> None:
     with torch.no_grad(), ls.running(model, "3,2,1,0"):
         wanted = blocks[0](blocks[1](blocks[2](blocks[3](x)) * model.scale))
         assert torch.equal(model(x), wanted)
-
-
-def test_a_state_in_a_dictionary_is_refused_side_by_side() -> None:
-    class Keyed(Own):
-        class Kept(Block):
-            def forward(self, x: Any) -> Any:
-                return {"x": super().forward(x["x"])}
-
-        block = Kept
-
-        def run(self, x: Tensor) -> Tensor:
-            return super().run({"x": x})["x"]  # type: ignore[arg-type, call-overload, no-any-return]
-
-    model = own(Keyed)
-    assert torch.equal(alone(model, SEQUENTIAL, images(3)), model(images(3)))
-    with refuses(StackError), ls.running(model, "0+1,2+3"):
-        model(images(3))
 
 
 def test_as_many_tokens_as_samples() -> None:

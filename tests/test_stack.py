@@ -1,8 +1,14 @@
-"""The block stack itself: contexts, slices, walks, threads, and what it refuses."""
+"""The block stack itself: orders and where they hold, slices, walks, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +26,10 @@ from common import (
     PRUNED,
     SEQUENTIAL,
     assert_close,
+    gradients,
     images,
     logits_of,
+    score,
 )
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import BlockStack, stack_of, with_hooks
@@ -91,25 +99,6 @@ def test_models_do_not_share_orders(model: nn.Module) -> None:
         assert torch.equal(other(images()), wanted[1])
 
 
-def test_interleaved_tasks_never_mix(model: nn.Module) -> None:
-    """Two coroutines that take turns inside their `with` blocks keep their orders."""
-    wanted = [along(model, order) for order in (PERMUTED, PRUNED)]
-
-    async def task(order: tuple[int, ...]) -> list[Tensor]:
-        out = []
-        with ls.running(model, order):
-            for _ in range(3):
-                await asyncio.sleep(0)
-                out.append(model(images()).detach())
-        return out
-
-    async def both() -> list[list[Tensor]]:
-        return await asyncio.gather(task(PERMUTED), task(PRUNED))
-
-    for answers, right in zip(asyncio.run(both()), wanted, strict=True):
-        assert all(torch.equal(answer, right) for answer in answers)
-
-
 # --- the container's own interface ----------------------------------------------------------------
 
 
@@ -138,28 +127,13 @@ def test_iteration_length_and_index_follow_the_order(model: nn.Module) -> None:
 def test_slices_without_an_order_are_the_hosts(family: Any, index: slice) -> None:
     """A wrapped container slices like the unwrapped one: same blocks, same keys."""
     wanted = family.container(family.plain())[index]
-    part = family.container(family.wrapped())[index]
+    model = family.wrapped()
+    part = family.container(model)[index]
     assert isinstance(part, BlockStack)
+    assert part.blocks == [*ls.blocks_of(model)[index]]
     assert list(part.state_dict()) == list(wanted.state_dict())
     host = ls.unwrap(part)
     assert type(host) is type(wanted)
-
-
-def test_pruning_a_wrapped_timm_model(model: nn.Module) -> None:
-    """timm's `prune_intermediate_layers` cuts the stack by a slice; it stays a stack."""
-    plain = VIT.plain()
-    for host in (plain, model):
-        host.prune_intermediate_layers([1], prune_norm=False, prune_head=False)
-    assert ls.depth_of(model) == 2
-    assert list(model.state_dict()) == list(plain.state_dict())
-    with torch.no_grad():
-        assert torch.equal(along(model, (0, 1)), plain(images()))
-    assert not torch.equal(along(model, (1, 0)), along(model, (0, 1)))
-
-
-def test_repr_under_parts(model: nn.Module) -> None:
-    with ls.running(model, PRUNED), ls.tap(model):
-        assert "BlockStack" in repr(model)
 
 
 # --- parts and walks ------------------------------------------------------------------------------
@@ -235,6 +209,9 @@ def test_functions_need_a_wrapped_model() -> None:
     for context in (ls.tap(plain), ls.running(plain, PERMUTED)):
         with refuses(StackError), context:
             pass
+    for no_model in ("timm:vit_tiny_patch16_224", [1]):
+        with refuses(StackError):
+            ls.wrap(no_model)  # type: ignore[type-var]
 
 
 BAD_ORDERS = {
@@ -245,6 +222,9 @@ BAD_ORDERS = {
     "other depth": ls.ExecutionOrder((0, 1), 5),
     "one of several": [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
     "fractions": torch.tensor([0.0, 1.0]),
+    "none": None,
+    "number": 3,
+    "policy": ls.Shuffled(),
 }
 
 
@@ -275,16 +255,6 @@ def test_data_parallel_replicas_are_refused(family: Any) -> None:
     model.get_submodule(owner)._modules[name] = replica
     with refuses(StackError):
         model(images())
-
-
-def test_export_of_a_pruned_order(model: nn.Module) -> None:
-    """The exported program holds the parameters' names of the host and runs without us."""
-    wanted = along(model, PRUNED)
-    with ls.running(model, PRUNED):
-        program = torch.export.export(model, (images(),))
-    assert set(program.state_dict) == set(VIT.plain().state_dict())
-    assert torch.equal(program.module()(images()), wanted)
-    assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))
 
 
 def test_hooks_and_walks_in_a_model_compiled_whole(model: nn.Module) -> None:
@@ -374,3 +344,199 @@ class Replayed(Own):
     def run(self, x: Tensor) -> Tensor:
         """The blocks."""
         return checkpoint(super().run, x, use_reentrant=True)
+
+
+# --- the scope of an order: threads, tasks, generators, replays -----------------------------------
+
+
+def blocks_now(model: nn.Module) -> tuple[int, ...]:
+    """The ids of the blocks that a forward in this context would run."""
+    blocks = list(ls.blocks_of(model))
+    return tuple(blocks.index(block) for block in stack_of(model))
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """Run `work` in a new thread to its end."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+# --- threads and tasks ----------------------------------------------------------------------------
+
+
+def test_a_new_thread_starts_without_an_order(model: nn.Module) -> None:
+    seen: list[tuple[int, ...]] = []
+    with ls.running(model, PERMUTED):
+        in_a_thread(lambda: seen.append(blocks_now(model)))
+        assert blocks_now(model) == PERMUTED
+    assert seen == [SEQUENTIAL]
+
+
+def test_what_copies_the_context_takes_the_order_along(model: nn.Module) -> None:
+    """`asyncio.to_thread` and tasks copy the context at the start, and keep it after `running`."""
+
+    async def go() -> list[tuple[int, ...]]:
+        left = asyncio.Event()
+
+        async def later() -> tuple[int, ...]:
+            await left.wait()
+            return blocks_now(model)
+
+        with ls.running(model, PERMUTED):
+            inside = await asyncio.to_thread(blocks_now, model)
+            task = asyncio.create_task(later())
+            await asyncio.sleep(0)
+        left.set()
+        return [inside, await task, blocks_now(model)]
+
+    assert asyncio.run(go()) == [PERMUTED, PERMUTED, SEQUENTIAL]
+
+
+# --- exits out of turn ----------------------------------------------------------------------------
+
+
+def test_contexts_left_out_of_turn_leave_no_order_behind(model: nn.Module) -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(ls.running(model, PERMUTED))
+    second.enter_context(ls.running(model, PRUNED))
+    first.close()
+    assert blocks_now(model) == PRUNED
+    second.close()
+    assert blocks_now(model) == SEQUENTIAL
+
+
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Runs its first half, and then waits inside `running`."""
+    with ls.running(model, PRUNED):
+        yield
+
+
+def test_a_generator_closed_after_the_order_around_it(model: nn.Module) -> None:
+    with ls.running(model, PERMUTED):
+        generator = suspended(model)
+        next(generator)
+    generator.close()
+    assert blocks_now(model) == SEQUENTIAL
+
+
+def test_a_generator_closed_in_another_thread(model: nn.Module) -> None:
+    generator = suspended(model)
+    next(generator)
+    assert blocks_now(model) == PRUNED
+    with ls.running(model, PERMUTED):
+        in_a_thread(generator.close)
+        assert blocks_now(model) == PERMUTED
+    assert blocks_now(model) == SEQUENTIAL
+
+
+def test_a_change_that_ended_elsewhere_keeps_no_model_alive() -> None:
+    model = VIT.wrapped()
+    generator = suspended(model)
+    next(generator)
+    in_a_thread(generator.close)
+    gone, other = weakref.ref(model), VIT.wrapped()
+    del model, generator
+    with ls.running(other, PERMUTED):
+        gc.collect()
+        assert gone() is None
+
+
+# --- replays of a whole stack ---------------------------------------------------------------------
+
+
+def checkpointed_stack() -> nn.Module:
+    """A torchvision model whose whole stack is one checkpointed region."""
+    model = TORCHVISION.wrapped()
+    stack = stack_of(model)
+    stack.forward = partial(checkpoint, stack.forward, use_reentrant=False)
+    return model
+
+
+def backward_error(loss: Tensor) -> list[Exception]:
+    """Run backward in a new thread, as autograd does for GPUs; its error, if there is one."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            loss.backward()
+        except StackError as error:
+            errors.append(error)
+
+    in_a_thread(work)
+    return errors
+
+
+def test_replay_of_the_stack_without_its_order_is_refused() -> None:
+    """Otherwise gradients would silently be those of the sequential order."""
+    model = checkpointed_stack()
+    with ls.running(model, PERMUTED):
+        errors = backward_error(score(model(images())))
+        assert "where its execution order is not set" in str(errors[0])
+        outside = score(model(images()))
+    with refuses(StackError):
+        outside.backward()
+
+
+def test_replay_of_a_plain_stack_is_allowed() -> None:
+    """Also after a forward in an order, because only the last forward counts."""
+    model = checkpointed_stack()
+    with torch.no_grad(), ls.running(model, PERMUTED):
+        model(images())
+    assert backward_error(score(model(images()))) == []
+    wanted = TORCHVISION.plain()
+    score(wanted(images())).backward()
+    for left, right in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+def whole_model(model: nn.Module, *, reentrant: bool = False) -> Callable[[Tensor], Tensor]:
+    """`model`, its whole forward a checkpointed region."""
+    return partial(checkpoint, model, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("orders", [(PERMUTED, SEQUENTIAL), (PERMUTED, PRUNED)])
+def test_one_backward_through_forwards_in_several_orders_is_refused(
+    model: nn.Module, orders: tuple[tuple[int, ...], ...], *, reentrant: bool
+) -> None:
+    """The replay of the first forward would run in the order of the second."""
+    model.train()
+    run = whole_model(model, reentrant=reentrant)
+    with ls.running(model, orders[0]):
+        loss = score(run(images().requires_grad_()))  # reentrant: or nothing would be replayed
+    with torch.no_grad(), ls.running(model, SEQUENTIAL):
+        model(images())  # as between two steps of a training
+    with ls.running(model, orders[1]):
+        loss = loss + score(run(images(seed=8).requires_grad_()))
+        with refuses(StackError):
+            loss.backward()
+
+
+def test_a_plain_forward_and_one_in_an_order_are_refused(model: nn.Module) -> None:
+    run = whole_model(model.train())
+    loss = score(run(images()))
+    with ls.running(model, PERMUTED):
+        loss = loss + score(run(images()))
+        with refuses(StackError):
+            loss.backward()
+    with ls.running(model, PERMUTED):
+        loss = score(run(images()))
+    with torch.no_grad():
+        run(images())
+    with refuses(StackError):
+        loss.backward()
+
+
+def test_a_backward_for_each_order_is_right(model: nn.Module) -> None:
+    """Also two forwards in one order, and orders per sample."""
+    each = [ls.ExecutionOrder(order, 4) for order in (PERMUTED, PRUNED, SEQUENTIAL)]
+    plain = VIT.wrapped().train()
+    run = whole_model(model.train())
+    for order in (PERMUTED, PRUNED, each):
+        for forward, wrapped in ((run, model), (plain, plain)):
+            with ls.running(wrapped, order):
+                (score(forward(images())) + score(forward(images(seed=8)))).backward()
+    for name, gradient in gradients(model).items():
+        wanted = gradients(plain)[name]
+        assert_close(gradient, wanted, tolerance=1e-6 * float(wanted.abs().max() + 1))

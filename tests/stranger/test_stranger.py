@@ -18,8 +18,7 @@ from PIL import Image
 from stranger_shell import Shell, Stranger, make_environment
 
 import layershuffle as ls
-from built import built_package
-from once import once
+from once import built_package, once
 from waiting import STARTS, wait_for, wait_for_address
 
 PICTURE = "bundled:digit-pair.png"

@@ -285,8 +285,13 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def refuse_non_orders(order: object) -> None:
-    """Raises `UsageError` for values that beginners may pass instead of an order."""
+def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrder, ...]:
+    """`order` as an order of `depth` blocks, or as several if it is a sequence of one per sample.
+
+    Raises `UsageError` for values that beginners may pass instead, and in the cases of `order_of`.
+    """
+    if isinstance(order, ExecutionOrder | str):  # first, as it is quick and usual
+        return order_of(order, depth)
     if hasattr(order, "draw"):
         raise UsageError(
             f"{order!r} is an order policy, which draws orders but is not an order itself",
@@ -299,13 +304,7 @@ def refuse_non_orders(order: object) -> None:
             hint="pass block ids (running(model, '3,0,2')), or omit running: then the blocks run "
             "in sequential order",
         )
-
-
-def is_per_sample(order: object) -> bool:
-    """Whether `order` is a sequence of orders, one per sample, and not a single order."""
-    return (
-        isinstance(order, Sequence)
-        and not isinstance(order, str)
-        and bool(order)
-        and isinstance(order[0], ExecutionOrder | Sequence)
+    per_sample = isinstance(order, Sequence) and isinstance(
+        next(iter(order), 0), ExecutionOrder | Sequence
     )
+    return tuple(order_of(own, depth) for own in order) if per_sample else order_of(order, depth)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,56 +100,48 @@ PLAIN = Run()
 class _Change:
     """What one `with` block changes between its entry and its exit."""
 
-    settings: Mapping[str, Any]
+    stack: nn.Module
     hooks: tuple[BlockHook, ...]
-    over: bool = field(default=False)
+    settings: Mapping[str, Any]
+    over: bool = False
+
+    def __enter__(self) -> None:
+        # A new tuple each time, so that threads and tasks that copied the context keep their
+        # orders.
+        _CHANGES.set((*_in_force(), self))
+
+    def __exit__(self, *_: object) -> None:
+        # A generator may be closed in another thread or task than the one it began in. The context
+        # there cannot be reached, so the change itself is marked as over.
+        self.over = self not in _CHANGES.get()
+        _CHANGES.set(tuple([other for other in _in_force() if other is not self]))
 
 
-_CHANGES: ContextVar[Mapping[nn.Module, tuple[_Change, ...]]] = ContextVar(
-    "layershuffle_changes",
-    default=MappingProxyType({}),
-)
+_CHANGES: ContextVar[tuple[_Change, ...]] = ContextVar("layershuffle_changes", default=())
 
 
 def run_of(stack: nn.Module) -> Run:
     """The `Run` of `stack` in this context; the object `PLAIN` if nothing is set."""
-    run = PLAIN
-    for change in _CHANGES.get().get(stack, ()):
-        if not change.over:
-            run = replace(run, hooks=(*run.hooks, *change.hooks), **change.settings)
-    return run
+    changes = [change for change in _in_force() if change.stack is stack]
+    if not changes:
+        return PLAIN
+    hooks = tuple(hook for change in changes for hook in change.hooks)
+    return Run(hooks=hooks, **{k: v for change in changes for k, v in change.settings.items()})
 
 
-def changed_stacks() -> tuple[nn.Module, ...]:
+def changed_stacks() -> set[nn.Module]:
     """The stacks with settings in this context."""
-    return tuple(stack for stack in _CHANGES.get() if run_of(stack) is not PLAIN)
+    return {change.stack for change in _in_force()}
 
 
-@contextmanager
-def changed(stack: nn.Module, *hooks: BlockHook, **settings: Any) -> Iterator[None]:
-    """Run `stack` with these fields of `Run` in the `with` block; `hooks` are appended."""
-    change = _Change(settings, hooks)
-    changes = _in_force()
-    # A new mapping each time, so that threads and tasks that copied the context keep their orders.
-    _CHANGES.set({**changes, stack: (*changes.get(stack, ()), change)})
-    try:
-        yield
-    finally:
-        changes = _in_force()
-        rest = tuple(other for other in changes.pop(stack, ()) if other is not change)
-        # A generator may be closed in another thread or task than the one it began in. The context
-        # there cannot be reached, so the change itself is marked as over.
-        change.over = change not in _CHANGES.get().get(stack, ())
-        _CHANGES.set({**changes, stack: rest} if rest else changes)
+def changed(stack: nn.Module, *hooks: BlockHook, **settings: Any) -> _Change:
+    """Run `stack` with these fields of `Run` in a `with` block; `hooks` are appended."""
+    return _Change(stack, hooks, settings)
 
 
-def _in_force() -> dict[nn.Module, tuple[_Change, ...]]:
+def _in_force() -> tuple[_Change, ...]:
     """The changes in this context, without those that are over (they would keep models alive)."""
-    left = {
-        stack: tuple(change for change in changes if not change.over)
-        for stack, changes in _CHANGES.get().items()
-    }
-    return {stack: changes for stack, changes in left.items() if changes}
+    return tuple([change for change in _CHANGES.get() if not change.over])
 
 
 def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
@@ -185,7 +176,8 @@ def never_asked(module: nn.Module) -> StackError:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of `module` runs a graph made by torch.compile."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    # Not `hasattr`: nn.Module makes the text of an error for every attribute that it lacks.
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def in_backward() -> bool:

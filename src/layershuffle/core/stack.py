@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,13 +24,7 @@ from torch import nn
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.orders import (
-    ExecutionOrder,
-    is_integer,
-    is_per_sample,
-    order_of,
-    refuse_non_orders,
-)
+from layershuffle.core.orders import ExecutionOrder, is_integer, orders_of
 from layershuffle.core.runs import (
     PLAIN,
     Asked,
@@ -89,7 +83,7 @@ class BlockStack(nn.ModuleList):
         run = run_of(self)
         if torch.compiler.is_compiling():
             return run
-        if run is PLAIN and getattr(self, "_is_replica", False):
+        if run is PLAIN and "_is_replica" in vars(self):
             # DataParallel runs copies in threads where no order is set, so it would be ignored.
             raise StackError(
                 "nn.DataParallel copies the model into threads where no execution order is set",
@@ -310,43 +304,31 @@ def running(
         with layershuffle.running(model, "3,0,2,1", exit_after=2):
             logits, early = model(images)
     """
-    refuse_non_orders(order)
     stack = stack_of(model)
-    asked = Asked(stack.depth)
-    several = is_per_sample(order)
-    orders = (
-        tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
-        if several
-        else (order_of(order, stack.depth),)  # type: ignore[arg-type]
-    )
-    with ExitStack() as contexts:
-        if several or exit_after is not None:
-            samples = _Samples(stack, orders, several=several, exit_after=exit_after)
-            entries, way = samples.entries, (orders, exit_after)
-            contexts.enter_context(changed(stack, entries=entries, way=way, asked=asked))
-            contexts.enter_context(samples.watching(model))
-            if several:
-                _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
-        else:
-            contexts.enter_context(in_order(stack, orders[0], asked=asked))
-            if orders[0].versions is not None:
-                contexts.enter_context(_hidden_states_refused(model, stack, orders[0]))
-        contexts.enter_context(_calls_watched(model))
-        yield orders if several else orders[0]
+    way, asked = orders_of(order, stack.depth), Asked(stack.depth)
+    watching: AbstractContextManager[None] = nullcontext()
+    if isinstance(way, ExecutionOrder) and exit_after is None:
+        change = in_order(stack, way, asked=asked)
+        if way.versions is not None:
+            watching = _hidden_states_refused(model, stack, way)
+    else:
+        samples = _Samples(stack, way, exit_after=exit_after)
+        change = changed(stack, entries=samples.entries, way=(way, exit_after), asked=asked)
+        watching = samples.watching(model)
+    with change, watching, _calls_watched(model):
+        yield way
     asked.refuse_cut(model)
 
 
-@contextmanager
 def in_order(
     stack: BlockStack, order: ExecutionOrder, *, asked: Asked, shared: Shared | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run `stack` along `order`; `shared`: outputs in common with other orders."""
 
     def entries(run: Run) -> Sequence[Callable[..., Any]]:
         return along(stack.blocks, order, run=run, shared=shared)
 
-    with changed(stack, entries=entries, way=order, asked=asked):
-        yield
+    return changed(stack, entries=entries, way=order, asked=asked)
 
 
 class _Samples:
@@ -355,11 +337,12 @@ class _Samples:
     def __init__(
         self,
         stack: BlockStack,
-        orders: tuple[ExecutionOrder, ...],
+        way: ExecutionOrder | tuple[ExecutionOrder, ...],
         *,
-        several: bool,
         exit_after: int | None,
     ) -> None:
+        self._several = isinstance(way, tuple)
+        orders = way if isinstance(way, tuple) else (way,)
         longest = max(map(len, orders))
         if exit_after is not None and (
             not is_integer(exit_after) or not 1 <= exit_after <= longest
@@ -368,9 +351,11 @@ class _Samples:
                 f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
         self._stack, self._orders, self._exit = stack, orders, exit_after
-        self._several, self._calls = several, 0
+        self._calls = 0
         self._axes: Axes | None = None
         self._uneven = len(set(map(len, orders))) > 1
+        if self._several:
+            _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
 
     def entries(self, run: Run) -> Sequence[Callable[..., Any]]:
         """The entries for the backbone."""
@@ -397,9 +382,8 @@ class _Samples:
                 before = module.register_forward_pre_hook(
                     self._before, prepend=True, with_kwargs=True
                 )
-                hooks.callback(before.remove)
-                after = module.register_forward_hook(self._after, always_call=True)
-                hooks.callback(after.remove)
+                hooks.enter_context(before)
+                hooks.enter_context(module.register_forward_hook(self._after, always_call=True))
             yield
 
     def _before(
@@ -473,8 +457,9 @@ def _hidden_states_refused(
     with ExitStack() as hooks:
         for module in holders(model, stack):
             if hasattr(module, "config"):
-                handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                hooks.callback(handle.remove)
+                hooks.enter_context(
+                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                )
         yield
 
 
@@ -507,17 +492,9 @@ def _refuse_call(module: nn.Module, *_: object) -> None:
                 raise never_asked(module)
 
 
-@contextmanager
-def _calls_watched(model: nn.Module) -> Iterator[None]:
+def _calls_watched(model: nn.Module) -> AbstractContextManager[Any]:
     # A hook would be compiled into the model.
-    if is_compiled(model):
-        yield
-        return
-    handle = model.register_forward_hook(_refuse_call)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return nullcontext() if is_compiled(model) else model.register_forward_hook(_refuse_call)
 
 
 # --- around the blocks ----------------------------------------------------------------------------
@@ -576,13 +553,11 @@ def _stacks(model: object) -> list[BlockStack]:
             if spec
             else "pass the torch.nn.Module itself",
         )
-    # `model.modules()` would be slow: most modules are inside blocks, and this runs every forward.
-    reached = {model: None}  # a dict keeps the order
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
+    reached = [model]
+    for module in reached:  # which grows meanwhile
         if not isinstance(module, BlockStack):
-            new = [c for c in module._modules.values() if c is not None and c not in reached]
-            reached.update(dict.fromkeys(new))
-            waiting += new
-    return [module for module in reached if isinstance(module, BlockStack)]
+            # Most modules are inside blocks or hold no others, and this runs in every forward.
+            reached += [
+                part for part in module._modules.values() if part is not None and part._modules
+            ]
+    return list(dict.fromkeys(part for part in reached if isinstance(part, BlockStack)))
