@@ -17,8 +17,8 @@ from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
 from layershuffle.pixels import extensions, formats, mode_for, normalised, read_image, view_pixels
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
 from pictures import file_of, noise
 from refusals import refuses
 

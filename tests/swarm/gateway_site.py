@@ -27,7 +27,8 @@ from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.keys import Keys
+from layershuffle.swarm.server.doors import Keys
+from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -171,15 +172,16 @@ async def site(
     raises: bool = True,
     make: Callable[[], torch.nn.Module] = VIT.wrapped,
     keys: Sequence[str] = (),
+    page: bool = False,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """A gateway on this event loop to the model of `make`; `options` go to `create_app`."""
+    """A gateway on this event loop to the model of `make`; `options` go to `Gateway`."""
     transport = Blocks(make())
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
-    app = create_app(remote_model, keys=Keys(keys), **options)
+    app = create_app(Gateway(remote_model, keys=Keys(keys), **options), page=page)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
         try:

@@ -3,7 +3,6 @@
 import os
 import re
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from layershuffle.bundled import asset
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import SwarmSettings, running_service
 
@@ -35,13 +35,13 @@ def address():
             local_hosts(service, 4, memory=memory),
         ):
             assert await service.coordinator.ready(4, within=60) == frozenset()
-            yield create_app(
-                service.remote_model,
-                calibration=service.calibration,
-                model="bundled:digits-onnx",
-                page=True,
-                operate=partial(add_operator, service=service, key=KEY),
+            calibration = service.calibration
+            gateway = Gateway(
+                service.remote_model, calibration=calibration, model="bundled:digits-onnx"
             )
+            app = create_app(gateway, page=True)
+            add_operator(app, service, key=KEY)
+            yield app
 
     with served(making) as url:
         yield url

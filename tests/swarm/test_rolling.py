@@ -22,10 +22,11 @@ from layershuffle.bundled import asset
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.admin import roll
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.rolling import roll
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
 from layershuffle.swarm.sureness import probabilities
@@ -49,8 +50,8 @@ def another(directory: Path, **facts: Any) -> Path:
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Any]]:
-    """The shipped model on two hosts, and the app of its gateway."""
+async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Gateway]]:
+    """The shipped model on two hosts, and its gateway."""
     model = ServedModel(asset("digits-onnx"))
     settings = SwarmSettings(limits=SLOW)
     async with (
@@ -61,10 +62,7 @@ async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Any
     ):
         assert not await service.coordinator.ready(2, within=60)
         limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
-        yield (
-            service,
-            create_app(service.remote_model, calibration=service.calibration, limits=limits),
-        )
+        yield service, Gateway(service.remote_model, calibration=service.calibration, limits=limits)
 
 
 def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:
@@ -89,9 +87,9 @@ def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
     answers: dict[str, list[dict[str, Any]]] = {}
 
     async def main() -> None:
-        async with served(tmp_path) as (service, app):
-            scheduler, phase, over = app.state.gateway.scheduler, "before", False
-            transport = httpx.ASGITransport(app=app)
+        async with served(tmp_path) as (service, gateway):
+            phase, over = "before", False
+            transport = httpx.ASGITransport(app=create_app(gateway))
 
             async def client() -> None:
                 async with httpx.AsyncClient(transport=transport, base_url="http://g") as http:
@@ -111,7 +109,7 @@ def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
             await some(phase)
             for model, name in ((new, "new"), (old, "back")):
                 phase = "rolling"
-                await roll(service, scheduler, directory=model.directory)
+                await roll(service, gateway, directory=model.directory)
                 phase = name
                 await some(phase)
                 assert service.coordinator.model.directory == model.directory
@@ -144,11 +142,11 @@ def test_what_cannot_be_rolled_to_changes_nothing(tmp_path: Path) -> None:
     ]
 
     async def main() -> None:
-        async with served(tmp_path, memory=12 * weights + 1000) as (service, app):
+        async with served(tmp_path, memory=12 * weights + 1000) as (service, gateway):
             before = service.coordinator.model
             for directory, error in cases:
                 with refuses(error):
-                    await roll(service, app.state.gateway.scheduler, directory=directory)
+                    await roll(service, gateway, directory=directory)
                 assert not service.members.loads_beside
                 assert service.coordinator.model is before
                 state, route = await service.router.walk(
@@ -164,16 +162,15 @@ def test_what_cannot_be_rolled_to_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_pause_waits_for_requests_under_way(tmp_path: Path, busy: bool) -> None:
     async def main() -> None:
-        async with served(tmp_path) as (_, app):
-            scheduler = app.state.gateway.scheduler
-            walks = scheduler._walks
+        async with served(tmp_path) as (_, gateway):
+            walks = gateway._walks
             if busy:
                 await walks.acquire()
-            async with scheduler.paused(0.05) as quiet:
+            async with gateway.paused(0.05) as quiet:
                 assert quiet is not busy
             if busy:
                 walks.release()
-            async with scheduler.paused(0.05) as quiet:
+            async with gateway.paused(0.05) as quiet:
                 assert quiet
 
     asyncio.run(main())

@@ -1,23 +1,13 @@
 """API keys, and fairness between clients: their rate against a slow count, their threads."""
 
-import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
-from gateway_site import run
+from starlette.requests import Request
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.server import keys as keys_of
-from layershuffle.swarm.server import tls
-from layershuffle.swarm.server.admission import Client, Clients
-from layershuffle.swarm.server.errors import HTTPError
-from layershuffle.swarm.server.keys import Keys, Rate
-from layershuffle.swarm.server.limits import GatewayLimits, client_of
-from layershuffle.swarm.server.run import serve
-from waiting import until
+from layershuffle.swarm.server import doors
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
+from layershuffle.swarm.server.doors import Keys, Rate
 
 KEY = "a-key-of-some-length"
 
@@ -25,13 +15,13 @@ KEY = "a-key-of-some-length"
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = keys_of.hmac.compare_digest
+    genuine = doors.hmac.compare_digest
 
     def spy(first, second):
         compared.append((len(first), len(second)))
         return genuine(first, second)
 
-    monkeypatch.setattr(keys_of.hmac, "compare_digest", spy)
+    monkeypatch.setattr(doors.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
     assert keys.accept(KEY.encode())
     assert not keys.accept(b"x")
@@ -43,26 +33,22 @@ def test_keys_compare_in_constant_time(monkeypatch):
 
 
 def test_other_machines_need_a_key():
-    async def go(place):
+    for host in ("0.0.0.0", "example.org"):
         with pytest.raises(UsageError, match="without an API key"):
-            await serve(place.app, host="0.0.0.0", port=0)
-        with pytest.raises(UsageError, match="without an API key"):
-            await serve(place.app, host="example.org", port=0)
-
-    run(go)
+            doors.check_address(host, keyed=False, public=False)
     for host, keyed, public in [
         ("0.0.0.0", True, False), ("0.0.0.0", False, True), ("127.0.0.1", False, False),
         ("::1", False, False), ("localhost", False, False), ("127.8.8.8", False, False),
     ]:  # fmt: skip
-        tls.check_address(host, keyed=keyed, public=public)
+        doors.check_address(host, keyed=keyed, public=public)
 
 
 def test_keys_in_clear_bring_a_warning():
     for host, keyed, encrypted in [
         ("10.0.0.1", False, False), ("10.0.0.1", True, True), ("127.0.0.1", True, False),
     ]:  # fmt: skip
-        assert tls.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
-    warning = tls.in_clear("10.0.0.1", keyed=True, encrypted=False)
+        assert doors.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
+    warning = doors.in_clear("10.0.0.1", keyed=True, encrypted=False)
     assert warning.startswith(
         "API keys, images and answers are sent to and from 10.0.0.1 unencrypted"
     )
@@ -102,56 +88,17 @@ def test_addresses_of_one_client():
     assert client_of("unix") == "unix"
 
 
-def test_memory_is_bounded_and_busy_clients_stay():
-    clients = Clients(GatewayLimits(max_clients=10, rate=0.001, burst=1))
-    with clients.request_of("10.0.0.1") as busy:
-        assert busy.rate.wait(0.0) == 0
-        for number in range(100):
-            clients.at(f"10.1.0.{number}")
-        assert len(clients) == 10
-        assert clients.at("10.0.0.1") is busy
-    for number in range(100):
-        clients.at(f"10.1.0.{number}")
-    assert len(clients) == 10
-    assert clients.at("10.0.0.1") is not busy
-    assert clients.at("10.1.0.99") is clients.at("10.1.0.99")
+def test_only_so_many_clients_are_remembered():
+    admission = Admission(GatewayLimits(max_clients=10), clock=lambda: 0.0)
 
+    def client(address):
+        return admission.client(Request({"type": "http", "client": (address, 1)}))
 
-def test_requests_under_way_are_bounded():
-    clients = Clients(GatewayLimits(client_requests=1))
-    with clients.request_of("::ffff:10.0.0.1"):
-        with pytest.raises(HTTPError) as error, clients.request_of("10.0.0.1"):
-            pass
-        assert error.value.status == 429
-        with clients.request_of("10.0.0.2"):
-            pass
-    with clients.request_of("10.0.0.1"):
-        pass
-
-
-def test_a_client_is_busy_while_a_thread_decodes_for_it():
-    """Also when nobody waits for the thread any more; its place is free once it ends."""
-    begun, free = threading.Event(), threading.Event()
-
-    def work():
-        begun.set()
-        free.wait()
-
-    async def go():
-        client = Client(GatewayLimits(decoders=2))
-        with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
-            stack.callback(free.set)
-            first = asyncio.ensure_future(client.compute(pool, work))
-            await until(begun.is_set)
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            assert not client.idle
-            second = asyncio.ensure_future(client.compute(pool, lambda: "second"))
-            await asyncio.sleep(0)
-            assert client.threads == 1  # half of the decoders, the second waits
-            free.set()
-            assert await second == "second"
-            await until(lambda: client.idle)
-
-    asyncio.run(go())
+    first = client("10.0.0.1")
+    assert client("::ffff:10.0.0.1") is first
+    for number in range(9):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is first
+    for number in range(10):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is not first

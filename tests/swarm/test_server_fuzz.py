@@ -16,8 +16,8 @@ from common import CLASSES
 from layershuffle.core.stack import running
 from layershuffle.models import image_view
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
 from pictures import file_of
 
 REQUESTS, EVERY = 2000, 100

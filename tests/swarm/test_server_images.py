@@ -9,8 +9,8 @@ import pytest
 from gateway_site import picture, png_chunk, png_claiming, run
 from PIL import PngImagePlugin
 
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import MAX_CHUNKS, count_markers, without_metadata
-from layershuffle.swarm.server.limits import GatewayLimits
 from pictures import file_of
 
 SMALL = GatewayLimits(max_pixels=10_000)

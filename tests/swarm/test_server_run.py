@@ -10,9 +10,9 @@ import pytest
 from gateway_site import certify, site
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"

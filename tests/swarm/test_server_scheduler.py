@@ -18,8 +18,8 @@ from gateway_site import (
 from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.state import HostView
 from pictures import file_of
 from waiting import HANGS, until

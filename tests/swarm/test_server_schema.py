@@ -6,7 +6,7 @@ import pytest
 from gateway_site import site, started
 from hypothesis import HealthCheck, Phase, given, settings
 
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.run import listening
 
 KEY = "the-key-of-this-test"

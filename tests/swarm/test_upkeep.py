@@ -17,9 +17,9 @@ from gateway_site import certify, picture, run
 
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
-from layershuffle.swarm.server import upkeep as upkeep_of
-from layershuffle.swarm.server.tls import Https, check_secret, pinned
-from layershuffle.swarm.server.upkeep import Upkeep
+from layershuffle.swarm.server import operating as upkeep_of
+from layershuffle.swarm.server.doors import Https, check_secret, pinned
+from layershuffle.swarm.server.operating import Upkeep
 from pictures import file_of
 from refusals import refuses
 from waiting import HANGS, until, wait_for

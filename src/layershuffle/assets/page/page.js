@@ -1,7 +1,7 @@
 // The page of a model: its picture, its blocks, its answers, and its swarm if it has one.
 
 import { AnswerCard } from "./answers.js";
-import { ask, at, make, say } from "./dom.js";
+import { ask, at, say } from "./dom.js";
 import * as orders from "./order.js";
 import { Picture } from "./picture.js";
 import { Strip } from "./strip.js";
@@ -98,8 +98,7 @@ async function score(signal, words) {
 
 async function start() {
   facts = await (await ask("page/facts")).json();
-  at("links").replaceChildren(make("a", { href: facts.docs }, "Documentation"));
-  if (facts.swarm) at("links").append(make("a", { href: "openapi.json" }, "API"));
+  at("api").hidden = !facts.swarm;
   for (const [role, card] of Object.entries(cards)) {
     const name = facts.models[role] ?? (role === "ours" && facts.swarm);
     if (name) card.showModel(name);

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,7 @@ from layershuffle.bundled import asset
 from layershuffle.errors import DataError
 from layershuffle.image_view import ImageView, resized_size
 from layershuffle.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import BODY_HINT, GatewayLimits
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
 # believes the compressed stream, not the size in the head that is checked here.
@@ -57,16 +57,12 @@ class Decoder:
     view: ImageView
     limits: GatewayLimits
 
-    def batch(self, file: bytes, check: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
-        """The image as float32 `[1, channels, height, width]`. Raises `DataError`.
-
-        `check` is called before the pixels are decoded, and may raise to end the work.
-        """
+    def batch(self, file: bytes) -> NDArray[np.float32]:
+        """The image as float32 `[1, channels, height, width]`. Raises `DataError`."""
         image = self._open(file)
         # Either way round, because it may be turned.
         for size in (image.size, image.size[::-1]):
             self._check_size(size)
-        check()
         return normalised(view_pixels(self.decode(image), self.view), self.view)[None]
 
     def decode(self, image: Image.Image) -> Image.Image:
@@ -77,6 +73,8 @@ class Decoder:
 
     def _open(self, file: bytes) -> Image.Image:
         """The image, with only its header read."""
+        if not file:
+            raise DataError("There is no image in the request", hint=BODY_HINT)
         scans, markers = count_markers(file)
         for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
             if count > most:

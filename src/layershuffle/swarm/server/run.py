@@ -18,53 +18,19 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.server.limits import GatewayLimits, client_of
-from layershuffle.swarm.server.tls import check_address
+from layershuffle.swarm.server.admission import GatewayLimits, client_of
 
-PORT = 8000
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
 _GRACE = 5  # seconds that requests under way get when the server is told to end
 _HEADER_BYTES = 1 << 14
 _BACKLOG = 128
 _LOOK = 0.25  # seconds between two looks at the connections
-
-
-async def serve(
-    app: Starlette,
-    *,
-    host: str = "127.0.0.1",
-    port: int = PORT,
-    public: bool = False,
-    tls: ssl.SSLContext | None = None,
-    trusted_proxies: Sequence[str] = (),
-    members: Members | None = None,
-    ready: Callable[[str], None] | None = None,
-) -> None:
-    """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
-
-    `port` 0 takes a free one. With `tls` (`tls.Https.context`) the gateway accepts only https.
-    `trusted_proxies`: addresses or networks whose X-Forwarded-For is believed. Raises `UsageError`
-    for an address that other machines reach if the app takes no API key, unless it is to be
-    `public`; `LayerShuffleError` for a port in use.
-    """
-    check_address(host, keyed=bool(app.state.keys), public=public)
-    # It logs every broken head: a client could fill the disk.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    async with listening(
-        app, host=host, port=port, tls=tls, trusted=trusted_proxies, members=members
-    ) as (listener, serving):
-        name = listener.getsockname()[0]
-        if ready is not None:
-            scheme = "http" if tls is None else "https"
-            ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.port}")
-        await serving
 
 
 @asynccontextmanager
@@ -78,14 +44,18 @@ async def listening(
     trusted: Sequence[str] = (),
     members: Members | None = None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
-    """Serve `app` within; gives the listening socket, and the task of the server.
+    """Serve `app` within; gives the listening socket, and the task of the server, which ends at
+    SIGINT or SIGTERM.
 
-    `members`: the hosts that dial in there, if any. Raises `LayerShuffleError` if it cannot listen
-    on the address.
+    `port` 0 takes a free one. With `tls` (`doors.Https.context`) it accepts only https. `trusted`:
+    addresses or networks of proxies, whose X-Forwarded-For is believed; `members`: the hosts that
+    dial in there, if any. Raises `LayerShuffleError` if it cannot listen on the address.
 
         async with listening(app) as (listener, _):
             httpx.get(f"http://127.0.0.1:{listener.port}/livez")
     """
+    # It logs every broken head: a client could fill the disk.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
     inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
 
@@ -95,6 +65,7 @@ async def listening(
 
     limits = limits or GatewayLimits()
     with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
+        listener.scheme = "http" if tls is None else "https"
         config = uvicorn.Config(
             listener.around(inner),
             http="h11",
@@ -136,7 +107,7 @@ class GatewaySocket(socket.socket):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._limits, self._trusted = limits, frozenset(map(client_of, trusted))
-        self._patience = limits.head_ms / 1000
+        self._patience, self.scheme = limits.head_ms / 1000, "http"
         self._counts: Counter[str] = Counter()
         self.open: dict[tuple[str, int], Accepted] = {}
         try:
@@ -159,6 +130,12 @@ class GatewaySocket(socket.socket):
         number: int = self.getsockname()[1]
         return number
 
+    @property
+    def url(self) -> str:
+        """The address for clients."""
+        name = self.getsockname()[0]
+        return f"{self.scheme}://{f'[{name}]' if ':' in name else name}:{self.port}"
+
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection and its address. Raises `ConnectionAbortedError` for a connection
         beyond the limits, after which asyncio calls again."""
@@ -174,9 +151,11 @@ class GatewaySocket(socket.socket):
         return accepted, address
 
     def around(self, app: Any) -> Any:
-        """`app`, with its requests noted at their connections."""
+        """`app`, with its requests noted at their connections, and HEAD answered as GET is."""
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope.get("method") == "HEAD":  # the server keeps its own, and sends no body
+                scope = {**scope, "method": "GET"}
             connection = self.open.get(tuple(scope.get("client") or ()))
             if connection is None:  # the lifespan of the app
                 await app(scope, receive, send)

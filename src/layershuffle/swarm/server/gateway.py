@@ -1,61 +1,129 @@
-"""Carry out a classification, from the first byte of its body to the answer."""
+"""The gateway to a model: it carries out classifications, from the first byte to the answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
+from layershuffle.errors import UsageError
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.server.admission import Admission, Client, too_late
-from layershuffle.swarm.server.errors import unprocessable
+from layershuffle.swarm.server.admission import (
+    Admission,
+    GatewayLimits,
+    HTTPError,
+    busy,
+    unprocessable,
+)
+from layershuffle.swarm.server.doors import Keys, key_in
 from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import Options, image_in
 from layershuffle.swarm.server.schemas import Classification, classification
 
+if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
+    from layershuffle.swarm.server.operating import Upkeep
+
+_MAX_TOP = 1000
 _MILLI = 1000.0
 
 
-class RequestScheduler:
-    """Carries out classifications, as many at a time as the limits allow.
+class Options(BaseModel):
+    """The options of a request. An address holds text, which pydantic converts."""
 
-    `labels`: the class names, in the order of the model's logits. `decoder_threads`: the executor
-    that decodes images (default: as many threads as the limits allow).
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    deadline_ms: float | None = Field(
+        None, gt=0, description="Milliseconds until the answer must be sent."
+    )
+    min_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="Fewest blocks of an answer; with fewer, the request fails. Default: the "
+        "request waits until its deadline for half of the accuracy, then answers with fewer.",
+    )
+    confidence: Annotated[float, Field(gt=0, le=1)] | Literal["off"] | None = Field(
+        None,
+        description="The chance of being right at which the request ends with fewer blocks; `off` "
+        "runs all of them. Default: what lost at most 0.3 points of top-1 when it was measured.",
+    )
+    top: int = Field(5, ge=1, le=_MAX_TOP, description="Classes in the answer, at most.")
+
+
+@dataclass(eq=False)
+class Gateway:
+    """Answers requests by `remote_model`, as many at a time as the limits allow.
+
+    `keys`: the API keys, none for an open gateway; `model`: its name; `coordinator`: that of the
+    hosts, which knows of watch and audits; `upkeep`: of the gateway's files; `min_accuracy`: top-1
+    in percent that must be expected for /readyz; `decoder_threads`: the executor that decodes
+    images (default: as many threads as the limits allow). Raises `UsageError` for a calibration of
+    another model.
     """
 
-    def __init__(
-        self,
-        remote_model: RemoteModel,
-        *,
-        limits: GatewayLimits,
-        labels: Sequence[str],
-        calibration: Calibration | None,
-        decoder_threads: Executor | None = None,
-    ) -> None:
-        self.remote_model, self.limits, self.labels = remote_model, limits, labels
-        self.take_over(calibration)
-        self._clock = remote_model.router.clock
-        self.admission = Admission(limits, clock=self._clock)
-        self._decoder = Decoder(remote_model.model.manifest.file_view, limits)
-        self._decoder_threads = decoder_threads or ThreadPoolExecutor(
-            limits.decoders, thread_name_prefix="decoder"
+    remote_model: RemoteModel
+    _: KW_ONLY
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
+    calibration: Calibration | None = None
+    keys: Keys = field(default_factory=Keys)
+    model: str = ""
+    coordinator: Coordinator | None = None
+    upkeep: Upkeep | None = None
+    min_accuracy: float | None = None
+    decoder_threads: Executor | None = None
+
+    def __post_init__(self) -> None:
+        self.router, depth = self.remote_model.router, self.remote_model.depth
+        manifest, names = self.remote_model.model.manifest, None
+        self.take_over(self.calibration)
+        if self.calibration is not None:
+            names = self.calibration.classes
+            if len(self.calibration.queue) != depth:
+                raise UsageError(
+                    f"The calibration has {len(self.calibration.queue)} blocks, but the model has "
+                    f"{depth}",
+                    hint="layershuffle swarm calibrate MODEL --data SPEC",
+                )
+        self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
+        self.admission = Admission(self.limits, clock=self.router.clock)
+        self._decoder = Decoder(manifest.file_view, self.limits)
+        self._pool = self.decoder_threads or ThreadPoolExecutor(
+            self.limits.decoders, thread_name_prefix="decoder"
         )
-        self._walks = asyncio.Semaphore(limits.running)
+        self._walks = asyncio.Semaphore(self.limits.running)
 
     def take_over(self, calibration: Calibration | None) -> None:
         """Expect of answers what another `calibration` says."""
         self.calibration, self._useful = calibration, useful_blocks(calibration)
+
+    def close(self) -> None:
+        """End the decoder threads when their work is done, and close the remote model."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.remote_model.close()
+
+    async def admit(self, request: Request) -> None:
+        """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
+        # Rates are checked before keys, so that guessing keys is slow too.
+        await self.admission.admit(request)
+        if not self.keys.accept(_key_of(request)):
+            raise HTTPError(
+                HTTPStatus.UNAUTHORIZED,
+                "The API key is missing or wrong",
+                hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+            )
 
     @asynccontextmanager
     async def paused(self, seconds: float) -> AsyncIterator[bool]:
@@ -81,35 +149,30 @@ class RequestScheduler:
         The deadline counts from the end of the body, and covers the waits for a decoder and for a
         walk, decoding, and the walk.
         """
+        clock = self.router.clock
+        if wait := self.keys.wait(_key_of(request), now=clock()):
+            raise busy("The quota of your API key is used up", wait=wait)
         self._check(options)
-
-        async def answered(client: Client, body: bytes) -> tuple[Classified, float]:
-            begun = self._clock()
-            swarm = self.remote_model.router.limits
-            deadline = begun + (options.deadline_ms or swarm.deadline_ms) / _MILLI
+        async with self.admission.carried(request) as (client, body):
+            begun = clock()
+            deadline_ms = options.deadline_ms or self.router.limits.deadline_ms
+            deadline = begun + deadline_ms / _MILLI
             image = await self.admission.compute(
                 client,
-                partial(self._decoder.batch, image_in(body)),
-                pool=self._decoder_threads,
+                partial(self._decoder.batch, body),
+                pool=self._pool,
                 deadline=deadline,
                 event="the image was decoded",
             )
-            return await self._walk(image, options, deadline=deadline), begun
-
-        classified, begun = await self.admission.carry(request, answered)
+            classified = await self._walk(image, options, deadline=deadline)
         route = classified.route
         return classification(
             classified,
             labels=self.labels,
             top=options.top,
             expected=self._expected_with(cell_of(route.steps) if route.order else None),
-            total_ms=(self._clock() - begun) * _MILLI,
+            total_ms=(clock() - begun) * _MILLI,
         )
-
-    def close(self) -> None:
-        """End the decoder threads when their work is done, and close the remote model."""
-        self._decoder_threads.shutdown(wait=True, cancel_futures=True)
-        self.remote_model.close()
 
     def _check(self, options: Options) -> None:
         """Raises `HTTPError` (422) for more blocks than there are, and an impossible deadline."""
@@ -124,7 +187,7 @@ class RequestScheduler:
                 "How sure its answers are was never measured on this model",
                 hint="run layershuffle swarm calibrate, or leave confidence out",
             )
-        low, high = self.limits.min_deadline_ms, self.remote_model.router.limits.max_deadline_ms
+        low, high = self.limits.min_deadline_ms, self.router.limits.max_deadline_ms
         if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
             raise unprocessable(
                 f"deadline_ms is {options.deadline_ms:g}", hint=f"ask for {low:g} to {high:g} ms"
@@ -133,11 +196,8 @@ class RequestScheduler:
     async def _walk(
         self, image: NDArray[np.float32], options: Options, *, deadline: float
     ) -> Classified:
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await self._walks.acquire()
-        except TimeoutError as error:
-            raise too_late("it was the request's turn") from error
+        async with self.admission.until(deadline, "it was the request's turn"):
+            await self._walks.acquire()
         try:
             # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
             return await self.remote_model.classify(
@@ -161,7 +221,7 @@ class RequestScheduler:
 
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
-        router = self.remote_model.router
+        router = self.router
         reachable = {b for host in router.swarm.values() if host.usable for b in host.blocks}
         passes, parallel = 1, 1
         if router.routing == "order-free":
@@ -180,3 +240,7 @@ class RequestScheduler:
         expected = expected_at(self.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
+
+
+def _key_of(request: Request) -> bytes | None:
+    return key_in(request.headers.get("authorization"), request.headers.get("x-api-key"))
