@@ -136,14 +136,22 @@ async def classify(client: httpx.AsyncClient, file: bytes, **options: Any) -> ht
 async def sent(
     app: Any,
     path: str,
-    body: bytes = b"",
-    *,
+    *chunks: bytes,
+    method: str = "POST",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    query: bytes = b"",
     address: str = "10.0.0.1",
+    whole: bool = True,
     leave: asyncio.Event | None = None,
-) -> int:
-    """The status of a POST; the client disconnects when `leave` is set."""
-    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
-    statuses = list[int]()
+) -> tuple[int, bytes]:
+    """The status and the body of an answer; raw ASGI, so that nothing is mended on the way.
+
+    The client disconnects when `leave` is set, and in place of the end of a body that is not
+    `whole`.
+    """
+    end = {"type": "http.request", "body": b""} if whole else {"type": "http.disconnect"}
+    parts = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages, answer = [end, *reversed(parts)], list[dict[str, Any]]()
 
     async def receive() -> dict[str, Any]:
         if messages:
@@ -152,16 +160,15 @@ async def sent(
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
-        statuses.append(message.get("status", 0))
+        answer.append(message)
 
-    path, _, query = path.partition("?")
     scope = {
-        "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
-        "headers": [], "client": (address, 1), "http_version": "1.1", "scheme": "http",
-        "root_path": "", "server": ("gateway", 80),
+        "type": "http", "method": method, "path": path, "query_string": query,
+        "raw_path": path.encode("utf-8", "replace"), "headers": headers, "client": (address, 1),
+        "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("gateway", 80),
     }  # fmt: skip
     await app(scope, receive, send)
-    return statuses[0]
+    return answer[0]["status"], b"".join(message.get("body", b"") for message in answer[1:])
 
 
 @asynccontextmanager

@@ -21,7 +21,6 @@ from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import LayerShuffleError
 from layershuffle.models import read_record, truncate
-from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import pair_names
 from layershuffle.swarm.server.page import HEADERS, demo_app
@@ -30,7 +29,7 @@ from layershuffle.swarm.server.workbench import (
     OURS,
     Workbench,
     digits_workbench,
-    workbench_with,
+    workbench_of,
 )
 from pictures import DIGIT_VIEW
 from waiting import HANGS, until
@@ -177,26 +176,6 @@ def ls_predict(model, order):
     return predict(model, asset("digit-pair.png"), order=order)
 
 
-def test_orders_in_rounds_and_passes_have_their_own_expectation(workbench):
-    """3 and 7 read one state, so two blocks were under way; 3,1,3,1 are two passes of two."""
-    file = asset("digit-pair.png").read_bytes()
-    for order, cell in (("3+7,1", Cell(3, 1, 2)), ("3,1,3,1", Cell(2, 2, 1))):
-        answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]
-        measured = next(
-            row
-            for row in workbench.calibration.rows
-            if (row.kept, row.passes, row.parallel) == (cell.kept, cell.passes, cell.parallel)
-        )
-        assert answer["expected"]["top1"] == measured.top1
-
-
-@pytest.mark.parametrize("order", ["3+7+1+2+0+4", "3,3,1"])
-def test_uncalibrated_orders_have_no_expected_accuracy(workbench, order):
-    file = asset("digit-pair.png").read_bytes()
-    answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]
-    assert (answer["expected"], answer["why"]) == (None, "no calibration of such orders")
-
-
 @pytest.mark.parametrize("order", ["", "12", "1,x", "3+3", ",".join(["0"] * 97)])
 def test_invalid_orders_are_refused_with_the_reason(workbench, order):
     answer = post(workbench, "/page/answer", order, asset("digit-pair.png").read_bytes())
@@ -246,6 +225,11 @@ class Slow:
         monkeypatch.setattr(workbench, "scores", scores)
 
 
+async def asked_for(app, query, **how):
+    status, _ = await sent(app, "/page/score", query=query.encode(), **how)
+    return status
+
+
 def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
     """Requests that one address leaves behind end with it; another is answered meanwhile, and no
     more are open than the limits allow, with their bodies in the memory of all."""
@@ -257,17 +241,16 @@ def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
         loading.set_result(workbench)
         app, gone = demo_app(loading, limits=limits), asyncio.Event()
         asked = [
-            asyncio.ensure_future(sent(app, f"/page/score?order={block}", leave=gone))
+            asyncio.ensure_future(asked_for(app, f"order={block}", leave=gone))
             for block in range(12)
         ]
         await until(lambda: slow.begun and sum(task.done() for task in asked) == 2)
         beyond = [task.result() for task in asked if task.done()]
-        other = asyncio.ensure_future(sent(app, "/page/score?order=11", address="10.0.0.2"))
+        other = asyncio.ensure_future(asked_for(app, "order=11", address="10.0.0.2"))
         await until(lambda: len(slow.begun) == 2)
-        few = await sent(app, "/page/answer?order=0", bytes(1001), address="10.0.0.3")
+        few, _ = await sent(app, "/page/answer", bytes(1001), query=b"order=0", address="10.0.0.3")
         more = [
-            asyncio.ensure_future(sent(app, "/page/score?order=5", address="10.0.0.4"))
-            for _ in range(2)
+            asyncio.ensure_future(asked_for(app, "order=5", address="10.0.0.4")) for _ in range(2)
         ]
         await until(lambda: any(task.done() for task in more))
         gone.set()
@@ -285,32 +268,6 @@ def test_the_page_has_the_bounds_of_the_api(workbench, monkeypatch):
     assert len(slow.begun) == 3
 
 
-def test_scores_for_visitors_who_left_are_not_computed(workbench, monkeypatch):
-    """From many addresses, so the limits of one client do not stop them."""
-    slow = Slow(workbench, monkeypatch)
-
-    async def go():
-        loading = asyncio.get_running_loop().create_future()
-        loading.set_result(workbench)
-        app, gone = demo_app(loading), asyncio.Event()
-        asked = [
-            asyncio.ensure_future(
-                sent(app, f"/page/score?order={k}", address=f"10.0.1.{k}", leave=gone)
-            )
-            for k in range(12)
-        ]
-        await until(lambda: len(slow.begun) == 2)
-        gone.set()
-        left = await asyncio.gather(*asked)
-        next_one = asyncio.ensure_future(sent(app, "/page/score?order=11,0", address="10.0.2.1"))
-        slow.free.set()
-        return left, await next_one
-
-    left, answer = asyncio.run(go())
-    assert (left, answer) == ([499] * 12, 200)
-    assert slow.begun[2:] == ["11,0"]
-
-
 def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp_path):
     spec = (
         "timm:vit_tiny_patch16_224?pretrained=false&img_size=16&patch_size=8&embed_dim=8"
@@ -322,7 +279,7 @@ def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp
             for number in range(3):
                 image = Image.new("RGB", (20, 20), (250 * shade, number, 0))
                 image.save(tmp_path / split / name / f"{number}.png")
-    bench = workbench_with(spec, beside=spec, data=f"folder:{tmp_path}")
+    bench = workbench_of(spec, beside=spec, data=f"folder:{tmp_path}")
     facts = ask(bench, "GET", "/page/facts").json()
     assert facts["pairs"]
     assert facts["models"] == {"ours": spec, "ordinary": spec}

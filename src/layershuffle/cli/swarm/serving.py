@@ -198,7 +198,7 @@ class UpCommand(Command):
             port=self.port,
             public=self.public,
             https=self.https(),
-            keys=Keys.of_file(self.keys),
+            keys=Keys(file=self.keys),
             page=self.page,
             trusted_proxies=self.trusted_proxy,
             min_accuracy=self.min_accuracy,

@@ -51,22 +51,15 @@ class Rate:
 class Keys:
     """The API keys that open the gateway; without any it is open to everybody.
 
-    `lines`: a key each, and behind it the requests that it may make, if there is a bound:
-    `KEY 1000/day` (second, minute, hour, day). Raises `UsageError` for another line, and for keys
-    that are short enough to be guessed.
+    `lines`, or those of a `file`: a key each, and behind it the requests that it may make, if there
+    is a bound: `KEY 1000/day` (second, minute, hour, day). Raises `UsageError` for another line,
+    and for keys that are short enough to be guessed.
     """
 
-    def __init__(self, lines: Sequence[str] = ()) -> None:
-        self._path: Path | None = None
+    def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
+        self._file = file
         self._quotas = dict(map(_parsed, lines))
-
-    @staticmethod
-    def of_file(path: Path | None) -> Keys:
-        """The keys of a file, none without one. Raises what `load` raises."""
-        keys = Keys()
-        keys._path = path
-        keys.load()
-        return keys
+        self.load()
 
     def load(self) -> None:
         """Read the file again; what keys have used is forgotten.
@@ -74,8 +67,8 @@ class Keys:
         Raises what `read_keys` raises, and `UsageError` for a line that is none; then the keys of
         before stay.
         """
-        if self._path is not None:
-            self._quotas = dict(map(_parsed, read_keys(self._path)))
+        if self._file is not None:
+            self._quotas = dict(map(_parsed, read_keys(self._file)))
 
     def __bool__(self) -> bool:
         return bool(self._quotas)
@@ -117,14 +110,6 @@ def _parsed(line: str) -> tuple[bytes, Rate | None]:
         )
     number = int(match[1])
     return _digest(key.encode()), Rate(number / _UNITS[match[2]], number)
-
-
-def key_in(authorization: str | None, x_api_key: str | None) -> bytes | None:
-    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
-    scheme, _, token = (authorization or "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip().encode("latin-1", "replace")
-    return None if x_api_key is None else x_api_key.strip().encode("latin-1", "replace")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ from layershuffle.swarm.server.admission import (
     busy,
     unprocessable,
 )
-from layershuffle.swarm.server.doors import Keys, key_in
-from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.doors import Keys
+from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.schemas import Classification, classification
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class Gateway:
                 )
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
         self.admission = Admission(self.limits, clock=self.router.clock)
-        self._decoder = Decoder(manifest.file_view, self.limits)
+        most = self.limits.max_pixels
+        self._decode = partial(batch_of, view=manifest.file_view, most_pixels=most)
         self._pool = self.decoder_threads or ThreadPoolExecutor(
             self.limits.decoders, thread_name_prefix="decoder"
         )
@@ -159,7 +160,7 @@ class Gateway:
             deadline = begun + deadline_ms / _MILLI
             image = await self.admission.compute(
                 client,
-                partial(self._decoder.batch, body),
+                partial(self._decode, body),
                 pool=self._pool,
                 deadline=deadline,
                 event="the image was decoded",
@@ -243,4 +244,8 @@ class Gateway:
 
 
 def _key_of(request: Request) -> bytes | None:
-    return key_in(request.headers.get("authorization"), request.headers.get("x-api-key"))
+    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        key = request.headers.get("x-api-key", "")
+    return key.strip().encode("latin-1", "replace") or None

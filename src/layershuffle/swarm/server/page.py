@@ -46,6 +46,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _KINDS = MimeTypes()  # of the standard library's own table, whatever this machine's says
+_ORDINARY_DEPTH = 12  # of the bundled model that answers beside one of as many blocks
 _SECONDS = 10.0  # that an answer for the page may take
 _MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
 
@@ -146,9 +147,10 @@ def page_of(gateway: Gateway) -> list[Route]:
     @lru_cache(1)  # after a roll another one
     def loading(model: str) -> asyncio.Future[Workbench]:
         # It imports torch, which the gateway itself does without.
-        from layershuffle.swarm.server.workbench import workbench_of
+        from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
 
-        work = partial(workbench_of, model, calibration=gateway.calibration)
+        beside = ORDINARY if gateway.router.depth == _ORDINARY_DEPTH else None
+        work = partial(workbench_of, model, beside=beside, calibration=gateway.calibration)
         return asyncio.ensure_future(asyncio.to_thread(work))
 
     async def workbench() -> Workbench:

@@ -12,8 +12,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -81,13 +80,14 @@ async def listening(
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
-        async with listener.watched():
-            try:
-                yield listener, serving
-            finally:
-                server.should_exit = True
-                # It raises the signal that ended it once more, which whoever waits for it gets.
-                await asyncio.gather(serving, return_exceptions=True)
+        watching = asyncio.create_task(listener.watch())
+        try:
+            yield listener, serving
+        finally:
+            server.should_exit = True
+            # It raises the signal that ended it once more, which whoever waits for it gets.
+            await asyncio.gather(serving, return_exceptions=True)
+            watching.cancel()
 
 
 class GatewaySocket(socket.socket):
@@ -108,8 +108,7 @@ class GatewaySocket(socket.socket):
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._limits, self._trusted = limits, frozenset(map(client_of, trusted))
         self._patience, self.scheme = limits.head_ms / 1000, "http"
-        self._counts: Counter[str] = Counter()
-        self.open: dict[tuple[str, int], Accepted] = {}
+        self._accepted: dict[tuple[str, int], Accepted] = {}
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
@@ -123,6 +122,13 @@ class GatewaySocket(socket.socket):
                 f"The gateway cannot listen on {host}:{port} ({error.strerror or error})",
                 hint="end what listens there, or name another --port (0: a free one) or address",
             ) from error
+
+    @property
+    def open(self) -> dict[tuple[str, int], Accepted]:
+        """The connections that the server has not closed, by the address of their client."""
+        accepted = self._accepted.items()
+        self._accepted = {address: way for address, way in accepted if way.fileno() >= 0}
+        return self._accepted
 
     @property
     def port(self) -> int:
@@ -140,14 +146,13 @@ class GatewaySocket(socket.socket):
         """The next connection and its address. Raises `ConnectionAbortedError` for a connection
         beyond the limits, after which asyncio calls again."""
         connection, address = super().accept()
-        client = client_of(address[0])
-        full = self._counts.total() >= self._limits.connections
-        many = self._counts[client] >= self._limits.client_connections
-        if full or (many and client not in self._trusted):
+        client, others = client_of(address[0]), self.open
+        same = sum(client_of(other) == client for other, _ in others)
+        many = same >= self._limits.client_connections and client not in self._trusted
+        if many or len(others) >= self._limits.connections:
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
-        self._counts[client] += 1
-        self.open[address[:2]] = accepted = Accepted(connection, self._leave, address[:2])
+        self._accepted[address[:2]] = accepted = Accepted(connection)
         return accepted, address
 
     def around(self, app: Any) -> Any:
@@ -156,7 +161,7 @@ class GatewaySocket(socket.socket):
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope.get("method") == "HEAD":  # the server keeps its own, and sends no body
                 scope = {**scope, "method": "GET"}
-            connection = self.open.get(tuple(scope.get("client") or ()))
+            connection = self._accepted.get(tuple(scope.get("client") or ()))
             if connection is None:  # the lifespan of the app
                 await app(scope, receive, send)
                 return
@@ -175,20 +180,11 @@ class GatewaySocket(socket.socket):
 
         return noted
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Cut the connections that have waited too long for their client, within."""
-
-        async def watch() -> None:
-            while True:
-                await asyncio.sleep(_LOOK)
-                self.cut(asyncio.get_running_loop().time())
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+    async def watch(self) -> None:
+        """Cut the connections that have waited too long for their client, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            self.cut(asyncio.get_running_loop().time())
 
     def cut(self, now: float) -> None:
         """Cut the connections that have waited too long for their client at `now`."""
@@ -200,15 +196,8 @@ class GatewaySocket(socket.socket):
 
     def keep(self, address: Any) -> None:
         """Let the connection of a host, which has time-outs of its own, wait for any time."""
-        if (connection := self.open.get(tuple(address[:2]))) is not None:
+        if (connection := self._accepted.get(tuple(address[:2]))) is not None:
             connection.waiting_since = None
-
-    def _leave(self, address: tuple[str, int]) -> None:
-        del self.open[address]
-        client = client_of(address[0])
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]  # a Counter keeps zeros, one per address ever seen
 
 
 class Accepted(socket.socket):
@@ -217,15 +206,8 @@ class Accepted(socket.socket):
     `waiting_since`: for the next request; `sending_since`: for its client to take an answer.
     """
 
-    def __init__(
-        self,
-        plain: socket.socket,
-        left: Callable[[tuple[str, int]], None],
-        address: tuple[str, int],
-    ) -> None:
+    def __init__(self, plain: socket.socket) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self._left: Callable[[tuple[str, int]], None] | None = left
-        self._address = address
         self.waiting_since: float | None = asyncio.get_running_loop().time()
         self.sending_since: float | None = None
 
@@ -233,10 +215,3 @@ class Accepted(socket.socket):
         """Since when this connection waits for its client; `now` if it does not."""
         times = [t for t in (self.waiting_since, self.sending_since) if t is not None]
         return min(times, default=now)
-
-    def close(self) -> None:
-        """Close the connection, and tell the listener the first time."""
-        super().close()
-        left, self._left = self._left, None
-        if left is not None:
-            left(self._address)

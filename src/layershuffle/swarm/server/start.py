@@ -27,6 +27,7 @@ from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
 
+_PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
 _MEMORY = 200_000_000
 """Bytes of weights that a host of this machine takes."""
 _log = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ class Serving:
     `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
     nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
     `port`: where to listen, `keys`: the clients' API keys; `public`: no key is needed, also where
-    other machines reach it. `wait`: seconds after which the start is told without the hosts that
-    are not up. `page`: whether to serve the page. `trusted_proxies`: addresses of reverse proxies,
-    whose word on the client is taken; `min_accuracy`: top-1 in percent that /readyz asks for.
+    other machines reach it. `page`: whether to serve the page. `trusted_proxies`: addresses of
+    reverse proxies, whose word on the client is taken; `min_accuracy`: top-1 in percent that
+    /readyz asks for.
 
     Raises `UsageError` for an address that other machines reach, without a key.
     """
@@ -56,7 +57,6 @@ class Serving:
     public: bool = False
     https: Https | None = None
     keys: Keys = field(default_factory=Keys)
-    wait: float = 60.0
     page: bool = True
     trusted_proxies: tuple[str, ...] = ()
     min_accuracy: float | None = None
@@ -100,7 +100,7 @@ async def serve_swarm(
         local_hosts(service, serving.hosts, memory=serving.memory),
     ):
         if serving.hosts:
-            await service.coordinator.ready(serving.hosts, within=serving.wait, say=say)
+            await service.coordinator.ready(serving.hosts, within=_PATIENCE, say=say)
         gateway = Gateway(
             service.remote_model,
             calibration=service.calibration,

@@ -43,7 +43,7 @@ from layershuffle.scoring import matched
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
 from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import PAIR, Decoder, pair_names, takes_pairs
+from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
 
 Role = Literal["ours", "ordinary"]
 OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"
@@ -94,7 +94,6 @@ class Workbench:
         if pictures is None and takes_pairs(self.view, class_names_of(first) or ()):
             pictures = packaged_pairs(self.view, self.labels)
         self.pictures = pictures
-        self._decoder = Decoder(self.view, GatewayLimits())
         self._right = lru_cache(_SCORES)(self._right_in)
         # Two, so that an answer does not wait for another user's hundred pairs.
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
@@ -124,7 +123,7 @@ class Workbench:
     def answers(self, order: ExecutionOrder, file: bytes) -> dict[str, object]:
         """Every model's most probable classes for the image in `file`, with the time of its forward
         in milliseconds. Raises `DataError` if it cannot be read."""
-        batch = torch.from_numpy(self._decoder.batch(file))
+        batch = torch.from_numpy(batch_of(file, self.view, most_pixels=GatewayLimits().max_pixels))
         answers: dict[str, object] = {}
         for role in self.models:
             begun = time.perf_counter()
@@ -174,20 +173,16 @@ class Workbench:
 def digits_workbench() -> Workbench:
     """A workbench of the bundled model and of the ordinary one that was refined for as long."""
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
-    return workbench_of(OURS, calibration=calibration)
+    return workbench_of(OURS, beside=ORDINARY, calibration=calibration)
 
 
-def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
-    """A workbench of the model with this spec, and of the bundled ordinary one if it has the same
-    depth."""
-    models: dict[Role, nn.Module] = {"ours": load(model), "ordinary": load(ORDINARY)}
-    names: dict[Role, str] = {"ours": model, "ordinary": ORDINARY}
-    if depth_of(models["ours"]) != depth_of(models["ordinary"]):
-        del models["ordinary"], names["ordinary"]
-    return Workbench(models, names=names, calibration=calibration)
-
-
-def workbench_with(model: str, *, beside: str | None, data: str | None) -> Workbench:
+def workbench_of(
+    model: str,
+    *,
+    beside: str | None,
+    calibration: Calibration | None = None,
+    data: str | None = None,
+) -> Workbench:
     """A workbench of the model with this spec, of the one `beside` it, and of test pictures of
     `data`. Raises the errors of loading both and of opening the data."""
     names: dict[Role, str] = {"ours": model}
@@ -195,7 +190,7 @@ def workbench_with(model: str, *, beside: str | None, data: str | None) -> Workb
         names["ordinary"] = beside
     models = {role: load(name) for role, name in names.items()}
     pictures = None if data is None else _pictures_of(models["ours"], data, name=model)
-    return Workbench(models, names=names, pictures=pictures)
+    return Workbench(models, names=names, calibration=calibration, pictures=pictures)
 
 
 def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:

@@ -1,0 +1,337 @@
+"""Who may ask, and what a client may take: keys, quotas and rates, deadlines, places, clients that
+go away."""
+
+import asyncio
+import os
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from gateway_site import (
+    HOSTS,
+    LIMITS,
+    classify,
+    made_up,
+    picture,
+    run,
+    run_in_virtual_time,
+    sent,
+)
+from starlette.requests import Request
+
+from clock import SkippingLoop
+from common import DEPTH, SIZE
+from layershuffle.errors import UsageError
+from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.server import doors, images
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
+from layershuffle.swarm.server.doors import Keys, Rate, check_secret
+from layershuffle.swarm.state import HostView
+from pictures import file_of
+from refusals import refuses
+from waiting import HANGS, until
+
+KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
+
+
+def test_keys_compare_in_constant_time(monkeypatch):
+    """Every comparison is hmac's, of digests of one length, and all keys are compared."""
+    compared = []
+    genuine = doors.hmac.compare_digest
+
+    def spy(first, second):
+        compared.append((len(first), len(second)))
+        return genuine(first, second)
+
+    monkeypatch.setattr(doors.hmac, "compare_digest", spy)
+    keys = Keys([KEY, KEY + "2", KEY + "3"])
+    assert keys.accept(KEY.encode())
+    assert not keys.accept(b"x")
+    assert compared == [(32, 32)] * 6
+    assert Keys([]).accept(None)
+    assert not keys.accept(None)
+    with pytest.raises(UsageError, match="at least 16 characters"):
+        Keys(["short"])
+
+
+@pytest.mark.parametrize(
+    ("host", "open_to"),
+    [("0.0.0.0", "all"), ("example.org", "all"), ("10.0.0.1", "all"), ("127.0.0.1", ""),
+     ("::1", ""), ("localhost", ""), ("127.8.8.8", "")],
+)  # fmt: skip
+def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(host, open_to):
+    doors.check_address(host, keyed=True, public=False)
+    doors.check_address(host, keyed=False, public=True)
+    with refuses(UsageError) if open_to else nullcontext():
+        doors.check_address(host, keyed=False, public=False)
+    assert bool(doors.in_clear(host, keyed=True, encrypted=False)) is bool(open_to)
+    assert doors.in_clear(host, keyed=False, encrypted=False) == ""
+    assert doors.in_clear(host, keyed=True, encrypted=True) == ""
+
+
+def test_the_rate_against_a_slow_count():
+    """Requests at random times: the client gets through what a plain token bucket lets through."""
+    client = Rate(5, 3)
+    rng = np.random.default_rng(0)
+    now, tokens, passed, waits = 100.0, 3.0, 0, 0
+    for gap in rng.exponential(0.1, 500):
+        now += gap
+        tokens = min(3.0, tokens + gap * 5)
+        wait = client.wait(now)
+        assert (wait == 0) == (tokens >= 1)
+        if wait:
+            waits += 1
+            assert wait == pytest.approx((1 - tokens) / 5)
+        else:
+            tokens -= 1
+            passed += 1
+    assert 100 < passed <= 3 + 5 * (now - 100)
+    assert waits > 100
+
+
+def test_a_clock_that_steps_back_gives_nothing():
+    client = Rate(1, 1)
+    assert client.wait(10.0) == 0
+    assert client.wait(5.0) == 6
+
+
+def test_addresses_of_one_client():
+    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_of("10.0.0.2") != client_of("10.0.0.1")
+    assert client_of("2001:db8::1") == client_of("2001:db8::ffff") == "2001:db8::/64"
+    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
+    assert client_of("unix") == "unix"
+
+
+def test_only_so_many_clients_are_remembered():
+    admission = Admission(GatewayLimits(max_clients=10), clock=lambda: 0.0)
+
+    def client(address):
+        return admission.client(Request({"type": "http", "client": (address, 1)}))
+
+    first = client("10.0.0.1")
+    assert client("::ffff:10.0.0.1") is first
+    for number in range(9):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is first
+    for number in range(10):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is not first
+
+
+def test_quotas_of_keys():
+    """A key with a quota is told when it may ask again; others, and other questions, are not."""
+
+    async def go(place):
+        async def ask(key, path="/v1/classify"):
+            headers = {"Authorization": f"Bearer {key}"}
+            if path == "/v1/classify":
+                return await place.client.post(path, content=file_of(picture()), headers=headers)
+            return await place.client.get(path, headers=headers)
+
+        answers = [await ask(KEY) for _ in range(3)]
+        looked = await ask(KEY, "/v1/swarm")
+        return answers, looked, [await ask(OTHER) for _ in range(3)]
+
+    answers, looked, others = run(go, keys=[f"{KEY} 2/day", OTHER])
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["cause"] == "The quota of your API key is used up"
+    assert int(answers[2].headers["Retry-After"]) == pytest.approx(43_200, abs=HANGS)
+    assert looked.status_code == 200
+    assert [answer.status_code for answer in others] == [200] * 3
+
+
+@pytest.mark.parametrize("quota", ["5", "0/day", "5/week", "-1/day", "1/day 2/day"])
+def test_quotas_that_are_none(quota):
+    async def go(place):
+        pass
+
+    with refuses(UsageError):
+        run(go, keys=[f"{KEY} {quota}"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(
+    ("owner", "mode", "taken"),
+    [(0, 0o400, True), (0, 0o440, False), (1000, 0o440, True), (1000, 0o444, False)],
+)
+def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
+    """They belong to another user, and the group may read them."""
+    path = tmp_path / "token"
+    path.write_text("a token")
+    path.chmod(mode)
+    os.chown(path, owner, 0)
+    if taken:
+        check_secret(path, what="token", hint="")
+    else:
+        with pytest.raises(UsageError, match="Other users may read"):
+            check_secret(path, what="token", hint="")
+
+
+# --- requests among others ------------------------------------------------------------------------
+
+FILE = file_of(picture())
+# A deadline that no machine reaches by itself: a test moves the clock beyond it.
+FAR_MS = 30_000
+
+
+def test_the_time_left_is_used_before_an_answer_of_few_blocks():
+    """Half of the accuracy takes two blocks. With one the request waits for the dead host until its
+    deadline and is answered then; a request that names its own fewest gets no answer with less."""
+
+    async def go(place):
+        place.blocks.faults["b"] = HostGone("its process is dead")
+        few = await place.classify(FILE, deadline_ms=1500)
+        refused = await place.classify(FILE, deadline_ms=1500, min_blocks=2)
+        content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
+        swarm = (await place.client.get("/v1/swarm")).json()
+        waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
+        await until(lambda: place.router.walks)
+        place.blocks.faults.clear()
+        place.router.update("b", lambda host: HostView("b", host.blocks))
+        return few, refused, content, swarm, await waiting
+
+    hosts = {"a": {0}, "b": {1, 2, 3}}
+    few, refused, content, swarm, waited = run_in_virtual_time(go, hosts, calibration=made_up())
+    assert few.json()["blocks"] == [0]
+    assert few.json()["expected"]["top1"] == 20.0
+    assert few.json()["ms"]["total"] == pytest.approx(1500 - LIMITS.reserve_ms)
+    assert refused.status_code == 503
+    assert "1 of 4 blocks could be run, 2 are needed" in refused.json()["error"]["cause"]
+    assert content.json()["blocks"] == [0]
+    assert content.json()["ms"]["total"] == 0
+    assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 26.0)
+    assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
+
+
+def test_too_many_at_once():
+    """One runs, one waits, further ones are refused; the deadline holds while waiting."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        first = asyncio.ensure_future(place.classify(FILE))
+        await until(lambda: place.blocks.visits)
+        waiting = [asyncio.ensure_future(place.classify(FILE, deadline_ms=1500)) for _ in range(2)]
+        late, refused = sorted(await asyncio.gather(*waiting), key=lambda r: -r.status_code)
+        place.blocks.gate.set()
+        return await first, late, refused
+
+    limits = GatewayLimits(running=1, waiting=1)
+    first, late, refused = run_in_virtual_time(go, {"a": range(DEPTH)}, limits=limits)
+    assert first.status_code == 200
+    assert late.status_code == 503
+    assert "before it was the request's turn" in late.json()["error"]["cause"]
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+
+
+class SlowDecoding:
+    """Images as wide as `WIDTH` are decoded only when they may; `begun` are the widths so far."""
+
+    WIDTH = 60
+
+    def __init__(self, monkeypatch):
+        self.free, self.begun = threading.Event(), []
+        genuine = images.decoded
+
+        def decode(image, channels, *, place):
+            self.begun.append(image.width)
+            if image.width == self.WIDTH:
+                assert self.free.wait(HANGS)
+            return genuine(image, channels, place=place)
+
+        monkeypatch.setattr(images, "decoded", decode)
+
+    async def outlasts_its_deadline(self):
+        """Wait until a thread decodes, then move the clock beyond the deadline of its request."""
+        await until(lambda: self.begun)
+        asyncio.get_running_loop().skip(FAR_MS / 1000)
+
+
+SLOW = file_of(picture(size=(SlowDecoding.WIDTH, 32)))
+TOO_LATE = "The deadline passed before the image was decoded"
+
+
+def test_the_wait_for_a_decoder_ends_at_the_deadline(monkeypatch):
+    """A request behind one that decodes for long is refused in time, and is never decoded."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=FAR_MS))
+        await until(lambda: decoding.begun)
+        async with place.client_at("10.0.0.2") as other:  # it waits in the pool, not for a place
+            late = await classify(other, FILE, deadline_ms=100)
+        decoding.free.set()  # only now: it did not wait for the first to be decoded
+        return await first, late
+
+    first, late = run(go, limits=GatewayLimits(decoders=1))
+    assert first.status_code == 200
+    assert decoding.begun == [SlowDecoding.WIDTH]
+    assert late.status_code == 503
+    assert late.json()["error"]["cause"] == TOO_LATE
+    assert "a smaller image" in late.json()["error"]["hint"]
+    assert late.headers["retry-after"]
+
+
+def test_one_client_leaves_decoders_for_others(monkeypatch):
+    """Also one that gives up at once and asks again."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        async with place.client_at("10.0.0.1") as greedy, place.client_at("10.0.0.2") as other:
+            first = asyncio.ensure_future(classify(greedy, SLOW, deadline_ms=FAR_MS))
+            await decoding.outlasts_its_deadline()
+            late = [(await first).status_code]
+            late += [(await classify(greedy, SLOW, deadline_ms=100)).status_code for _ in range(2)]
+            answered = await classify(other, FILE)
+            begun = list(decoding.begun)
+            decoding.free.set()
+            again = await classify(greedy, FILE)
+        return late, begun, answered.status_code, again.status_code
+
+    result = run(go, loop=SkippingLoop, limits=GatewayLimits(decoders=2))
+    assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
+
+
+def test_bodies_that_trickle_take_no_places():
+    """One place, and a client whose bodies do not come: another is answered, the first refused."""
+
+    async def go(place):
+        begun, rest = asyncio.Event(), asyncio.Event()
+
+        async def trickle():
+            yield FILE[:100]
+            begun.set()
+            await rest.wait()
+
+        async with place.client_at("10.0.0.1") as slow, place.client_at("10.0.0.2") as other:
+            ask = slow.post("/v1/classify", content=trickle())
+            trickling = asyncio.ensure_future(ask)
+            await begun.wait()
+            more = await classify(slow, FILE)
+            answered = await classify(other, FILE)
+            rest.set()
+            return more, answered.status_code, (await trickling).status_code
+
+    limits = GatewayLimits(running=1, waiting=0, client_requests=1)
+    more, answered, trickled = run(go, limits=limits)
+    assert (more.status_code, answered, trickled) == (429, 200, 422)
+    assert "from your address are under way" in more.json()["error"]["cause"]
+    assert more.headers["retry-after"] == "1"
+
+
+def test_a_client_that_goes_away_ends_its_walk():
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        gone = asyncio.Event()
+        call = asyncio.ensure_future(sent(place.app, "/v1/classify", FILE, leave=gone))
+        await until(lambda: place.blocks.visits)
+        gone.set()
+        status, _ = await call
+        await until(lambda: place.blocks.cancelled)
+        place.blocks.gate = None
+        return status, (await place.classify(FILE)).status_code
+
+    limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
+    assert run(go, HOSTS, limits=limits) == (499, 200)
