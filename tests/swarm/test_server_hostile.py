@@ -202,16 +202,9 @@ def broken_image(rng):
 def odd_headers(rng):
     """Headers that no decent client sends."""
     names = [
-        b"host",
-        b"accept",
-        b"cookie",
-        b"x-forwarded-for",
-        b"expect",
-        b"range",
-        b"te",
-        b"x" * 50,
-    ]
-    names += [b"content-length", b"content-encoding", b"authorization", b"transfer-encoding"]
+        b"host", b"accept", b"cookie", b"x-forwarded-for", b"expect", b"range", b"te", b"x" * 50,
+        b"content-length", b"content-encoding", b"authorization", b"transfer-encoding",
+    ]  # fmt: skip
     values = [b"", b"\xff\xfe", b"a" * 20_000, b"[::", b"gzip", b"-1", b"9" * 400, b"Bearer", b"\t"]
     return [(rng.choice(names), rng.choice(values)) for _ in range(rng.randrange(4))]
 

@@ -49,9 +49,6 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
     )
     ran = describe_answer(answer, Path("a.png")).splitlines()[1]
     assert ran == "2 of 2 blocks in 5 ms: "
-    rounds = answer.model_copy(update={"blocks": [1, 0, 1], "versions": [0, 0, 2]})
-    ran = describe_answer(rounds, Path("a.png")).splitlines()[1]
-    assert ran == "2 of 2 blocks in 5 ms, as 1+0,1: "
     older = answer.model_copy(update={"blocks": [1, 0, 0], "versions": [0, 0, 1]})
     ran = describe_answer(older, Path("a.png")).splitlines()[1]
     assert ran.endswith("as 1,0@0,0@1 (block@number of the steps whose state it read): ")

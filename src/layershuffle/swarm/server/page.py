@@ -104,7 +104,7 @@ def page_routes(
 
     async def pictures(request: Request) -> Response:
         await admit(request)
-        sheet, names = (await workbench()).sheet()
+        sheet, names = (await workbench()).sheet
         if request.url.path.endswith("png"):
             return Response(sheet, headers=HEADERS, media_type="image/png")
         return JSONResponse(names, headers=HEADERS)
@@ -208,12 +208,7 @@ def join_routes(place: Path | None) -> list[Route]:
     what to install.
     """
     if place is None:
-
-        async def missing(request: Request) -> Response:
-            del request
-            return PlainTextResponse(_MISSING, HTTPStatus.NOT_IMPLEMENTED, HEADERS)
-
-        return [Route("/join", missing)]
+        return [Route("/join", PlainTextResponse(_MISSING, HTTPStatus.NOT_IMPLEMENTED, HEADERS))]
     paths = [*asset("join").iterdir(), asset("page", "page.css"), asset("page", "icon.svg")]
     # The worker compiles WebAssembly, which is no eval of scripts.
     policy = "; script-src 'self' 'wasm-unsafe-eval'"

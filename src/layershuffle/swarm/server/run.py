@@ -167,16 +167,15 @@ class GatewaySocket(socket.socket):
                 return
 
             async def sent(message: Message) -> None:
-                connection.sending_since = asyncio.get_running_loop().time()
+                connection.since = asyncio.get_running_loop().time()
                 await send(message)
-                connection.sending_since = None
+                connection.since = None
 
-            connection.waiting_since = None
+            connection.since = None
             try:
                 await app(scope, receive, sent)
             finally:
-                connection.sending_since = None
-                connection.waiting_since = asyncio.get_running_loop().time()
+                connection.since = asyncio.get_running_loop().time()
 
         return noted
 
@@ -189,7 +188,7 @@ class GatewaySocket(socket.socket):
     def cut(self, now: float) -> None:
         """Cut the connections that have waited too long for their client at `now`."""
         for connection in list(self.open.values()):
-            if now - connection.idle_since(now) >= self._patience:
+            if connection.since is not None and now - connection.since >= self._patience:
                 # Below the server, which sees its client leave. An answer that is not read is lost.
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -197,21 +196,13 @@ class GatewaySocket(socket.socket):
     def keep(self, address: Any) -> None:
         """Let the connection of a host, which has time-outs of its own, wait for any time."""
         if (connection := self._accepted.get(tuple(address[:2]))) is not None:
-            connection.waiting_since = None
+            connection.since = None
 
 
 class Accepted(socket.socket):
-    """An accepted connection. Times in seconds of the event loop, `None` while it does not wait.
-
-    `waiting_since`: for the next request; `sending_since`: for its client to take an answer.
-    """
+    """An accepted connection. `since`: the time of the event loop, in seconds, since when it waits
+    for its client, who shall ask or take an answer; `None` while it does not."""
 
     def __init__(self, plain: socket.socket) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self.waiting_since: float | None = asyncio.get_running_loop().time()
-        self.sending_since: float | None = None
-
-    def idle_since(self, now: float) -> float:
-        """Since when this connection waits for its client; `now` if it does not."""
-        times = [t for t in (self.waiting_since, self.sending_since) if t is not None]
-        return min(times, default=now)
+        self.since: float | None = asyncio.get_running_loop().time()

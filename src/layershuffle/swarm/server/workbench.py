@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -103,6 +103,7 @@ class Workbench:
         size = {"depth": self.depth, "width": self.view.width, "height": self.view.height}
         return {**size, "pairs": self.pictures is not None, "models": self.names, "swarm": ""}
 
+    @cached_property
     def sheet(self) -> tuple[bytes, list[str]]:
         """A PNG file of all test pictures, ten in a row, and their classes."""
         pictures = self._shown()
