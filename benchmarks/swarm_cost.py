@@ -26,8 +26,9 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 from layershuffle.bundled import asset
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.served import ServedModel, served_directory
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import DEFAULT_MODEL, Service, SwarmSettings, running_service
@@ -97,8 +98,8 @@ async def swarm_of(model: str, hosts: int) -> AsyncIterator[Service]:
 async def gateway_of(service: Service) -> AsyncIterator[int]:
     """The port of a gateway to `service`, which listens inside."""
     limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
-    app = create_app(service.remote_model, calibration=service.calibration, limits=limits)
-    async with listening(app, limits=limits) as (listener, _):
+    gateway = Gateway(service.remote_model, calibration=service.calibration, limits=limits)
+    async with listening(create_app(gateway), limits=limits) as (listener, _):
         gc.collect()
         gc.freeze()  # as `swarm up` does
         yield listener.port

@@ -18,8 +18,8 @@ from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
 from layershuffle.pixels import extensions, formats, mode_for, normalised, read_image, view_pixels
-from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.images import batch_of
 from pictures import file_of, noise
 from refusals import refuses
 
@@ -101,8 +101,8 @@ def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> 
     files = [str(tmp_path / "val" / "a" / f"{number}.png") for number in (1, 2)]
     plain, rotated = ls.predict("bundled:digits-swarm", files)
     assert plain.top == rotated.top
-    decoder = Decoder(view, GatewayLimits())
-    first, second = (decoder.batch(Path(file).read_bytes()) for file in files)
+    most = GatewayLimits().max_pixels
+    first, second = (batch_of(Path(f).read_bytes(), view, most_pixels=most) for f in files)
     assert np.array_equal(first, second)
 
 

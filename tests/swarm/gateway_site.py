@@ -28,7 +28,8 @@ from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.keys import Keys
+from layershuffle.swarm.server.doors import Keys
+from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
@@ -140,14 +141,22 @@ async def classify(client: httpx.AsyncClient, file: bytes, **options: Any) -> ht
 async def sent(
     app: Any,
     path: str,
-    body: bytes = b"",
-    *,
+    *chunks: bytes,
+    method: str = "POST",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    query: bytes = b"",
     address: str = "10.0.0.1",
+    whole: bool = True,
     leave: asyncio.Event | None = None,
-) -> int:
-    """The status of a POST; the client disconnects when `leave` is set."""
-    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
-    statuses = list[int]()
+) -> tuple[int, bytes]:
+    """The status and the body of an answer; raw ASGI, so that nothing is mended on the way.
+
+    The client disconnects when `leave` is set, and in place of the end of a body that is not
+    `whole`.
+    """
+    end = {"type": "http.request", "body": b""} if whole else {"type": "http.disconnect"}
+    parts = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages, answer = [end, *reversed(parts)], list[dict[str, Any]]()
 
     async def receive() -> dict[str, Any]:
         if messages:
@@ -156,16 +165,15 @@ async def sent(
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
-        statuses.append(message.get("status", 0))
+        answer.append(message)
 
-    path, _, query = path.partition("?")
     scope = {
-        "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
-        "headers": [], "client": (address, 1), "http_version": "1.1", "scheme": "http",
-        "root_path": "", "server": ("gateway", 80),
+        "type": "http", "method": method, "path": path, "query_string": query,
+        "raw_path": path.encode("utf-8", "replace"), "headers": headers, "client": (address, 1),
+        "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("gateway", 80),
     }  # fmt: skip
     await app(scope, receive, send)
-    return statuses[0]
+    return answer[0]["status"], b"".join(message.get("body", b"") for message in answer[1:])
 
 
 @asynccontextmanager
@@ -176,15 +184,16 @@ async def site(
     raises: bool = True,
     make: Callable[[], torch.nn.Module] = VIT.wrapped,
     keys: Sequence[str] = (),
+    page: bool = False,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """A gateway on this event loop to the model of `make`; `options` go to `create_app`."""
+    """A gateway on this event loop to the model of `make`; `options` go to `Gateway`."""
     transport = Blocks(make())
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
-    app = create_app(remote_model, keys=Keys(keys), **options)
+    app = create_app(Gateway(remote_model, keys=Keys(keys), **options), page=page)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
         try:

@@ -23,11 +23,10 @@ from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.keys import read_keys
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.doors import client_context, read_keys, server_context
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import serve_swarm
-from layershuffle.swarm.server.tls import client_context, server_context
 from layershuffle.swarm.service import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from pictures import file_of

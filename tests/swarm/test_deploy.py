@@ -16,8 +16,8 @@ from gateway_site import certify, picture, run
 
 from layershuffle import cli
 from layershuffle.cli.swarm.serving import UpCommand
-from layershuffle.swarm.server.tls import Https
-from layershuffle.swarm.server.upkeep import Upkeep
+from layershuffle.swarm.server.doors import Https
+from layershuffle.swarm.server.operating import Upkeep
 from layershuffle_host.__main__ import parser
 from pictures import file_of
 from waiting import HANGS

@@ -23,7 +23,7 @@ from page_site import CHROMIUM
 from starlette.applications import Starlette
 
 from layershuffle.swarm.messages import HostGone, HostUnavailable
-from layershuffle.swarm.server.join import join_routes
+from layershuffle.swarm.server.page import join_routes
 from once import once
 from waiting import HANGS
 

@@ -1,23 +1,28 @@
-"""The routes of the gateway over a swarm in this process: answers, refusals, failures, health."""
+"""The routes of the gateway over a swarm in this process: answers, refusals, failures, health,
+metrics."""
 
 import asyncio
+from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, made_up, picture, run, run_in_virtual_time
 
-from common import CLASSES, DEPTH, assert_close
+from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.models import image_view
-from layershuffle.models.store import set_class_names
-from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.state import Swarm
+from layershuffle.swarm.messages import HostFailed, HostGone
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.metrics import Metrics
+from layershuffle.swarm.server.run import listening
+from layershuffle.swarm.state import HostView, Swarm, retry_after
 from pictures import file_of
 
 KEY = "a-key-of-some-length"
+GETS = ("/v1/swarm", "/livez", "/readyz", "/healthz", "/metrics", "/openapi.json", "/")
 
 
 def tensors(*pictures):
@@ -53,30 +58,6 @@ def test_answer_equals_the_in_process_forward():
     assert ran == HOSTS
     assert all(hop["ms"] > 0 and hop["compute_ms"] == 0.5 for hop in answer["route"])
     assert answer["ms"]["total"] >= answer["ms"]["swarm"] > 0
-
-
-def test_formats():
-    """BMP and TIFF equal PNG, lossy ones nearly; AVIF is refused."""
-    kinds = ("PNG", "BMP", "TIFF", "WEBP", "JPEG", "GIF", "AVIF")
-
-    async def go(place):
-        files = [file_of(picture(1), kind) for kind in kinds]
-        return [(await place.classify(file, top=CLASSES)).json() for file in files]
-
-    # One host, so that all run in one order.
-    *answers, avif = run(go, {"a": set(range(DEPTH))})
-    assert len({tuple(answer["blocks"]) for answer in answers}) == 1
-    png, bmp, tiff, *lossy = map(probabilities, answers)
-    assert torch.equal(bmp, png)
-    assert torch.equal(tiff, png)
-    for chances in lossy:
-        assert_close(chances, png, tolerance=0.15)
-    assert avif["error"]["hint"] == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
-
-
-def probabilities(answer):
-    chances = {guess["index"]: guess["probability"] for guess in answer["top"]}
-    return torch.tensor([chances[index] for index in range(CLASSES)])
 
 
 def test_a_dead_host_degrades_the_answer():
@@ -120,19 +101,6 @@ def test_errors_of_hosts_that_cannot_be_encoded():
         return [(answer.status_code, "no file /?" in answer.text) for answer in (*answers, refused)]
 
     assert run_in_virtual_time(go) == [(200, True), (200, True), (503, True)]
-
-
-def test_a_broken_pipeline_fails():
-    async def go(place):
-        place.router.routing = "sequential"
-        place.blocks.faults["b"] = HostGone("its process is dead")
-        return await place.classify(file_of(picture()))
-
-    response = run(go)
-    assert response.status_code == 503
-    assert response.json()["error"]["cause"] == (
-        "The pipeline broke at block 1: host b is gone: its process is dead"
-    )
 
 
 def test_numbers_that_are_not_finite_are_no_answer():
@@ -181,12 +149,15 @@ def test_the_doors_for_machines():
 
 def test_head_is_answered_where_get_is():
     async def go(place):
-        paths = ("/v1/swarm", "/livez", "/readyz", "/healthz", "/metrics", "/openapi.json", "/")
-        heads = [await place.client.head(path) for path in paths]
-        return heads, (await place.client.head("/v1/classify")).status_code
+        async with (
+            listening(place.app) as (listener, _),
+            httpx.AsyncClient(base_url=listener.url) as client,
+        ):
+            heads = [await client.head(path) for path in GETS]
+            return heads, (await client.head("/v1/classify")).status_code
 
     heads, classify = run(go, page=True)
-    assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * 7
+    assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * len(GETS)
     assert classify == 405
 
 
@@ -276,22 +247,6 @@ def test_a_client_beyond_its_rate_gets_retry_after():
     assert health == 200
 
 
-def test_answers_have_the_class_names_that_the_model_was_trained_with():
-    names = ["stripe", "disk", "grid", "ring", "cross"]
-
-    def make():
-        model = VIT.wrapped()
-        set_class_names(model, names)
-        return model
-
-    async def go(place):
-        return (await place.classify(file_of(picture()), top=5)).json()["top"]
-
-    top = run(go, make=make)
-    assert [guess["label"] for guess in top] == [names[guess["index"]] for guess in top]
-    assert {guess["label"] for guess in top} == set(names)
-
-
 # --- options and bodies ---------------------------------------------------------------------------
 
 SMALL = GatewayLimits(max_body_bytes=50_000)
@@ -317,6 +272,7 @@ BODIES = {
     "no image": (422, b"", {}, "There is no image in the request"),
     "text": (422, b"hello", {}, "The image cannot be read"),
     "cut": (422, file_of(picture())[:400], {}, "The image cannot be read"),
+    "AVIF": (422, file_of(picture(), "AVIF"), {}, "The image cannot be read"),
     "too large": (413, b" " * 50_001, {}, "The body is larger than 50000 bytes"),
     "announced": (413, b"", {"content-length": "9" * 5000}, "The body is larger than"),
     "a form": (415, b"x", {"content-type": "multipart/form-data; boundary=x"}, "not an image"),
@@ -349,16 +305,20 @@ def test_wrong_bodies_are_refused():
         assert response.json()["error"]["hint"], name
 
 
-@pytest.mark.parametrize("kind", ["", "image/png", "application/x-www-form-urlencoded", "\xff;;"])
-def test_the_kind_of_a_body_is_not_looked_at(kind):
+def test_images_of_all_formats_are_taken_whatever_the_body_is_called():
     """`curl --data-binary @FILE` says that it sends fields of a form."""
+    called = ["", "image/png", "application/x-www-form-urlencoded", "\xff;;", "text/html", "x/y"]
 
     async def go(place):
-        headers = {"content-type": kind.encode("latin-1")}
-        file = file_of(picture())
-        return (await place.client.post("/v1/classify", content=file, headers=headers)).status_code
+        answers = []
+        for name, kind in zip(called, ("PNG", "BMP", "TIFF", "WEBP", "JPEG", "GIF"), strict=True):
+            headers, file = {"content-type": name.encode("latin-1")}, file_of(picture(), kind)
+            answers.append(await place.client.post("/v1/classify", content=file, headers=headers))
+        return answers
 
-    assert run(go) == 200
+    png, bmp, tiff, *lossy = [answer.json()["top"] for answer in run(go, {"a": range(DEPTH)})]
+    assert png == bmp == tiff
+    assert len(lossy) == 3
 
 
 def test_a_body_is_measured_as_it_comes():
@@ -399,3 +359,90 @@ def test_bodies_share_the_memory():
     assert full.status_code == 429
     assert "fill the memory" in full.json()["error"]["cause"]
     assert fits.status_code == 422  # the bytes of the first were given back
+
+
+# --- metrics and health ---------------------------------------------------------------------------
+
+FILE = file_of(picture())
+
+
+def test_metrics():
+    async def go(place):
+        await place.classify(FILE)
+        place.blocks.faults["b"] = HostFailed("it raised")
+        await place.classify(FILE)
+        await place.classify(b"no image")
+        await place.client.get("/v1/classify")
+        return (await place.client.get("/metrics")).text
+
+    lines = set(run(go).splitlines())
+    assert {
+        'layershuffle_requests_total{outcome="answered"} 1.0',
+        'layershuffle_requests_total{outcome="degraded"} 1.0',
+        'layershuffle_requests_total{outcome="refused"} 1.0',
+        'layershuffle_hops_total{host="b",outcome="failed"} 1.0',
+        'layershuffle_blocks_used_bucket{le="3.0"} 1.0',
+        'layershuffle_blocks_used_bucket{le="4.0"} 2.0',
+        "layershuffle_request_seconds_count 2.0",
+        'layershuffle_host_condition{condition="suspect",host="b"} 1.0',
+        'layershuffle_host_waiting{host="a"} 0.0',
+        "layershuffle_open_requests 0.0",
+        "layershuffle_reachable_blocks 3.0",
+    } <= lines
+
+
+def test_a_gateway_knows_of_its_hosts_watch_and_audits():
+    health = SimpleNamespace(audited=12, disagreed=3)
+    coordinator = SimpleNamespace(watching=True, health=health)
+
+    async def go(place):
+        before = await place.client.get("/healthz")
+        coordinator.watching = False
+        return before, *[await place.client.get(p) for p in ("/healthz", "/metrics", "/v1/swarm")]
+
+    before, after, metrics, swarm = run(go, coordinator=coordinator)
+    assert (before.status_code, before.json()["watching"], before.json()["why"]) == (200, True, "")
+    assert (after.status_code, after.json()["watching"]) == (200, False)  # requests are answered
+    assert after.json()["why"] == "the hosts are not watched now: those that fail do not come back"
+    assert {
+        "layershuffle_watching 0.0", "layershuffle_audits_total 12.0",
+        "layershuffle_audits_disagreed_total 3.0",
+    } <= set(metrics.text.splitlines())  # fmt: skip
+    assert swarm.json()["audits"] == {"audited": 12, "disagreed": 3}
+    _, _, metrics, swarm = run(go)
+    assert "audits" not in metrics.text
+    assert swarm.json()["audits"] is None
+
+
+def test_hosts_that_left_are_not_counted_any_more():
+    """Neither those shown, nor those in memory when nobody asks."""
+
+    async def go(place):
+        for number in range(50):
+            name = f"spare-{number}"
+            place.router.swarm = Swarm([HostView(name, frozenset(range(DEPTH)))])
+            await place.classify(FILE)
+        observers = [getattr(observer, "__self__", None) for observer in place.router.observers]
+        (metrics,) = [observer for observer in observers if isinstance(observer, Metrics)]
+        remembered = len(metrics.hops)
+        last = (await place.client.get("/metrics")).text
+        place.router.swarm = Swarm()
+        return remembered, last, (await place.client.get("/metrics")).text
+
+    remembered, last, empty = run(go)
+    hosts = {line.split('"')[1] for line in last.splitlines() if "hops_total{" in line}
+    assert remembered <= 2
+    assert hosts == {"spare-49"}
+    assert "hops_total{" not in empty
+
+
+def test_retry_after_is_the_next_probe():
+    hosts = [
+        HostView("a", frozenset({0}), condition="suspect", retry_at=7.5),
+        HostView("b", frozenset({1}), condition="suspect", retry_at=6.0),
+        HostView("c", frozenset({2}), condition="gone", retry_at=1.0),
+    ]
+    assert retry_after(Swarm(hosts), now=3.5) == 3, "2.5 seconds, in whole ones"
+    assert retry_after(Swarm(hosts), now=5) == 1
+    assert retry_after(Swarm(hosts), now=9) == 1, "at least one"
+    assert retry_after(Swarm(hosts[2:]), now=5) == 1

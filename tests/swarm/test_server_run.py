@@ -10,9 +10,9 @@ import pytest
 from gateway_site import certify, site
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
@@ -77,7 +77,7 @@ def test_the_listener():
 def test_when_a_connection_waits_for_its_client():
     """Until its first request, after each answer, and while an answer is not taken; never while its
     request runs, however long."""
-    begun, free, now = asyncio.Event(), asyncio.Event(), 0.0
+    begun, free = asyncio.Event(), asyncio.Event()
 
     async def slow(scope, receive, send):
         if scope["type"] == "http":
@@ -93,18 +93,17 @@ def test_when_a_connection_waits_for_its_client():
         ):
             await until(lambda: listener.open)
             (connection,) = listener.open.values()
-            since = connection.idle_since(now)
-            assert since == connection.waiting_since
+            since = connection.since
             listener.cut(since + PATIENCE - 1)
             writer.write(HEAD)
             await begun.wait()
-            assert connection.idle_since(123.0) == 123.0
+            assert connection.since is None
             listener.cut(since + 1000 * PATIENCE)
             free.set()
             await reader.readuntil(b"\r\n\r\n\0\0")
-            await until(lambda: connection.waiting_since is not None)
-            assert connection.waiting_since > since
-            listener.cut(connection.waiting_since + PATIENCE)
+            await until(lambda: connection.since is not None)
+            assert connection.since > since
+            listener.cut(connection.since + PATIENCE)
             await closed(reader)
             await until(lambda: not listener.open)
 

@@ -19,7 +19,7 @@ from layershuffle import cli
 from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.server.admin import Operator
+from layershuffle.swarm.server.operating import Operator
 from waiting import HANGS, wait_for, wait_for_address
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -121,7 +121,7 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     """It has the same address and state directory; the hosts of the killed one died with it."""
     process, address, state = swarm
-    gateway, log = Operator(Path(state)).process, Path(state).parent / "log"
+    gateway, log = Operator(state).process, Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
@@ -129,13 +129,13 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
         wait_for(lambda: client.health().usable_hosts == 3)
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000, confidence="off")
     assert len(answer.blocks) == 12
-    assert Operator(Path(state)).process != gateway
+    assert Operator(state).process != gateway
     assert not before & {*session_processes(process.pid)}
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    os.kill(Operator(Path(state)).process, signal.SIGINT)
+    os.kill(Operator(state).process, signal.SIGINT)
     assert process.wait(HANGS) == 0
     wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
     # What hosts of other machines know stays.

@@ -1,4 +1,7 @@
-"""A gateway for a month: certificates and keys that change while it serves, files that go away."""
+"""A gateway for a month: certificates and keys that change while it serves, files that go away, a
+log that stays small, another model that takes over without a failed request."""
+
+from __future__ import annotations
 
 import asyncio
 import json
@@ -9,17 +12,42 @@ import signal
 import ssl
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from dial_site import TOKEN, dialled, gateway, hosting, replayed, states
 from gateway_site import certify, picture, run
+from safetensors.numpy import load, save
+from starlette.applications import Starlette
 
+from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.errors import UsageError
-from layershuffle.swarm.server import upkeep as upkeep_of
-from layershuffle.swarm.server.tls import Https, check_secret, pinned
-from layershuffle.swarm.server.upkeep import Upkeep
+from layershuffle.cli.swarm.serving import JsonLines
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm import coordinator, members
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import HostFailed, Visited
+from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server import operating as upkeep_of
+from layershuffle.swarm.server.admin import roll
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.doors import Https, pinned
+from layershuffle.swarm.server.gateway import Gateway
+from layershuffle.swarm.server.images import batch_of
+from layershuffle.swarm.server.operating import Upkeep
+from layershuffle.swarm.server.run import listening
+from layershuffle.swarm.service import Service, SwarmSettings, running_service
+from layershuffle.swarm.state import Swarm
+from layershuffle.swarm.sureness import probabilities
 from pictures import file_of
 from refusals import refuses
 from waiting import HANGS, until, wait_for
@@ -134,37 +162,6 @@ def test_a_trouble_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
     assert second == "There is no trouble with the token any more"
 
 
-def test_quotas_of_keys():
-    """A key with a quota is told when it may ask again; others, and other questions, are not."""
-
-    async def go(place):
-        async def ask(key, path="/v1/classify"):
-            headers = {"Authorization": f"Bearer {key}"}
-            if path == "/v1/classify":
-                return await place.client.post(path, content=file_of(picture()), headers=headers)
-            return await place.client.get(path, headers=headers)
-
-        answers = [await ask(KEY) for _ in range(3)]
-        looked = await ask(KEY, "/v1/swarm")
-        return answers, looked, [await ask(OTHER) for _ in range(3)]
-
-    answers, looked, others = run(go, keys=[f"{KEY} 2/day", OTHER])
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert answers[2].json()["error"]["cause"] == "The quota of your API key is used up"
-    assert int(answers[2].headers["Retry-After"]) == pytest.approx(43_200, abs=HANGS)
-    assert looked.status_code == 200
-    assert [answer.status_code for answer in others] == [200] * 3
-
-
-@pytest.mark.parametrize("quota", ["5", "0/day", "5/week", "-1/day", "1/day 2/day"])
-def test_quotas_that_are_none(quota):
-    async def go(place):
-        pass
-
-    with refuses(UsageError):
-        run(go, keys=[f"{KEY} {quota}"])
-
-
 @needs_openssl
 def test_sighup_reads_certificate_and_keys_without_a_restart(https, tmp_path):
     """Over a real socket: a connection sees the new certificate, and the old key stops working. A
@@ -231,19 +228,272 @@ class Saying(logging.Handler):
         self.said.append(record.getMessage())
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-@pytest.mark.parametrize(
-    ("owner", "mode", "taken"),
-    [(0, 0o400, True), (0, 0o440, False), (1000, 0o440, True), (1000, 0o444, False)],
-)
-def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
-    """They belong to another user, and the group may read them."""
-    path = tmp_path / "token"
-    path.write_text("a token")
-    path.chmod(mode)
-    os.chown(path, owner, 0)
-    if taken:
-        check_secret(path, what="token", hint="")
-    else:
-        with pytest.raises(UsageError, match="Other users may read"):
-            check_secret(path, what="token", hint="")
+# --- the log --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog):
+    """The lines on hosts so far."""
+    caplog.set_level(logging.INFO, "layershuffle.swarm")
+    places = ("layershuffle.swarm.coordinator", "layershuffle.swarm.members")
+    return lambda: [record.getMessage() for record in caplog.records if record.name in places]
+
+
+def hop(name, outcome, why):
+    return Visited(name, 0, outcome, 1.0, why=why, lag_ms=0.0)
+
+
+def test_what_becomes_of_a_host_is_a_line_each(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(coordinator, "_QUIET", 0.0)
+
+    async def go():
+        async with gateway() as site, hosting(site.url, cache=tmp_path, name="pi"):
+            await site.until(lambda: min(site.holders()) == 1)
+            # Longer than the time between two looks, or nobody might see the suspicion.
+            site.router.limits = site.router.limits.model_copy(update={"suspect_ms": 1000.0})
+            site.router.report(hop("pi", "late", "no answer in time"))
+            await site.until(lambda: "Host pi is back" in lines())  # its probe was answered
+            site.members.cut("pi")
+            await site.until(lambda: lines().count("Host pi is back") == 2)
+            site.router.report(hop("pi", "wrong", "it lied"))
+            await site.until(lambda: "Host pi is shut out: it lied" in lines())
+
+    asyncio.run(go())
+    assert lines()[:6] == [
+        "Host pi has joined",
+        "Host pi is suspected: no answer in time",
+        "Host pi is back",
+        "Host pi has gone: the gateway has cut its connection",
+        "Host pi is back",
+        "Host pi is shut out: it lied",
+    ]
+
+
+def test_a_host_that_comes_and_goes_is_one_line_in_a_while(tmp_path, lines, monkeypatch):
+    """A hundred changes within a second add nothing to the line of its arrival; the last word on a
+    host is said once something may be said again."""
+    monkeypatch.setattr(coordinator, "_QUIET", 5.0)
+
+    async def go():
+        async with gateway() as site, hosting(site.url, cache=tmp_path, name="pi"):
+            await site.until(lambda: min(site.holders()) == 1)
+            for _ in range(50):
+                site.router.report(hop("pi", "late", "no answer in time"))
+                await asyncio.sleep(0.01)
+                site.router.update("pi", lambda host: host._replace(condition="healthy"))
+                await asyncio.sleep(0.01)
+            await site.walk(states())
+            site.router.report(hop("pi", "wrong", "it lied"))
+            assert lines() == ["Host pi has joined"]
+            await site.until(lambda: len(lines()) == 2)
+        assert lines()[1] == "Host pi is shut out: it lied"
+
+    asyncio.run(go())
+
+
+def test_hosts_that_are_refused_are_said_now_and_then(lines):
+    async def go():
+        async with gateway() as site:
+            for _ in range(20):
+                async with dialled(site) as stranger:
+                    await stranger.hello(token="another")
+                    await stranger.socket.wait_closed()
+
+    asyncio.run(go())
+    assert members._QUIET == 10
+    assert lines() == ["A host at 127.0.0.1 is refused: another token"]
+
+
+def test_a_block_that_cannot_be_loaded_is_said_once(lines):
+    async def go():
+        async with gateway() as site, dialled(site) as stranger:
+            await stranger.hello()
+            (first, *_) = await stranger.assigned()
+            for _ in range(20):
+                text = {"type": "failed", "slot": first["slot"], "why": "the disk is full"}
+                await stranger.socket.send(json.dumps(text))
+            await site.until(lambda: len(lines()) > 1)
+            await asyncio.sleep(0.2)
+
+    asyncio.run(go())
+    loads = [line for line in lines() if "load" in line]
+    assert len(loads) == 1
+    assert loads[0].startswith("Host odd cannot load block ")
+    assert loads[0].endswith("the disk is full")
+
+
+def test_a_request_without_an_answer_has_an_id_and_floods_do_not_fill_the_log(caplog):
+    async def go(place):
+        place.router.swarm = Swarm()
+        options = {"deadline_ms": 100}
+        return [await place.classify(file_of(picture()), **options) for _ in range(14)]
+
+    answers = run(go)
+    assert {answer.status_code for answer in answers} == {503}
+    ids = [answer.json()["error"]["id"] for answer in answers]
+    assert len(set(ids)) == 14
+    said = [r for r in caplog.records if "was not answered" in r.getMessage()]
+    assert 10 <= len(said) <= 12, "ten at once, and one in ten seconds"
+    assert [record.request for record in said][:10] == ids[:10]
+
+
+def test_lines_of_json():
+    record = logging.LogRecord(
+        "layershuffle", logging.WARNING, __file__, 1, "Host %s has gone", ("pi",), None
+    )
+    record.host, record.created = "pi", 1_790_000_000.25
+    fields = json.loads(JsonLines().format(record))
+    time = datetime.fromisoformat(fields.pop("time"))
+    assert time == datetime.fromtimestamp(1_790_000_000.25, UTC)
+    assert fields == {"level": "warning", "message": "Host pi has gone", "host": "pi"}
+    try:
+        raise HostFailed("it raised")
+    except HostFailed as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    assert "it raised" in json.loads(JsonLines().format(record))["traceback"]
+
+
+# --- rolling upgrades -----------------------------------------------------------------------------
+
+CHANGED = 5
+SLOW = Limits(hop_floor_ms=5000, hop_cap_ms=10_000, probe_ms=10_000, deadline_ms=25_000)
+
+
+def another(directory: Path, **facts: Any) -> Path:
+    """The shipped export with other weights in one block, and other `facts` in its manifest."""
+    shutil.copytree(asset("digits-onnx"), directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    name = manifest["blocks"][CHANGED]["weights"]
+    tensors = load((directory / name).read_bytes())
+    content = save({key: np.float32(0.9) * value for key, value in tensors.items()})
+    (directory / name).write_bytes(content)
+    manifest["files"][name] = {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+    (directory / "manifest.json").write_text(json.dumps({**manifest, **facts}))
+    return directory
+
+
+@asynccontextmanager
+async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Gateway]]:
+    """The shipped model on two hosts, and its gateway."""
+    model = ServedModel(asset("digits-onnx"))
+    settings = SwarmSettings(limits=SLOW)
+    async with (
+        running_service(settings, model, token=TOKEN) as service,
+        listening(Starlette(routes=service.members.routes()), members=service.members) as (way, _),
+        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "a", name="a", **how),
+        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "b", name="b", **how),
+    ):
+        assert not await service.coordinator.ready(2, within=60)
+        limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
+        yield service, Gateway(service.remote_model, calibration=service.calibration, limits=limits)
+
+
+def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:
+    """The chance that `model` gives along the way of an answer."""
+    states = [model.stem(image)]
+    for block, version in zip(answer["blocks"], answer["versions"], strict=True):
+        before, newest = states[version], version == len(states) - 1
+        after = asyncio.run(model.compute(block, before))
+        states.append(after if newest else states[-1] + (after - before))
+    heat = SHIPPED_TEMPERATURES[len(set(answer["blocks"])) - 1]
+    return float(probabilities(model.head(states[-1]), heat).max())
+
+
+SHIPPED_TEMPERATURES = json.loads((asset("digits-onnx") / "calibration.json").read_text())[
+    "sureness"
+]["temperatures"]
+
+
+def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
+    old, new = ServedModel(asset("digits-onnx")), ServedModel(another(tmp_path / "new"))
+    body = asset("digit-pair.png").read_bytes()
+    answers: dict[str, list[dict[str, Any]]] = {}
+
+    async def main() -> None:
+        async with served(tmp_path) as (service, gateway):
+            phase, over = "before", False
+            transport = httpx.ASGITransport(app=create_app(gateway))
+
+            async def client() -> None:
+                async with httpx.AsyncClient(transport=transport, base_url="http://g") as http:
+                    while not over:
+                        begun = phase
+                        answer = await http.post("/v1/classify?confidence=off", content=body)
+                        assert answer.status_code == 200, answer.text
+                        key = begun if phase == begun else "between"
+                        answers.setdefault(key, []).append(answer.json())
+
+            async def some(name: str) -> None:
+                async with asyncio.timeout(60):
+                    while len(answers.get(name, [])) < 8:
+                        await asyncio.sleep(0.01)
+
+            clients = [asyncio.create_task(client()) for _ in range(4)]
+            await some(phase)
+            for model, name in ((new, "new"), (old, "back")):
+                phase = "rolling"
+                await roll(service, gateway, directory=model.directory)
+                phase = name
+                await some(phase)
+                assert service.coordinator.model.directory == model.directory
+                assert {host.blocks for host in service.router.swarm.values()} == {
+                    frozenset(range(12))
+                }
+            over = True
+            await asyncio.gather(*clients)
+            assert service.coordinator.health.disagreed == 0
+
+    asyncio.run(main())
+    image = batch_of(body, old.manifest.file_view, most_pixels=10_000)
+    for phase, expected in (("before", [old]), ("new", [new]), ("back", [old])):
+        for answer in answers[phase]:
+            assert len(set(answer["blocks"])) == 12
+            chances = [chance_of(model, answer, image) for model in expected]
+            assert answer["chance"] in chances
+    assert chance_of(old, answers["new"][0], image) != answers["new"][0]["chance"]
+    for answer in answers.get("rolling", []) + answers.get("between", []):
+        assert answer["chance"] in [chance_of(model, answer, image) for model in (old, new)]
+
+
+def test_what_cannot_be_rolled_to_changes_nothing(tmp_path: Path) -> None:
+    """Another form of model, and one for which the hosts have no memory."""
+    weights = 134_816
+    names = json.loads((asset("digits-onnx") / "manifest.json").read_text())["class_names"]
+    cases: list[tuple[Path, type[LayerShuffleError]]] = [
+        (another(tmp_path / "names", class_names=names[::-1]), UsageError),
+        (another(tmp_path / "large"), LayerShuffleError),
+    ]
+
+    async def main() -> None:
+        async with served(tmp_path, memory=12 * weights + 1000) as (service, gateway):
+            before = service.coordinator.model
+            for directory, error in cases:
+                with refuses(error):
+                    await roll(service, gateway, directory=directory)
+                assert not service.members.loads_beside
+                assert service.coordinator.model is before
+                state, route = await service.router.walk(
+                    before.sample, deadline=service.router.clock() + 20
+                )
+                assert len(route.order) == 12
+                wanted = await replayed(before.sample, route)
+                assert state.tobytes() == wanted.tobytes()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_pause_waits_for_requests_under_way(busy: bool) -> None:
+    async def go(place: Any) -> bool:
+        gateway, place.blocks.gate = place.app.state.gateway, asyncio.Event()
+        asked = asyncio.ensure_future(place.classify(file_of(picture()))) if busy else None
+        await until(lambda: place.blocks.visits or not busy)
+        async with gateway.paused(0.05) as quiet:
+            assert quiet is not busy
+        place.blocks.gate.set()
+        if asked is not None:
+            assert (await asked).status_code == 200
+        async with gateway.paused(HANGS) as quiet:
+            return bool(quiet)
+
+    assert run(go)

@@ -49,18 +49,17 @@ class PageCommand(Command):
 
     async def _serve(self) -> None:
         from layershuffle.swarm.server.page import demo_app
-        from layershuffle.swarm.server.run import serve
+        from layershuffle.swarm.server.run import listening
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
-        serving = asyncio.ensure_future(
-            serve(demo_app(loading), port=self.port, ready=self._announce)
-        )
-        await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
-        # Raise the error of the task that failed; otherwise a page would wait forever for models.
-        for task in (serving, loading):
-            if task.done():
-                task.result()
+        async with listening(demo_app(loading), port=self.port) as (listener, serving):
+            self._announce(listener.url)
+            await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
+            # Raise the error of the task that failed; else a page would wait forever for models.
+            for task in (serving, loading):
+                if task.done():
+                    task.result()
 
     def _announce(self, url: str) -> None:
         print(f"The page is at {url} (Ctrl-C ends it)", flush=True)
@@ -70,8 +69,8 @@ class PageCommand(Command):
 
     def _load(self) -> Workbench:
         with collector_paused():
-            from layershuffle.swarm.server.workbench import digits_workbench, workbench_with
+            from layershuffle.swarm.server.workbench import digits_workbench, workbench_of
 
             if self.model is None:
                 return digits_workbench()
-            return workbench_with(self.model, beside=self.beside, data=self.data)
+            return workbench_of(self.model, beside=self.beside, data=self.data)

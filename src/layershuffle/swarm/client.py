@@ -21,13 +21,13 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.server.doors import client_context, is_loopback
 from layershuffle.swarm.server.schemas import (
     Classification,
     ErrorAnswer,
     Health,
     SwarmAnswer,
 )
-from layershuffle.swarm.server.tls import client_context, is_loopback
 
 if TYPE_CHECKING:
     from PIL.Image import Image

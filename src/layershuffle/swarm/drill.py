@@ -29,7 +29,7 @@ from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.server.admin import Operator
+from layershuffle.swarm.server.operating import Operator
 from layershuffle.swarm.simulation.outcome import ENDED, Ended
 from layershuffle.text import counted, table
 

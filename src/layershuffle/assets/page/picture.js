@@ -1,6 +1,6 @@
 // The picture: one of the test, a drawing, or a file. `file()` is what the server gets.
 
-import { at, say } from "./dom.js";
+import { ask, at, say } from "./dom.js";
 
 const FINE = 16; // dots of the drawing per pixel of the model
 const PEN = 1.5; // pixels; the digits of the data have strokes as wide
@@ -28,8 +28,8 @@ export class Picture {
 
   async loadPairs() {
     const [sheet, labels] = await Promise.all([
-      fetch("page/pairs.png").then((answer) => answer.blob()).then(createImageBitmap),
-      fetch("page/pairs.json").then((answer) => answer.json()),
+      ask("page/pairs.png").then((answer) => answer.blob()).then(createImageBitmap),
+      ask("page/pairs.json").then((answer) => answer.json()),
     ]);
     this.sheet = sheet;
     this.labels = labels;

@@ -1,15 +1,95 @@
 // The strip of blocks: buttons in an ordered list, moved by dragging, keyboard or the row below.
+//
+// An order is a list of rounds: [[3, 7], [1]] is "3+7,1". The functions on it change none of their
+// arguments. A place is [round, index in the round].
 
 import { at, hue, make, say } from "./dom.js";
-import * as orders from "./order.js";
 
 const FAR = 6; // CSS pixels after which a press is a drag
 const EDGE = 0.3; // of a round's width: beyond it a drop goes between rounds, else beside
+
+function parse(text, depth) {
+  const rounds = text.split(",").map((word) => word.split("+").map((id) => {
+    if (!/^\s*\d{1,4}\s*$/.test(id)) {
+      throw new Error(`"${id.trim()}" is no block: write numbers with commas, as in 3,0,2`);
+    }
+    return Number(id);
+  }));
+  for (const block of rounds.flat()) {
+    if (block >= depth) throw new Error(`There is no block ${block}: they are 0 to ${depth - 1}`);
+  }
+  if (rounds.some((round) => new Set(round).size < round.length)) {
+    throw new Error("A block cannot run beside itself");
+  }
+  return rounds;
+}
+
+const format = (rounds) => rounds.map((round) => round.join("+")).join(",");
+
+const sequential = (depth) => Array.from({ length: depth }, (_, block) => [block]);
+
+// All blocks, one after the other, by Fisher and Yates.
+function shuffled(depth) {
+  const blocks = sequential(depth);
+  for (let last = blocks.length - 1; last > 0; last -= 1) {
+    const other = Math.floor(Math.random() * (last + 1));
+    [blocks[last], blocks[other]] = [blocks[other], blocks[last]];
+  }
+  return blocks;
+}
+
+const leftOut = (rounds, depth) => sequential(depth).flat().filter((block) => !rounds.flat().includes(block));
+
+// Without the block at the place; a round that is empty then stays, so that numbers hold.
+function lifted(rounds, [round, index]) {
+  return rounds.map((ids, r) => (r === round ? ids.filter((_, i) => i !== index) : ids));
+}
+
+const full = (rounds) => rounds.filter((round) => round.length);
+
+// The block at the place becomes a round of its own before round `gap` (0 to the number of rounds).
+function moveTo(rounds, place, gap) {
+  const block = rounds[place[0]][place[1]];
+  const rest = lifted(rounds, place);
+  return full([...rest.slice(0, gap), [block], ...rest.slice(gap)]);
+}
+
+function moveBy(rounds, place, by) {
+  const alone = rounds[place[0]].length === 1;
+  // Out of a round of several, the step is to stand alone beside it.
+  const gap = by < 0 ? place[0] - (alone ? 1 : 0) : place[0] + (alone ? 2 : 1);
+  return gap < 0 || gap > rounds.length ? rounds : moveTo(rounds, place, gap);
+}
+
+// The block at the place joins another round, unless that has it already.
+function join(rounds, place, round) {
+  const block = rounds[place[0]][place[1]];
+  if (round === place[0] || rounds[round]?.includes(block) !== false) return rounds;
+  return full(lifted(rounds, place).map((ids, r) => (r === round ? [...ids, block] : ids)));
+}
+
+// Beside the round before (or after, for the first one); a block that is beside others stands alone.
+function beside(rounds, place) {
+  if (rounds[place[0]].length > 1) return moveTo(rounds, place, place[0] + 1);
+  const before = join(rounds, place, place[0] - 1);
+  return before === rounds ? join(rounds, place, place[0] + 1) : before;
+}
+
+function twice(rounds, place) {
+  const [round, index] = place;
+  return [...rounds.slice(0, round + 1), [rounds[round][index]], ...rounds.slice(round + 1)];
+}
+
+function leaveOut(rounds, place) {
+  const rest = full(lifted(rounds, place));
+  return rest.length ? rest : rounds; // an order has a block at least
+}
 
 export class Strip {
   constructor(depth, changed) {
     this.depth = depth;
     this.changed = changed;
+    this.rounds = sequential(depth);
     this.place = [0, 0];
     this.list = at("strip");
     this.list.addEventListener("keydown", (event) => this.type(event));
@@ -22,7 +102,7 @@ export class Strip {
     at("order-form").addEventListener("submit", (event) => {
       event.preventDefault();
       try {
-        this.set(orders.parse(at("order").value, depth));
+        this.set(parse(at("order").value, depth));
       } catch (error) {
         // Where it was typed, not in the line below the page's fold.
         say(at("order-error"), error.message);
@@ -32,21 +112,20 @@ export class Strip {
   }
 
   rearrange(how) {
-    const all = [...this.rounds, ...orders.leftOut(this.rounds, this.depth).map((block) => [block])];
-    if (how === "shuffle") this.set(orders.shuffle([...new Set(all.flat())].map((block) => [block])));
-    if (how === "reverse") this.set(orders.reverse(this.rounds));
-    if (how === "sequential") this.set(orders.sequential(this.depth));
+    if (how === "shuffle") this.set(shuffled(this.depth));
+    if (how === "reverse") this.set([...this.rounds].reverse());
+    if (how === "sequential") this.set(sequential(this.depth));
   }
 
   act(what) {
     const { rounds, place } = this;
     const block = rounds[place[0]][place[1]];
     const after = {
-      left: () => orders.moveBy(rounds, place, -1),
-      right: () => orders.moveBy(rounds, place, 1),
-      beside: () => orders.beside(rounds, place),
-      twice: () => orders.twice(rounds, place),
-      out: () => orders.leaveOut(rounds, place),
+      left: () => moveBy(rounds, place, -1),
+      right: () => moveBy(rounds, place, 1),
+      beside: () => beside(rounds, place),
+      twice: () => twice(rounds, place),
+      out: () => leaveOut(rounds, place),
     }[what]();
     if (after === rounds) return;
     // The block stays chosen: by its number, nearest to where it stood.
@@ -86,17 +165,17 @@ export class Strip {
     const r = Math.min(round, rounds.length - 1);
     this.place = [r, Math.min(index, rounds[r].length - 1)];
     this.list.replaceChildren(...rounds.map((ids, at_) => this.round(ids, at_)));
-    const out = orders.leftOut(rounds, this.depth);
+    const out = leftOut(rounds, this.depth);
     at("tray").replaceChildren(
       out.length ? "Left out:" : "No block is left out.",
       ...out.map((block) => this.spare(block)),
     );
-    at("order").value = orders.format(rounds);
+    at("order").value = format(rounds);
     at("order").removeAttribute("aria-invalid");
     say(at("order-error"), "");
     this.mark();
     if (focused) this.tile()?.focus();
-    this.changed(orders.format(rounds));
+    this.changed(format(rounds));
   }
 
   mark() {
@@ -111,9 +190,9 @@ export class Strip {
 
   round(ids, round) {
     const tiles = ids.map((block, index) => {
-      const beside = ids.length > 1 ? `, beside ${ids.filter((id) => id !== block).join(" and ")}` : "";
+      const others = ids.length > 1 ? `, beside ${ids.filter((id) => id !== block).join(" and ")}` : "";
       const tile = make("button", { type: "button", class: "tile",
-        "aria-label": `Block ${block}, step ${round + 1} of ${this.rounds.length}${beside}` }, String(block));
+        "aria-label": `Block ${block}, step ${round + 1} of ${this.rounds.length}${others}` }, String(block));
       hue(tile, block, this.depth);
       tile.addEventListener("click", () => {
         this.place = [round, index];
@@ -128,7 +207,7 @@ export class Strip {
   spare(block) {
     const tile = make("button", { type: "button", class: "tile", "aria-label": `Put block ${block} back` }, String(block));
     hue(tile, block, this.depth);
-    tile.addEventListener("click", () => this.set(orders.putBack(this.rounds, block)));
+    tile.addEventListener("click", () => this.set([...this.rounds, [block]]));
     return tile;
   }
 
@@ -164,7 +243,7 @@ export class Strip {
   target(x, y, place) {
     const { rounds } = this;
     if (y > this.list.getBoundingClientRect().bottom) {
-      return { element: at("tray"), side: "over", after: () => orders.leaveOut(rounds, place) };
+      return { element: at("tray"), side: "over", after: () => leaveOut(rounds, place) };
     }
     const items = [...this.list.children];
     const inside = (box) => x >= box.left && x <= box.right && y >= box.top && y <= box.bottom;
@@ -173,9 +252,9 @@ export class Strip {
     const box = items[round].getBoundingClientRect();
     const share = (x - box.left) / box.width;
     const element = items[round];
-    if (share < EDGE) return { element, side: "before", after: () => orders.moveTo(rounds, place, round) };
-    if (share > 1 - EDGE) return { element, side: "after", after: () => orders.moveTo(rounds, place, round + 1) };
-    return { element, side: "over", after: () => orders.join(rounds, place, round) };
+    if (share < EDGE) return { element, side: "before", after: () => moveTo(rounds, place, round) };
+    if (share > 1 - EDGE) return { element, side: "after", after: () => moveTo(rounds, place, round + 1) };
+    return { element, side: "over", after: () => join(rounds, place, round) };
   }
 
   show(target) {

@@ -1,13 +1,16 @@
-// The swarm: its hosts and counts, asked for each second, and the way of every answer to this page.
+// The swarm: its hosts and counts, asked for each second, and the way of every answer to this page,
+// replayed: a line for every host, with a bar for each visit from its beginning to its end. Bars at
+// one time stand below each other: those visits ran side by side.
 
 import { ask, at, hue, make, mayBreak, say } from "./dom.js";
-import { setLines, showWalk } from "./walk.js";
 
 const EVERY = 1000; // ms between two looks, and between two test pairs
+const REPLAY = 900; // ms in which the bars of a request appear, in their order
 const BREAKS = [["crash", "Kill"], ["freeze", "Freeze"], ["slow", "Slow down"], ["rejoin", "Bring back"]];
 const WORDS = { healthy: "works", suspect: "does not answer", "shut-out": "is shut out", draining: "takes no more", gone: "is dead" };
 
 const cards = new Map();
+const lines = new Map(); // of the walk
 const sent = { answered: 0, right: 0, expected: 0 };
 let depth = 0;
 let before = null;
@@ -100,6 +103,42 @@ function showState(swarm) {
   }
   say(at("line"), words.join(" \u00b7 "));
   before = { good, now };
+}
+
+// The lines of the hosts that there are; they stay as they are between requests.
+function setLines(names) {
+  if (names.length === lines.size && names.every((name) => lines.has(name))) return;
+  lines.clear();
+  at("walk").replaceChildren(...names.map((name) => {
+    const line = make("ol", { class: "visits", "aria-label": `Visits to ${name}` });
+    lines.set(name, line);
+    return make("li", {}, make("span", { class: "name" }, name), line);
+  }));
+}
+
+function bar(hop, whole) {
+  const element = make("li", { class: "visit", title: hop.why, "data-state": hop.outcome,
+    "aria-label": `block ${hop.block}, ${hop.outcome}, ${hop.ms.toFixed(0)} ms` }, String(hop.block));
+  hue(element, hop.block, depth);
+  element.style.setProperty("--begun", (100 * hop.begun_ms) / whole);
+  element.style.inlineSize = `${(100 * hop.ms) / whole}%`;
+  element.style.animationDelay = `${(REPLAY * hop.begun_ms) / whole}ms`;
+  return element;
+}
+
+// `answer`: what /v1/classify answers.
+function showWalk(answer) {
+  const whole = Math.max(1, ...answer.route.map((hop) => hop.begun_ms + hop.ms));
+  const bars = new Map([...lines.keys()].map((name) => [name, []]));
+  for (const hop of answer.route) bars.get(hop.host)?.push(bar(hop, whole));
+  for (const [name, own] of bars) lines.get(name).replaceChildren(...own);
+  const ran = new Set(answer.blocks).size;
+  say(at("walk-text"), `Newest request: ${ran} of ${answer.depth} blocks in ${answer.ms.total.toFixed(0)} ms`);
+  const reasons = Map.groupBy(answer.skipped, (skip) => skip.why);
+  const skipped = [...reasons].map(([why, skips]) => `Skipped ${skips.map((skip) => skip.block).join(", ")}: ${why}.`);
+  const troubles = answer.route.filter((hop) => hop.why);
+  const failed = new Set(troubles.map((hop) => `${hop.host} ${hop.outcome} (${hop.why}).`));
+  say(at("skipped"), [...skipped, ...failed].join(" ") || "\u00a0");
 }
 
 // What the swarm answers for an image file; its way is replayed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,7 +13,7 @@ from layershuffle.cli.swarm.serving import state_flag
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.server.admin import Operator
+    from layershuffle.swarm.server.operating import Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class _OperatorCommand(Command):
         """A connection to the swarm. Raises `UsageError` if none runs on this machine."""
         require("swarm")
 
-        from layershuffle.swarm.server.admin import operator_of
+        from layershuffle.swarm.server.operating import Operator
 
-        return operator_of(self.state)
+        return closing(Operator(self.state))
 
 
 @dataclass(frozen=True)

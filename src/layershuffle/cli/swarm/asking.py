@@ -50,7 +50,7 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
     if server.api_key_file is not None:
         if server.api_key is not None:
             raise UsageError("The API key is given twice", hint="omit --api-key")
-        from layershuffle.swarm.server.keys import read_keys
+        from layershuffle.swarm.server.doors import read_keys
 
         keys = read_keys(server.api_key_file)
         # The file of a server may hold many keys; we do not guess which of them is meant.

@@ -74,16 +74,16 @@ class DemoCommand(Command):
 
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.drill import SCENARIOS, asking, sent
+        from layershuffle.swarm.server.admission import GatewayLimits
         from layershuffle.swarm.server.app import create_app
-        from layershuffle.swarm.server.limits import GatewayLimits
+        from layershuffle.swarm.server.gateway import Gateway
 
         # The API without a port, and without a limit on the rate of its one client.
-        app = create_app(
-            service.remote_model,
-            calibration=service.calibration,
-            limits=GatewayLimits(rate=1e5, burst=1e5),
-            model=DEFAULT_MODEL,
+        limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.calibration
+        gateway = Gateway(
+            service.remote_model, limits=limits, calibration=calibration, model=DEFAULT_MODEL
         )
+        app = create_app(gateway)
         transport = httpx.ASGITransport(app=app)
         victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:

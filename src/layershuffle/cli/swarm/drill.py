@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.server.admin import Operator
+    from layershuffle.swarm.server.operating import Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class DrillCommand(ServerOptions):
         """Drill; exit code 1 if the swarm did not recover, or lost a request needlessly."""
         require("swarm")
 
-        from layershuffle.swarm.server.admin import operator_of
+        from layershuffle.swarm.server.operating import Operator
 
-        with operator_of(self.state) as operator:
+        with closing(Operator(self.state)) as operator:
             return asyncio.run(self.drill(operator.command("facts"), operator))
 
     async def drill(self, facts: dict[str, Any], operator: Operator) -> int:

@@ -24,8 +24,8 @@ from layershuffle.errors import Interrupted, UsageError
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.server.doors import Https
     from layershuffle.swarm.server.start import Serving
-    from layershuffle.swarm.server.tls import Https
     from layershuffle.swarm.service import Service
 
 
@@ -156,15 +156,13 @@ class UpCommand(Command):
         import asyncio
 
         from layershuffle.swarm.served import ServedModel, served_directory
+        from layershuffle.swarm.server.doors import in_clear
         from layershuffle.swarm.server.start import serve_swarm
-        from layershuffle.swarm.server.tls import check_address, in_clear
         from layershuffle.swarm.service import SwarmSettings
 
         say = steps()
         serving = self.serving()
-        # Before a model is exported, which takes seconds.
         keyed, encrypted = self.keys is not None, serving.https is not None
-        check_address(serving.host, keyed=keyed, public=self.public)
         if warning := in_clear(serving.host, keyed=keyed, encrypted=encrypted):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         settings = SwarmSettings(
@@ -185,8 +183,8 @@ class UpCommand(Command):
 
     def serving(self) -> Serving:
         """The settings of the flags. Raises `UsageError` if a swarm uses that state directory."""
-        from layershuffle.swarm.server.admin import Operated, state_directory
-        from layershuffle.swarm.server.keys import Keys
+        from layershuffle.swarm.server.doors import Keys
+        from layershuffle.swarm.server.operating import Operated, state_directory
         from layershuffle.swarm.server.start import Serving
 
         state = state_directory(self.state)
@@ -200,7 +198,7 @@ class UpCommand(Command):
             port=self.port,
             public=self.public,
             https=self.https(),
-            keys=Keys.of_file(self.keys),
+            keys=Keys(file=self.keys),
             page=self.page,
             trusted_proxies=self.trusted_proxy,
             min_accuracy=self.min_accuracy,
@@ -209,7 +207,7 @@ class UpCommand(Command):
     def https(self) -> Https | None:
         """The certificate that the flags name; `None` for plain http. Raises `UsageError` for one
         file without the other, and for files that cannot be used."""
-        from layershuffle.swarm.server.tls import Https
+        from layershuffle.swarm.server.doors import Https
 
         if self.https_certificate is None and self.https_key is None:
             return None
@@ -225,7 +223,7 @@ class UpCommand(Command):
 
         `key`: the operator's, "" where it must not be shown.
         """
-        from layershuffle.swarm.server.join import join_address
+        from layershuffle.swarm.server.page import join_address
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address, authority = f" --address {url}", ""

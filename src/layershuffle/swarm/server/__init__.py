@@ -1,12 +1,13 @@
 """The swarm's HTTP server: it answers requests with classes and the route. Import the modules.
 
-`run` accepts connections, `app` holds the routes and the API keys, `admission` bounds what clients
-take, `scheduler` carries a classification out, `requests` reads its options and its body, `images`
-decodes, and `schemas` is the JSON of the answer. `limits` has the bounds, `errors` the refusals,
-`metrics` counts, `tls` encrypts, and `admin` takes the operator's commands.
+`run` accepts connections, `app` holds the routes, `gateway` carries a classification out,
+`admission` bounds what clients take and refuses the rest, `images` decodes, and `schemas` is the
+JSON of the answer. `doors` has keys and certificates, `metrics` what is known of the gateway,
+`admin` the operator's commands, `operating` what lies on the gateway's machine, and `start` puts
+all of it together.
 
-`page` holds the files and routes of the page, for a swarm and for the models of `workbench` in this
-process.
+`page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in
+this process.
 
 Clients read answers with `schemas`, which imports no web framework.
 """

@@ -1,4 +1,4 @@
-"""What a client may take of the gateway, for the API and the page alike.
+"""What a client may take of the gateway, for the API and the page alike, and how it is refused.
 
 The limits hold for each client (rate, requests under way, share of the threads) and for all of them
 together (bodies in memory, requests open).
@@ -7,211 +7,320 @@ together (bodies in memory, requests open).
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator
+import ipaddress
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
 
+from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
+from layershuffle.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.settings import Positive, Settings
+from layershuffle.swarm.limits import Milliseconds
 from layershuffle.swarm.messages import NotAnswered
-from layershuffle.swarm.server.errors import busy
-from layershuffle.swarm.server.keys import Rate
-from layershuffle.swarm.server.limits import GatewayLimits, client_of
-from layershuffle.swarm.server.requests import read_body
+from layershuffle.swarm.server.doors import Rate
+from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
+LOG = logging.getLogger("layershuffle")
+BODY_HINT = "send one image as the body, neither as a form nor compressed: curl --data-binary @FILE"
+_CLIENT_GONE = 499  # nginx's status; nobody reads it
+_LONGEST = 500  # characters of a cause: some causes quote the client
+_MAX_DIGITS = 18  # of a Content-Length that are read
+_IPV6_PREFIX = 64  # one client may use every address below such a prefix
+_SOON = 1.0  # seconds after which a client may try a busy gateway again
 _T = TypeVar("_T")
 
 
+class GatewayLimits(Settings):
+    """Bounds on what clients send, and how often. `Limits` bounds how long the swarm tries."""
+
+    max_body_bytes: Positive = 16 << 20
+    """Largest body; counted while it arrives, because its announced length may be wrong."""
+    body_ms: Milliseconds = 15_000.0
+    """Longest time that a body may take to arrive."""
+    held_bytes: Positive = 256 << 20
+    """Most bytes of bodies in memory at one time, over all requests."""
+    max_pixels: Positive = 25_000_000
+    """Most pixels of an image, checked before it is decoded, and again for what it is resized to.
+    25 million are 75 MB once decoded."""
+    decoders: Positive = 2
+    """Most images that are decoded at one time; at most half of them of one client."""
+
+    min_deadline_ms: Milliseconds = 50.0
+    """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
+
+    running: Positive = 32
+    """Most requests that walk the swarm at one time."""
+    waiting: Annotated[int, Field(ge=0)] = 64
+    """Most further requests, complete with their bodies, that may wait for their turn; clients of
+    others are told to try later."""
+    connections: Positive = 512
+    """Most open connections; further ones are closed at once."""
+    head_ms: Milliseconds = 10_000.0
+    """Longest time from the opening of a connection, and from every answer, to the next request's
+    complete head; also the longest time of a TLS handshake."""
+
+    # A quarter of the connections, and half of the requests that may run or wait: no single address
+    # can take every place.
+    client_connections: Positive = 128
+    """Open connections of one client address ..."""
+    client_requests: Positive = 48
+    """... and its requests under way, counted from their heads on."""
+
+    rate: Annotated[float, Field(gt=0)] = 100.0
+    """Requests per second that one client address may make in the long run ..."""
+    burst: Annotated[float, Field(ge=1)] = 200.0
+    """... and how many at once after a pause."""
+    max_clients: Positive = 10_000
+    """Most client addresses whose rates are remembered; the longest idle is forgotten first."""
+
+
+@lru_cache(10_000)
+def client_of(address: str) -> str:
+    """The name of a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
+    return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
+
+
+class HTTPError(LayerShuffleError):
+    """The refusal of a request; `retry_after` in seconds, where a later try may help."""
+
+    def __init__(
+        self, status: HTTPStatus, cause: str, *, hint: str, retry_after: float | None = None
+    ) -> None:
+        super().__init__(cause, hint=hint)
+        self.status, self.retry_after = status, retry_after
+
+
+def busy(cause: str, *, wait: float = _SOON) -> HTTPError:
+    """The refusal (429) of a client that may try again after `wait` seconds."""
+    return HTTPError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        cause,
+        hint="wait as long as Retry-After says, and send less at a time",
+        retry_after=wait,
+    )
+
+
+def unprocessable(cause: str, *, hint: str) -> HTTPError:
+    """The refusal (422) of a request that can be read but not carried out."""
+    return HTTPError(HTTPStatus.UNPROCESSABLE_ENTITY, cause, hint=hint)
+
+
+def answer_to(
+    error: Exception, *, wait: float | None = None, reference: str | None = None
+) -> Response:
+    """The response to a request that was refused, cannot be answered, or failed unexpectedly.
+
+    `wait`: seconds after which another try may help, where `error` does not say it; `reference`:
+    the id of the request in the log.
+    """
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_GONE)
+    if isinstance(error, HTTPException):  # a wrong path or method
+        hint = "see /openapi.json for the paths and methods"
+        body = _body(str(error.detail), hint)
+        return JSONResponse(body, error.status_code, error.headers)
+    status, headers = status_of(error), {}
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
+        # The cause of an internal failure may name files and hosts: the client gets only an id.
+        reference = uuid.uuid4().hex
+        LOG.error("Request %s failed", reference, exc_info=error, extra={"request": reference})
+        hint = "give the operator this id: it is in the log"
+        return JSONResponse(_body("The gateway failed", hint, reference=reference), status)
+    if isinstance(error, HTTPError):
+        wait = error.retry_after
+    if wait is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait)))  # whole seconds
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    place = f" ({error.place})" if error.place else ""
+    body = _body(error.cause + place, error.hint or "", reference=reference)
+    return JSONResponse(body, status, headers)
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """The HTTP status for `error`; 500 for unexpected errors."""
+    if isinstance(error, HTTPError):
+        return error.status
+    if isinstance(error, NotAnswered):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(error, UsageError | DataError):
+        return HTTPStatus.UNPROCESSABLE_ENTITY
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _body(cause: str, hint: str, *, reference: str | None = None) -> dict[str, Any]:
+    problem = Problem(cause=cause[:_LONGEST], hint=hint, id=reference)
+    return ErrorAnswer(error=problem).model_dump(mode="json")
+
+
 class Client:
-    """One client: its rate, its requests under way, and its share of the threads of a pool (half as
+    """One client: its rate, its requests under way, and its places in a pool of threads (half as
     many as there are decoders, at least one)."""
 
     def __init__(self, limits: GatewayLimits) -> None:
-        self.rate = Rate(limits.rate, limits.burst)
-        self._places = asyncio.Semaphore(max(1, limits.decoders // 2))
-        self.requests = self.threads = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether this client has no running work, not even threads whose results are useless."""
-        return not self.requests and not self.threads
-
-    async def compute(self, pool: Executor, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread of `pool` once this client has a place there; return its result.
-
-        Cancellation ends the wait, but not a thread that has begun, which keeps its place until it
-        ends: clients that give up early and ask again get no more threads than others.
-        """
-        await self._places.acquire()
-        self.threads += 1
-        loop = asyncio.get_running_loop()
-
-        def leave() -> None:
-            self.threads -= 1
-            self._places.release()
-
-        def thread_ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
-                loop.call_soon_threadsafe(leave)
-
-        future = pool.submit(work)
-        future.add_done_callback(thread_ended)
-        return await asyncio.wrap_future(future)
-
-
-class Clients:
-    """The most recent clients, by address, in bounded memory. For one event loop."""
-
-    def __init__(self, limits: GatewayLimits) -> None:
-        self._limits = limits
-        self._clients: OrderedDict[str, Client] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    def at(self, address: str) -> Client:
-        """The client with this address."""
-        name = client_of(address)
-        client = self._clients.setdefault(name, Client(self._limits))
-        self._clients.move_to_end(name)
-        if len(self._clients) > self._limits.max_clients:
-            # The rate of a forgotten client is reset, so the longest idle is forgotten. Those with
-            # requests under way stay: the limit on connections bounds them.
-            idle = (name for name, client in self._clients.items() if client.idle)
-            self._clients.pop(next(idle, name))
-        return client
-
-    def admit(self, address: str, *, now: float) -> None:
-        """Count a request at the time `now`, in seconds. Raises `HTTPError` (429) for too many."""
-        wait = self.at(address).rate.wait(now)
-        if wait:
-            raise busy("Too many requests from your address", wait=wait)
-
-    @contextmanager
-    def request_of(self, address: str) -> Iterator[Client]:
-        """Count a request of `address`. Raises `HTTPError` (429) if its client has too many."""
-        client = self.at(address)
-        if client.requests >= self._limits.client_requests:
-            raise busy("Too many requests from your address are under way")
-        client.requests += 1
-        try:
-            yield client
-        finally:
-            client.requests -= 1
+        self.rate, self.requests = Rate(limits.rate, limits.burst), 0
+        self.places = asyncio.Semaphore(max(1, limits.decoders // 2))
 
 
 class Admission:
     """Lets requests in, as many at a time as the limits allow. `clock`: that of all deadlines;
-    `open`: requests whose bodies are in and that have no answer yet."""
+    `open`: requests whose bodies are in and that have no answer yet. For one event loop."""
 
     def __init__(self, limits: GatewayLimits, *, clock: Callable[[], float]) -> None:
-        self.limits, self.clock, self.clients = limits, clock, Clients(limits)
-        self.open = 0
-        self._free_bytes = limits.held_bytes
+        self.limits, self.clock = limits, clock
+        self.open = self._held_bytes = 0
+        # Bounded, because an attacker may come from ever new addresses. Who is forgotten has as
+        # many places again; who can bring that about has as many addresses anyway.
+        self._clients = lru_cache(limits.max_clients)(lambda _name: Client(limits))
 
-    def admit(self, request: Request) -> None:
+    def client(self, request: Request) -> Client:
+        """The client that a request comes from."""
+        return self._clients(client_of(request.client.host if request.client else ""))
+
+    async def admit(self, request: Request) -> None:
         """Count a request against the rate of its client. Raises `HTTPError` (429)."""
-        self.clients.admit(_address(request), now=self.clock())
+        if wait := self.client(request).rate.wait(self.clock()):
+            raise busy("Too many requests from your address", wait=wait)
 
-    async def carry(
-        self, request: Request, work: Callable[[Client, bytes], Coroutine[Any, Any, _T]]
-    ) -> _T:
-        """The result of `work(client, body)`. Raises `HTTPError` (408, 413, 415, 429).
+    @asynccontextmanager
+    async def carried(self, request: Request) -> AsyncIterator[tuple[Client, bytes]]:
+        """The client of `request` and its body, which count within. Raises `HTTPError` (408, 413,
+        415, 429).
 
-        If the client disconnects, the work is cancelled and `ClientDisconnect` is raised.
+        If the client disconnects, what runs within is cancelled, and `ClientDisconnect` is raised.
         """
-        with self.clients.request_of(_address(request)) as client, self._body_memory() as take:
+        client, body = self.client(request), bytearray()
+        if client.requests >= self.limits.client_requests:
+            raise busy("Too many requests from your address are under way")
+        client.requests += 1
+        try:
             self._check_room()  # before a body is received in vain
-            body = await read_body(request, limits=self.limits, take=take)
+            await self._read(request, body)
             # Not before: a body that arrives slowly takes only the places of its own client.
             self._check_room()
             self.open += 1
             try:
-                return await _unless_gone(request, work(client, body))
+                async with _unless_gone(request):
+                    yield client, bytes(body)
             finally:
                 self.open -= 1
+        finally:
+            client.requests -= 1
+            self._held_bytes -= len(body)
 
     async def compute(
         self,
         client: Client,
-        work: Callable[[Callable[[], None]], _T],
+        work: Callable[[], _T],
         *,
         pool: Executor,
         deadline: float,
         event: str,
     ) -> _T:
-        """`work(check)` in a thread of `pool`, when it is the turn of `client`.
+        """`work()` in a thread of `pool`, once `client` has a place there. Raises `NotAnswered` at
+        `deadline`, in seconds of the clock: it passed before `event`.
 
-        Raises `NotAnswered` at `deadline`, in seconds of the clock: it passed before `event`. Then,
-        and if the work is cancelled, `check` raises in the thread: its result is not needed.
+        That ends the wait, but not a thread that has begun, which keeps its place until it ends:
+        clients that give up early and ask again get no more threads than others.
         """
-        over = threading.Event()
+        loop = asyncio.get_running_loop()
 
-        def check() -> None:
-            if over.is_set() or self.clock() >= deadline:
-                raise too_late(event)
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
+                loop.call_soon_threadsafe(client.places.release)
 
+        async with self.until(deadline, event):
+            await client.places.acquire()
+            future = pool.submit(work)
+            future.add_done_callback(ended)
+            return await asyncio.wrap_future(future)
+
+    @asynccontextmanager
+    async def until(self, deadline: float, event: str) -> AsyncIterator[None]:
+        """Raise `NotAnswered` within at `deadline`: it passed before `event`."""
         try:
             async with asyncio.timeout(max(0.0, deadline - self.clock())):
-                return await client.compute(pool, lambda: work(check))
+                yield
         except TimeoutError as error:
-            raise too_late(event) from error
-        finally:
-            over.set()
+            raise NotAnswered(
+                f"The deadline passed before {event}",
+                hint="try again later, allow a later deadline, or send a smaller image",
+            ) from error
 
     def _check_room(self) -> None:
         """Raises `HTTPError` (429) if too many requests are open."""
         if self.open >= self.limits.running + self.limits.waiting:
             raise busy("Too many requests are open")
 
-    @contextmanager
-    def _body_memory(self) -> Iterator[Callable[[int], None]]:
-        """A function that reserves bytes of the memory for all bodies, released at the end; it
-        raises `HTTPError` (429) if too few are free."""
-        total = 0
-
-        def take(count: int) -> None:
-            nonlocal total
-            if count > self._free_bytes:
-                raise busy("The bodies of other requests fill the memory")
-            self._free_bytes -= count
-            total += count
-
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Read the body of `request` into `body`. Raises `HTTPError` and `ClientDisconnect`."""
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        # Other kinds are not looked at: curl calls every body a form of fields.
+        is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
+        if encoding != "identity" or is_form:
+            raise HTTPError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "The body is not an image alone", hint=BODY_HINT
+            )
+        announced = request.headers.get("content-length", "")
+        self._check_size(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0)
+        seconds = self.limits.body_ms / 1000
         try:
-            yield take
-        finally:
-            self._free_bytes += total
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():  # counted: what is announced may be wrong
+                    self._check_size(len(body) + len(chunk))
+                    if self._held_bytes + len(chunk) > self.limits.held_bytes:
+                        raise busy("The bodies of other requests fill the memory")
+                    self._held_bytes += len(chunk)
+                    body += chunk
+        except TimeoutError as error:
+            raise HTTPError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"The body did not arrive within {seconds:g} s",
+                hint="send a smaller image",
+            ) from error
+
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.max_body_bytes:
+            raise HTTPError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"The body is larger than {self.limits.max_body_bytes} bytes",
+                hint="send a smaller image",
+            )
 
 
-def too_late(event: str) -> NotAnswered:
-    """The refusal of a request whose deadline passed before `event`."""
-    return NotAnswered(
-        f"The deadline passed before {event}",
-        hint="try again later, allow a later deadline, or send a smaller image",
-    )
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`. If the client disconnects, cancels it and raises `ClientDisconnect`."""
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+@asynccontextmanager
+async def _unless_gone(request: Request) -> AsyncIterator[None]:
+    """Cancel what runs within if the client disconnects, and raise `ClientDisconnect`."""
 
     # A handler is not cancelled when its client leaves; only `receive` reports that.
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stay.reschedule(0)
+
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        task.cancel()
-        gone.cancel()
+        async with asyncio.timeout(None) as stay:
+            watching = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError as error:
+        if stay.expired():
+            raise ClientDisconnect from error
+        raise

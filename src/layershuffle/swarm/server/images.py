@@ -11,9 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -25,7 +23,7 @@ from layershuffle.bundled import asset
 from layershuffle.errors import DataError
 from layershuffle.image_view import ImageView, resized_size
 from layershuffle.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.admission import BODY_HINT
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
 # believes the compressed stream, not the size in the head that is checked here.
@@ -50,60 +48,44 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _SCAN, _END, _TEMPORARY = 0xDA, 0xD9, 0x01
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """Turns a file into a batch of one for a model. Runs in a thread."""
-
-    view: ImageView
-    limits: GatewayLimits
-
-    def batch(self, file: bytes, check: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
-        """The image as float32 `[1, channels, height, width]`. Raises `DataError`.
-
-        `check` is called before the pixels are decoded, and may raise to end the work.
-        """
-        image = self._open(file)
-        # Either way round, because it may be turned.
-        for size in (image.size, image.size[::-1]):
-            self._check_size(size)
-        check()
-        return normalised(view_pixels(self.decode(image), self.view), self.view)[None]
-
-    def decode(self, image: Image.Image) -> Image.Image:
-        """Decode an opened image, in the mode that the model expects. Raises `DataError`."""
-        with _data_errors(self.limits):
-            # Opening read the head alone; here the pixels are decoded.
-            return decoded(image, self.view.channels, place=None)
-
-    def _open(self, file: bytes) -> Image.Image:
-        """The image, with only its header read."""
-        scans, markers = count_markers(file)
-        for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
-            if count > most:
-                raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
-        with _data_errors(self.limits):
-            content = _BoundedFile(without_metadata(file))
-            image = Image.open(content, formats=FORMATS)
+def batch_of(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.float32]:
+    """The image in a file as float32 `[1, channels, height, width]`. Raises `DataError`."""
+    if not file:
+        raise DataError("There is no image in the request", hint=BODY_HINT)
+    scans, markers = count_markers(file)
+    for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
+        if count > most:
+            raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
+    try:
+        content = _BoundedFile(without_metadata(file))
+        image = Image.open(content, formats=FORMATS)
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
-        if isinstance(image, TiffImageFile):
-            self._check_tiff(image)
-        return image
+        _check_size(image, view, most=most_pixels)
+        # Opening read the head alone; here the pixels are decoded.
+        pixels = decoded(image, view.channels, place=None)
+    except Image.DecompressionBombError as error:
+        raise _too_large(str(error), most_pixels) from error
+    except DECODE_ERRORS as error:
+        raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
+    return normalised(view_pixels(pixels, view), view)[None]
 
-    def _check_tiff(self, image: TiffImageFile) -> None:
-        """Raises `DataError` for a tile larger than an image may be, and for other compressions."""
-        tile = [image.tag_v2.get(tag, 0) for tag in (TIFF_TILE_WIDTH, TIFF_TILE_LENGTH)]
-        if math.prod(tile) > self.limits.max_pixels:
-            raise _too_large(f"tiles of {tile[0]}x{tile[1]} pixels", self.limits.max_pixels)
+
+def _check_size(image: Image.Image, view: ImageView, *, most: int) -> None:
+    """Raises `DataError` for too many pixels, as the image is, in a tile, or resized; and for
+    unusual compressions of TIFF."""
+    sizes = [(image.size, "{}x{} pixels")]
+    if isinstance(image, TiffImageFile):
+        width, height = (image.tag_v2.get(tag, 0) for tag in (TIFF_TILE_WIDTH, TIFF_TILE_LENGTH))
+        sizes.append(((width, height), "tiles of {}x{} pixels"))
         if image.info.get("compression", "raw") not in COMPRESSIONS:
             raise DataError("The TIFF file is compressed unusually", hint=_PLAIN_HINT)
-
-    def _check_size(self, size: tuple[int, int]) -> None:
-        """Raises `DataError` for too many pixels, as the image is or resized."""
-        most = self.limits.max_pixels
+    for size, text in sizes:
         if math.prod(size) > most:
-            raise _too_large(f"{size[0]}x{size[1]} pixels", most)
-        # A long thin image grows when its short side is brought to the model's size.
-        across, down = resized_size(size, self.view)
+            raise _too_large(text.format(*size), most)
+    # A long thin image grows when its short side is brought to the model's size. Either way round,
+    # because it may be turned.
+    for size in (image.size, image.size[::-1]):
+        across, down = resized_size(size, view)
         if across * down > most:
             raise _too_large(f"{across}x{down} pixels at the model's size", most)
 
@@ -167,17 +149,6 @@ def count_markers(file: bytes) -> tuple[int, int]:
         length = 0 if kind == _TEMPORARY else int.from_bytes(file[start : start + 2])
         marker = _MARKER.search(file, start + length)
     return scans, markers
-
-
-@contextmanager
-def _data_errors(limits: GatewayLimits) -> Iterator[None]:
-    """Raise the errors of Pillow as `DataError`."""
-    try:
-        yield
-    except Image.DecompressionBombError as error:
-        raise _too_large(str(error), limits.max_pixels) from error
-    except DECODE_ERRORS as error:
-        raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
 
 
 def _too_large(size: str, most: int) -> DataError:

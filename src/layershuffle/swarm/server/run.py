@@ -12,59 +12,24 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.server.limits import GatewayLimits, client_of
-from layershuffle.swarm.server.tls import check_address
+from layershuffle.swarm.server.admission import GatewayLimits, client_of
 
-PORT = 8000
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
 _GRACE = 5  # seconds that requests under way get when the server is told to end
 _HEADER_BYTES = 1 << 14
 _BACKLOG = 128
 _LOOK = 0.25  # seconds between two looks at the connections
-
-
-async def serve(
-    app: Starlette,
-    *,
-    host: str = "127.0.0.1",
-    port: int = PORT,
-    public: bool = False,
-    tls: ssl.SSLContext | None = None,
-    trusted_proxies: Sequence[str] = (),
-    members: Members | None = None,
-    ready: Callable[[str], None] | None = None,
-) -> None:
-    """Answer requests until SIGINT or SIGTERM; `ready` is called with the address once it is open.
-
-    `port` 0 takes a free one. With `tls` (`tls.Https.context`) the gateway accepts only https.
-    `trusted_proxies`: addresses or networks whose X-Forwarded-For is believed. Raises `UsageError`
-    for an address that other machines reach if the app takes no API key, unless it is to be
-    `public`; `LayerShuffleError` for a port in use.
-    """
-    check_address(host, keyed=bool(app.state.keys), public=public)
-    # It logs every broken head: a client could fill the disk.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    async with listening(
-        app, host=host, port=port, tls=tls, trusted=trusted_proxies, members=members
-    ) as (listener, serving):
-        name = listener.getsockname()[0]
-        if ready is not None:
-            scheme = "http" if tls is None else "https"
-            ready(f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.port}")
-        await serving
 
 
 @asynccontextmanager
@@ -78,14 +43,18 @@ async def listening(
     trusted: Sequence[str] = (),
     members: Members | None = None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
-    """Serve `app` within; gives the listening socket, and the task of the server.
+    """Serve `app` within; gives the listening socket, and the task of the server, which ends at
+    SIGINT or SIGTERM.
 
-    `members`: the hosts that dial in there, if any. Raises `LayerShuffleError` if it cannot listen
-    on the address.
+    `port` 0 takes a free one. With `tls` (`doors.Https.context`) it accepts only https. `trusted`:
+    addresses or networks of proxies, whose X-Forwarded-For is believed; `members`: the hosts that
+    dial in there, if any. Raises `LayerShuffleError` if it cannot listen on the address.
 
         async with listening(app) as (listener, _):
             httpx.get(f"http://127.0.0.1:{listener.port}/livez")
     """
+    # It logs every broken head: a client could fill the disk.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
     inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
 
@@ -95,6 +64,7 @@ async def listening(
 
     limits = limits or GatewayLimits()
     with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
+        listener.scheme = "http" if tls is None else "https"
         config = uvicorn.Config(
             listener.around(inner),
             http="h11",
@@ -110,13 +80,14 @@ async def listening(
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
-        async with listener.watched():
-            try:
-                yield listener, serving
-            finally:
-                server.should_exit = True
-                # It raises the signal that ended it once more, which whoever waits for it gets.
-                await asyncio.gather(serving, return_exceptions=True)
+        watching = asyncio.create_task(listener.watch())
+        try:
+            yield listener, serving
+        finally:
+            server.should_exit = True
+            # It raises the signal that ended it once more, which whoever waits for it gets.
+            await asyncio.gather(serving, return_exceptions=True)
+            watching.cancel()
 
 
 class GatewaySocket(socket.socket):
@@ -136,9 +107,8 @@ class GatewaySocket(socket.socket):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._limits, self._trusted = limits, frozenset(map(client_of, trusted))
-        self._patience = limits.head_ms / 1000
-        self._counts: Counter[str] = Counter()
-        self.open: dict[tuple[str, int], Accepted] = {}
+        self._patience, self.scheme = limits.head_ms / 1000, "http"
+        self._accepted: dict[tuple[str, int], Accepted] = {}
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
@@ -154,110 +124,85 @@ class GatewaySocket(socket.socket):
             ) from error
 
     @property
+    def open(self) -> dict[tuple[str, int], Accepted]:
+        """The connections that the server has not closed, by the address of their client."""
+        accepted = self._accepted.items()
+        self._accepted = {address: way for address, way in accepted if way.fileno() >= 0}
+        return self._accepted
+
+    @property
     def port(self) -> int:
         """The port that it listens on."""
         number: int = self.getsockname()[1]
         return number
 
+    @property
+    def url(self) -> str:
+        """The address for clients."""
+        name = self.getsockname()[0]
+        return f"{self.scheme}://{f'[{name}]' if ':' in name else name}:{self.port}"
+
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection and its address. Raises `ConnectionAbortedError` for a connection
         beyond the limits, after which asyncio calls again."""
         connection, address = super().accept()
-        client = client_of(address[0])
-        full = self._counts.total() >= self._limits.connections
-        many = self._counts[client] >= self._limits.client_connections
-        if full or (many and client not in self._trusted):
+        client, others = client_of(address[0]), self.open
+        same = sum(client_of(other) == client for other, _ in others)
+        many = same >= self._limits.client_connections and client not in self._trusted
+        if many or len(others) >= self._limits.connections:
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
-        self._counts[client] += 1
-        self.open[address[:2]] = accepted = Accepted(connection, self._leave, address[:2])
+        self._accepted[address[:2]] = accepted = Accepted(connection)
         return accepted, address
 
     def around(self, app: Any) -> Any:
-        """`app`, with its requests noted at their connections."""
+        """`app`, with its requests noted at their connections, and HEAD answered as GET is."""
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
-            connection = self.open.get(tuple(scope.get("client") or ()))
+            if scope.get("method") == "HEAD":  # the server keeps its own, and sends no body
+                scope = {**scope, "method": "GET"}
+            connection = self._accepted.get(tuple(scope.get("client") or ()))
             if connection is None:  # the lifespan of the app
                 await app(scope, receive, send)
                 return
 
             async def sent(message: Message) -> None:
-                connection.sending_since = asyncio.get_running_loop().time()
+                connection.since = asyncio.get_running_loop().time()
                 await send(message)
-                connection.sending_since = None
+                connection.since = None
 
-            connection.waiting_since = None
+            connection.since = None
             try:
                 await app(scope, receive, sent)
             finally:
-                connection.sending_since = None
-                connection.waiting_since = asyncio.get_running_loop().time()
+                connection.since = asyncio.get_running_loop().time()
 
         return noted
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Cut the connections that have waited too long for their client, within."""
-
-        async def watch() -> None:
-            while True:
-                await asyncio.sleep(_LOOK)
-                self.cut(asyncio.get_running_loop().time())
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+    async def watch(self) -> None:
+        """Cut the connections that have waited too long for their client, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            self.cut(asyncio.get_running_loop().time())
 
     def cut(self, now: float) -> None:
         """Cut the connections that have waited too long for their client at `now`."""
         for connection in list(self.open.values()):
-            if now - connection.idle_since(now) >= self._patience:
+            if connection.since is not None and now - connection.since >= self._patience:
                 # Below the server, which sees its client leave. An answer that is not read is lost.
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def keep(self, address: Any) -> None:
         """Let the connection of a host, which has time-outs of its own, wait for any time."""
-        if (connection := self.open.get(tuple(address[:2]))) is not None:
-            connection.waiting_since = None
-
-    def _leave(self, address: tuple[str, int]) -> None:
-        del self.open[address]
-        client = client_of(address[0])
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]  # a Counter keeps zeros, one per address ever seen
+        if (connection := self._accepted.get(tuple(address[:2]))) is not None:
+            connection.since = None
 
 
 class Accepted(socket.socket):
-    """An accepted connection. Times in seconds of the event loop, `None` while it does not wait.
+    """An accepted connection. `since`: the time of the event loop, in seconds, since when it waits
+    for its client, who shall ask or take an answer; `None` while it does not."""
 
-    `waiting_since`: for the next request; `sending_since`: for its client to take an answer.
-    """
-
-    def __init__(
-        self,
-        plain: socket.socket,
-        left: Callable[[tuple[str, int]], None],
-        address: tuple[str, int],
-    ) -> None:
+    def __init__(self, plain: socket.socket) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self._left: Callable[[tuple[str, int]], None] | None = left
-        self._address = address
-        self.waiting_since: float | None = asyncio.get_running_loop().time()
-        self.sending_since: float | None = None
-
-    def idle_since(self, now: float) -> float:
-        """Since when this connection waits for its client; `now` if it does not."""
-        times = [t for t in (self.waiting_since, self.sending_since) if t is not None]
-        return min(times, default=now)
-
-    def close(self) -> None:
-        """Close the connection, and tell the listener the first time."""
-        super().close()
-        left, self._left = self._left, None
-        if left is not None:
-            left(self._address)
+        self.since: float | None = asyncio.get_running_loop().time()

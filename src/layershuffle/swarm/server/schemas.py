@@ -5,7 +5,7 @@ It imports no torch and no web framework, because clients read answers with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -17,7 +17,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Wire
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.state import Condition, Swarm
+from layershuffle.swarm.state import Condition, HostView, Swarm
 from layershuffle.swarm.sureness import probabilities
 
 if TYPE_CHECKING:
@@ -121,6 +121,23 @@ class HostAnswer(BaseModel):
     strikes: int = Field(description="Failures since the last success.")
     retry_ms: float | None = Field(description="Time until a suspect host is tried again.")
 
+    @classmethod
+    def of(cls, host: HostView, *, visits: int, now: float) -> HostAnswer:
+        """That of `host`; `now` in seconds of the router's clock."""
+        left = max(0.0, host.retry_at - now) * _MILLI
+        return cls(
+            name=host.name,
+            condition=host.condition,
+            why=host.why,
+            blocks=sorted(host.blocks),
+            compute_ms=None if host.compute is None else host.compute * _MILLI,
+            link_ms=None if host.link is None else host.link * _MILLI,
+            waiting=host.waiting,
+            visits=visits,
+            strikes=host.strikes,
+            retry_ms=left if host.condition == "suspect" else None,
+        )
+
 
 class Audits(BaseModel):
     """Visits that were computed again at the gateway and compared."""
@@ -212,28 +229,6 @@ def classification(
             head=classified.head_ms,
         ),
     )
-
-
-def hosts_of(swarm: Swarm, *, visits: Mapping[str, int], now: float) -> list[HostAnswer]:
-    """All hosts, by name, with the number of their `visits`; `now` in seconds of the router's
-    clock."""
-    return [
-        HostAnswer(
-            name=host.name,
-            condition=host.condition,
-            why=host.why,
-            blocks=sorted(host.blocks),
-            compute_ms=None if host.compute is None else host.compute * _MILLI,
-            link_ms=None if host.link is None else host.link * _MILLI,
-            waiting=host.waiting,
-            visits=visits.get(host.name, 0),
-            strikes=host.strikes,
-            retry_ms=(
-                max(0.0, host.retry_at - now) * _MILLI if host.condition == "suspect" else None
-            ),
-        )
-        for host in swarm.values()
-    ]
 
 
 def unreachable(swarm: Swarm, *, depth: int) -> list[int]:

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -18,16 +17,17 @@ from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admin import Operated, add_operator
+from layershuffle.swarm.server.admin import add_operator
+from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.join import join_routes, runtime
-from layershuffle.swarm.server.keys import Keys
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import GatewaySocket, listening, serve
-from layershuffle.swarm.server.tls import Https, check_secret
-from layershuffle.swarm.server.upkeep import Upkeep
+from layershuffle.swarm.server.doors import Https, Keys, check_address, check_secret
+from layershuffle.swarm.server.gateway import Gateway
+from layershuffle.swarm.server.operating import Operated, Upkeep
+from layershuffle.swarm.server.page import join_routes, runtime
+from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.service import Service, SwarmSettings, running_service
 
+_PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
 _MEMORY = 200_000_000
 """Bytes of weights that a host of this machine takes."""
 _log = logging.getLogger(__name__)
@@ -39,10 +39,12 @@ class Serving:
 
     `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
     nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
-    `port` and `public` are those of `run.serve`, `keys` the clients' API keys. `wait`: seconds
-    after which the start is told without the hosts that are not up. `page`: whether to serve the
-    page. `trusted_proxies`: addresses of reverse proxies, whose word on the client is taken;
-    `min_accuracy`: top-1 in percent that /readyz asks for.
+    `port`: where to listen, `keys`: the clients' API keys; `public`: no key is needed, also where
+    other machines reach it. `page`: whether to serve the page. `trusted_proxies`: addresses of
+    reverse proxies, whose word on the client is taken; `min_accuracy`: top-1 in percent that
+    /readyz asks for.
+
+    Raises `UsageError` for an address that other machines reach, without a key.
     """
 
     operated: Operated
@@ -55,10 +57,12 @@ class Serving:
     public: bool = False
     https: Https | None = None
     keys: Keys = field(default_factory=Keys)
-    wait: float = 60.0
     page: bool = True
     trusted_proxies: tuple[str, ...] = ()
     min_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        check_address(self.host, keyed=bool(self.keys), public=self.public)
 
     def reload(self) -> None:
         """Read API keys and certificate again. What cannot be read stays as it was."""
@@ -89,68 +93,55 @@ async def serve_swarm(
     """
     # A port that is in use is found before hosts are started.
     GatewaySocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
-    token = token_in(serving.token_file)
+    token, operated, https = token_in(serving.token_file), serving.operated, serving.https
+    upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     async with (
         running_service(settings, model, token=token) as service,
         local_hosts(service, serving.hosts, memory=serving.memory),
     ):
         if serving.hosts:
-            await service.coordinator.ready(serving.hosts, within=serving.wait, say=say)
+            await service.coordinator.ready(serving.hosts, within=_PATIENCE, say=say)
+        gateway = Gateway(
+            service.remote_model,
+            calibration=service.calibration,
+            keys=serving.keys,
+            model=settings.model,
+            coordinator=service.coordinator,
+            upkeep=upkeep,
+            min_accuracy=serving.min_accuracy,
+        )
+        app = create_app(gateway, page=serving.page)
+        app.router.routes += [*service.members.routes(), *join_routes(runtime())]
+        add_operator(app, service, key=operated.key)
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
-        await serve_service(service, serving, ready=partial(ready, service))
+        tasks = [asyncio.create_task(upkeep.run())]
+        try:
+            async with listening(
+                app,
+                host=serving.host,
+                port=serving.port,
+                tls=None if https is None else https.context,
+                trusted=serving.trusted_proxies,
+                members=service.members,
+            ) as (listener, served):
+                certificate = None if https is None else https.certificate
+                operated.publish(listener.url, certificate=certificate)
+                if serving.ray is not None:
+                    # Not before: the nodes dial to this address.
+                    from layershuffle.swarm.on_ray import hosts_on_ray
 
-
-async def serve_service(
-    service: Service, serving: Serving, *, ready: Callable[[str, str], None]
-) -> None:
-    """Serve clients and the operator, until SIGINT or SIGTERM; `ready` is called with the address
-    and the operator's key."""
-    operated, https = serving.operated, serving.https
-    upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
-    app = create_app(
-        service.remote_model,
-        calibration=service.calibration,
-        keys=serving.keys,
-        model=service.settings.model,
-        coordinator=service.coordinator,
-        upkeep=upkeep,
-        page=serving.page,
-        min_accuracy=serving.min_accuracy,
-        operate=partial(add_operator, service=service, key=operated.key),
-        hosts=[*service.members.routes(), *join_routes(runtime())],
-    )
-
-    tasks = [asyncio.create_task(upkeep.run())]
-
-    def open_at(url: str) -> None:
-        operated.publish(url, certificate=None if https is None else https.certificate)
-        if serving.ray is not None:
-            # Not above: the nodes dial to this address.
-            from layershuffle.swarm.on_ray import hosts_on_ray
-
-            token = service.members.token
-            work = hosts_on_ray(serving.ray, url=url, token=token, memory=serving.memory)
-            tasks.append(asyncio.create_task(work))
-        ready(url, operated.key)
-
-    try:
-        await serve(
-            app,
-            host=serving.host,
-            port=serving.port,
-            public=serving.public,
-            tls=None if https is None else https.context,
-            trusted_proxies=serving.trusted_proxies,
-            members=service.members,
-            ready=open_at,
-        )
-    finally:
-        operated.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+                    url, memory = listener.url, serving.memory
+                    work = hosts_on_ray(serving.ray, url=url, token=token, memory=memory)
+                    tasks.append(asyncio.create_task(work))
+                ready(service, listener.url, operated.key)
+                await served
+        finally:
+            operated.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -187,7 +178,6 @@ def token_in(path: Path) -> str:
     Raises `UsageError` for a file that others may read.
     """
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
     check_secret(path, what="token", hint="name another --token-file, or remove it")
     return path.read_text(encoding="utf-8").strip()

@@ -7,18 +7,16 @@ small pictures are one batch here.
 from __future__ import annotations
 
 import io
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
-from typing import Literal, TypeVar
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from starlette.requests import Request
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
@@ -43,14 +41,11 @@ from layershuffle.models.files import weights_digest
 from layershuffle.scoring import matched
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
-from layershuffle.swarm.server.admission import Admission, Client
-from layershuffle.swarm.server.images import PAIR, Decoder, pair_names, takes_pairs
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import image_in
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
 
 Role = Literal["ours", "ordinary"]
 OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"
-_SECONDS = 10.0  # that an answer for the page may take
 _TOP = 5
 MAX_PASSES = 8
 """Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
@@ -58,7 +53,6 @@ _SCORES = 256  # orders whose scores are remembered
 _MILLI = 1000.0
 _ACROSS = 10  # pictures in a row of the sheet, as in page/picture.js
 _PICTURES, _LARGE, _FEW = 100, 64 * 64, 25  # of larger ones few, so that a score takes seconds
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +63,6 @@ class Pictures:
     pixels: Tensor
     images: Tensor
     classes: Tensor
-
-    def sheet(self) -> bytes:
-        """A PNG file of all pictures, ten in a row."""
-        file = io.BytesIO()
-        to_pil_image(make_grid(self.pixels, nrow=_ACROSS, padding=0)).save(file, "PNG")
-        return file.getvalue()
 
 
 class Workbench:
@@ -89,7 +77,7 @@ class Workbench:
         self,
         models: Mapping[Role, nn.Module],
         *,
-        names: Mapping[str, str],
+        names: Mapping[Role, str],
         calibration: Calibration | None = None,
         pictures: Pictures | None = None,
     ) -> None:
@@ -102,74 +90,40 @@ class Workbench:
         if len(kinds) > 1:
             raise UsageError("The models of the page differ in depth, image size or classes")
         self.calibration = calibration
-        self._own = pictures
         if pictures is None and takes_pairs(self.view, class_names_of(first) or ()):
             pictures = packaged_pairs(self.view, self.labels)
         self.pictures = pictures
-        self._decoder = Decoder(self.view, GatewayLimits())
-        self._scores = lru_cache(_SCORES)(self._score)
+        self._right = lru_cache(_SCORES)(self._right_in)
         # Two, so that an answer does not wait for another user's hundred pairs.
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
+        self.pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
 
-    async def answer(
-        self, request: Request, *, order: str, admission: Admission
-    ) -> dict[str, object]:
-        """Every model's most probable classes for the image in the body, with the time of its
-        forward in milliseconds.
+    def facts(self) -> dict[str, object]:
+        """See `page.page_routes`."""
+        size = {"depth": self.depth, "width": self.view.width, "height": self.view.height}
+        return {**size, "pairs": self.pictures is not None, "models": self.names, "swarm": ""}
 
-        Raises `HTTPError`, `UsageError` for an invalid order, `DataError` for an image that cannot
-        be read, `NotAnswered` if it takes too long.
-        """
-        steps = read_order(order, depth=self.depth)
-        answers = await self._run(
-            admission, request, lambda body, check: self._answer(image_in(body), steps, check)
-        )
-        return {"order": str(steps), "answers": answers}
+    @cached_property
+    def sheet(self) -> tuple[bytes, list[str]]:
+        """A PNG file of all test pictures, ten in a row, and their classes."""
+        pictures = self._shown()
+        file = io.BytesIO()
+        to_pil_image(make_grid(pictures.pixels, nrow=_ACROSS, padding=0)).save(file, "PNG")
+        return file.getvalue(), [self.labels[index] for index in pictures.classes.tolist()]
 
-    async def score(
-        self, request: Request, *, order: str, admission: Admission
-    ) -> dict[str, object]:
-        """How many test pictures every model classifies correctly in an order.
-
-        Raises as `answer` does, and `UsageError` if there are none.
-        """
-        steps = read_order(order, depth=self.depth)
-        if self.pictures is None:
-            raise UsageError("There are no test pictures for this model")
-
-        right = await self._run(admission, request, lambda *_: self._scores(steps))
-        return {"order": str(steps), "right": right, "of": len(self.pictures.classes)}
-
-    def files(self) -> dict[str, bytes]:
-        """The files of the page with test pictures that replace the packaged ones."""
-        if self._own is None:
-            return {}
-        names = [self.labels[index] for index in self._own.classes.tolist()]
-        return {"pairs.png": self._own.sheet(), "pairs.json": json.dumps(names).encode()}
-
-    async def _run(
-        self,
-        admission: Admission,
-        request: Request,
-        work: Callable[[bytes, Callable[[], None]], _T],
-    ) -> _T:
-        """`work(body, check)` in a thread, among the requests of the API and bounded like them."""
-
-        async def run(client: Client, body: bytes) -> _T:
-            return await admission.compute(
-                client,
-                partial(work, body),
-                pool=self._pool,
-                deadline=admission.clock() + _SECONDS,
-                event="the models had answered",
+    def order(self, text: str) -> ExecutionOrder:
+        """The order that a visitor names. Raises `UsageError` for an invalid one, and for too many
+        steps."""
+        order = order_of(text, self.depth)
+        if len(order) > MAX_PASSES * self.depth:
+            raise UsageError(
+                f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * self.depth} at most"
             )
+        return order
 
-        return await admission.carry(request, run)
-
-    def _answer(
-        self, file: bytes, order: ExecutionOrder, check: Callable[[], None]
-    ) -> dict[str, object]:
-        batch = torch.from_numpy(self._decoder.batch(file, check=check))
+    def answers(self, order: ExecutionOrder, file: bytes) -> dict[str, object]:
+        """Every model's most probable classes for the image in `file`, with the time of its forward
+        in milliseconds. Raises `DataError` if it cannot be read."""
+        batch = torch.from_numpy(batch_of(file, self.view, most_pixels=GatewayLimits().max_pixels))
         answers: dict[str, object] = {}
         for role in self.models:
             begun = time.perf_counter()
@@ -180,13 +134,23 @@ class Workbench:
             ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             top = [{"label": self.labels[i], "probability": chance} for i, chance in ranked]
             answers[role] = {"top": top, "ms": ms, **self._expected(role, order)}
-        return answers
+        return {"answers": answers}
 
-    def _score(self, order: ExecutionOrder) -> dict[str, int]:
-        assert self.pictures is not None  # `score` has looked
-        images, classes = self.pictures.images, self.pictures.classes
+    def scores(self, order: ExecutionOrder, body: bytes = b"") -> dict[str, object]:
+        """How many test pictures every model classifies correctly in an order. Raises `UsageError`
+        if there are none."""
+        del body
+        return {"right": self._right(order), "of": len(self._shown().classes)}
+
+    def _right_in(self, order: ExecutionOrder) -> dict[str, int]:
+        images, classes = self._shown().images, self._shown().classes
         guesses = {role: self._logits(role, images, order).argmax(-1) for role in self.models}
         return {role: int((guess == classes).sum()) for role, guess in guesses.items()}
+
+    def _shown(self) -> Pictures:
+        if self.pictures is None:
+            raise UsageError("There are no test pictures for this model")
+        return self.pictures
 
     def _logits(self, role: Role, batch: Tensor, order: ExecutionOrder) -> Tensor:
         model = self.models[role]
@@ -206,43 +170,27 @@ class Workbench:
         return {"expected": asdict(expected), "why": ""}
 
 
-def read_order(text: str, *, depth: int) -> ExecutionOrder:
-    """The order that a visitor names. Raises `UsageError` for an invalid one, and for too many
-    steps."""
-    order = order_of(text, depth)
-    if len(order) > MAX_PASSES * depth:
-        raise UsageError(
-            f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * depth} at most"
-        )
-    return order
-
-
 def digits_workbench() -> Workbench:
     """A workbench of the bundled model and of the ordinary one that was refined for as long."""
     calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
-    return workbench_of(OURS, calibration=calibration)
+    return workbench_of(OURS, beside=ORDINARY, calibration=calibration)
 
 
-def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
-    """A workbench of the model with this spec, and of the bundled ordinary one if it has the same
-    depth."""
-    models: dict[Role, nn.Module] = {"ours": load(model), "ordinary": load(ORDINARY)}
-    names = {"ours": model, "ordinary": ORDINARY}
-    if depth_of(models["ours"]) != depth_of(models["ordinary"]):
-        del models["ordinary"], names["ordinary"]
-    return Workbench(models, names=names, calibration=calibration)
-
-
-def workbench_with(model: str, *, beside: str | None, data: str | None) -> Workbench:
+def workbench_of(
+    model: str,
+    *,
+    beside: str | None,
+    calibration: Calibration | None = None,
+    data: str | None = None,
+) -> Workbench:
     """A workbench of the model with this spec, of the one `beside` it, and of test pictures of
     `data`. Raises the errors of loading both and of opening the data."""
-    models: dict[Role, nn.Module] = {"ours": load(model)}
-    names = {"ours": model}
+    names: dict[Role, str] = {"ours": model}
     if beside is not None:
-        models["ordinary"] = load(beside)
         names["ordinary"] = beside
+    models = {role: load(name) for role, name in names.items()}
     pictures = None if data is None else _pictures_of(models["ours"], data, name=model)
-    return Workbench(models, names=names, pictures=pictures)
+    return Workbench(models, names=names, calibration=calibration, pictures=pictures)
 
 
 def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:

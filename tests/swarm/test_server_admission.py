@@ -1,8 +1,12 @@
-"""One request among others: deadlines while it waits, places, clients that go away."""
+"""Who may ask, and what a client may take: keys, quotas and rates, deadlines, places, clients that
+go away."""
 
 import asyncio
+import os
 import threading
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from gateway_site import (
     HOSTS,
@@ -14,15 +18,158 @@ from gateway_site import (
     run_in_virtual_time,
     sent,
 )
+from starlette.requests import Request
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
+from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.server.images import Decoder
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server import doors, images
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
+from layershuffle.swarm.server.doors import Keys, Rate, check_secret
 from layershuffle.swarm.state import HostView
 from pictures import file_of
+from refusals import refuses
 from waiting import HANGS, until
+
+KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
+
+
+def test_keys_compare_in_constant_time(monkeypatch):
+    """Every comparison is hmac's, of digests of one length, and all keys are compared."""
+    compared = []
+    genuine = doors.hmac.compare_digest
+
+    def spy(first, second):
+        compared.append((len(first), len(second)))
+        return genuine(first, second)
+
+    monkeypatch.setattr(doors.hmac, "compare_digest", spy)
+    keys = Keys([KEY, KEY + "2", KEY + "3"])
+    assert keys.accept(KEY.encode())
+    assert not keys.accept(b"x")
+    assert compared == [(32, 32)] * 6
+    assert Keys([]).accept(None)
+    assert not keys.accept(None)
+    with pytest.raises(UsageError, match="at least 16 characters"):
+        Keys(["short"])
+
+
+@pytest.mark.parametrize(
+    ("host", "open_to"),
+    [("0.0.0.0", "all"), ("example.org", "all"), ("10.0.0.1", "all"), ("127.0.0.1", ""),
+     ("::1", ""), ("localhost", ""), ("127.8.8.8", "")],
+)  # fmt: skip
+def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(host, open_to):
+    doors.check_address(host, keyed=True, public=False)
+    doors.check_address(host, keyed=False, public=True)
+    with refuses(UsageError) if open_to else nullcontext():
+        doors.check_address(host, keyed=False, public=False)
+    assert bool(doors.in_clear(host, keyed=True, encrypted=False)) is bool(open_to)
+    assert doors.in_clear(host, keyed=False, encrypted=False) == ""
+    assert doors.in_clear(host, keyed=True, encrypted=True) == ""
+
+
+def test_the_rate_against_a_slow_count():
+    """Requests at random times: the client gets through what a plain token bucket lets through."""
+    client = Rate(5, 3)
+    rng = np.random.default_rng(0)
+    now, tokens, passed, waits = 100.0, 3.0, 0, 0
+    for gap in rng.exponential(0.1, 500):
+        now += gap
+        tokens = min(3.0, tokens + gap * 5)
+        wait = client.wait(now)
+        assert (wait == 0) == (tokens >= 1)
+        if wait:
+            waits += 1
+            assert wait == pytest.approx((1 - tokens) / 5)
+        else:
+            tokens -= 1
+            passed += 1
+    assert 100 < passed <= 3 + 5 * (now - 100)
+    assert waits > 100
+
+
+def test_a_clock_that_steps_back_gives_nothing():
+    client = Rate(1, 1)
+    assert client.wait(10.0) == 0
+    assert client.wait(5.0) == 6
+
+
+def test_addresses_of_one_client():
+    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_of("10.0.0.2") != client_of("10.0.0.1")
+    assert client_of("2001:db8::1") == client_of("2001:db8::ffff") == "2001:db8::/64"
+    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
+    assert client_of("unix") == "unix"
+
+
+def test_only_so_many_clients_are_remembered():
+    admission = Admission(GatewayLimits(max_clients=10), clock=lambda: 0.0)
+
+    def client(address):
+        return admission.client(Request({"type": "http", "client": (address, 1)}))
+
+    first = client("10.0.0.1")
+    assert client("::ffff:10.0.0.1") is first
+    for number in range(9):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is first
+    for number in range(10):
+        client(f"10.1.0.{number}")
+    assert client("10.0.0.1") is not first
+
+
+def test_quotas_of_keys():
+    """A key with a quota is told when it may ask again; others, and other questions, are not."""
+
+    async def go(place):
+        async def ask(key, path="/v1/classify"):
+            headers = {"Authorization": f"Bearer {key}"}
+            if path == "/v1/classify":
+                return await place.client.post(path, content=file_of(picture()), headers=headers)
+            return await place.client.get(path, headers=headers)
+
+        answers = [await ask(KEY) for _ in range(3)]
+        looked = await ask(KEY, "/v1/swarm")
+        return answers, looked, [await ask(OTHER) for _ in range(3)]
+
+    answers, looked, others = run(go, keys=[f"{KEY} 2/day", OTHER])
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["cause"] == "The quota of your API key is used up"
+    assert int(answers[2].headers["Retry-After"]) == pytest.approx(43_200, abs=HANGS)
+    assert looked.status_code == 200
+    assert [answer.status_code for answer in others] == [200] * 3
+
+
+@pytest.mark.parametrize("quota", ["5", "0/day", "5/week", "-1/day", "1/day 2/day"])
+def test_quotas_that_are_none(quota):
+    async def go(place):
+        pass
+
+    with refuses(UsageError):
+        run(go, keys=[f"{KEY} {quota}"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(
+    ("owner", "mode", "taken"),
+    [(0, 0o400, True), (0, 0o440, False), (1000, 0o440, True), (1000, 0o444, False)],
+)
+def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
+    """They belong to another user, and the group may read them."""
+    path = tmp_path / "token"
+    path.write_text("a token")
+    path.chmod(mode)
+    os.chown(path, owner, 0)
+    if taken:
+        check_secret(path, what="token", hint="")
+    else:
+        with pytest.raises(UsageError, match="Other users may read"):
+            check_secret(path, what="token", hint="")
+
+
+# --- requests among others ------------------------------------------------------------------------
 
 FILE = file_of(picture())
 # A deadline that no machine reaches by itself: a test moves the clock beyond it.
@@ -86,15 +233,15 @@ class SlowDecoding:
 
     def __init__(self, monkeypatch):
         self.free, self.begun = threading.Event(), []
-        genuine = Decoder.decode
+        genuine = images.decoded
 
-        def decode(decoder, image):
+        def decode(image, channels, *, place):
             self.begun.append(image.width)
             if image.width == self.WIDTH:
                 assert self.free.wait(HANGS)
-            return genuine(decoder, image)
+            return genuine(image, channels, place=place)
 
-        monkeypatch.setattr(Decoder, "decode", decode)
+        monkeypatch.setattr(images, "decoded", decode)
 
     async def outlasts_its_deadline(self):
         """Wait until a thread decodes, then move the clock beyond the deadline of its request."""
@@ -113,7 +260,8 @@ def test_the_wait_for_a_decoder_ends_at_the_deadline(monkeypatch):
     async def go(place):
         first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=FAR_MS))
         await until(lambda: decoding.begun)
-        late = await place.classify(FILE, deadline_ms=100)
+        async with place.client_at("10.0.0.2") as other:  # it waits in the pool, not for a place
+            late = await classify(other, FILE, deadline_ms=100)
         decoding.free.set()  # only now: it did not wait for the first to be decoded
         return await first, late
 
@@ -180,7 +328,7 @@ def test_a_client_that_goes_away_ends_its_walk():
         call = asyncio.ensure_future(sent(place.app, "/v1/classify", FILE, leave=gone))
         await until(lambda: place.blocks.visits)
         gone.set()
-        status = await call
+        status, _ = await call
         await until(lambda: place.blocks.cancelled)
         place.blocks.gate = None
         return status, (await place.classify(FILE)).status_code

@@ -1,0 +1,251 @@
+"""The gateway to a model: it carries out classifications, from the first byte to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
+from layershuffle.swarm.policy import side_by_side
+from layershuffle.swarm.remote_model import Classified, RemoteModel
+from layershuffle.swarm.rounds import Cell, cell_of
+from layershuffle.swarm.server.admission import (
+    Admission,
+    GatewayLimits,
+    HTTPError,
+    busy,
+    unprocessable,
+)
+from layershuffle.swarm.server.doors import Keys
+from layershuffle.swarm.server.images import batch_of
+from layershuffle.swarm.server.schemas import Classification, classification
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
+    from layershuffle.swarm.server.operating import Upkeep
+
+_MAX_TOP = 1000
+_MILLI = 1000.0
+
+
+class Options(BaseModel):
+    """The options of a request. An address holds text, which pydantic converts."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    deadline_ms: float | None = Field(
+        None, gt=0, description="Milliseconds until the answer must be sent."
+    )
+    min_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="Fewest blocks of an answer; with fewer, the request fails. Default: the "
+        "request waits until its deadline for half of the accuracy, then answers with fewer.",
+    )
+    confidence: Annotated[float, Field(gt=0, le=1)] | Literal["off"] | None = Field(
+        None,
+        description="The chance of being right at which the request ends with fewer blocks; `off` "
+        "runs all of them. Default: what lost at most 0.3 points of top-1 when it was measured.",
+    )
+    top: int = Field(5, ge=1, le=_MAX_TOP, description="Classes in the answer, at most.")
+
+
+@dataclass(eq=False)
+class Gateway:
+    """Answers requests by `remote_model`, as many at a time as the limits allow.
+
+    `keys`: the API keys, none for an open gateway; `model`: its name; `coordinator`: that of the
+    hosts, which knows of watch and audits; `upkeep`: of the gateway's files; `min_accuracy`: top-1
+    in percent that must be expected for /readyz; `decoder_threads`: the executor that decodes
+    images (default: as many threads as the limits allow). Raises `UsageError` for a calibration of
+    another model.
+    """
+
+    remote_model: RemoteModel
+    _: KW_ONLY
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
+    calibration: Calibration | None = None
+    keys: Keys = field(default_factory=Keys)
+    model: str = ""
+    coordinator: Coordinator | None = None
+    upkeep: Upkeep | None = None
+    min_accuracy: float | None = None
+    decoder_threads: Executor | None = None
+
+    def __post_init__(self) -> None:
+        self.router, depth = self.remote_model.router, self.remote_model.depth
+        manifest, names = self.remote_model.model.manifest, None
+        self.take_over(self.calibration)
+        if self.calibration is not None:
+            names = self.calibration.classes
+            if len(self.calibration.queue) != depth:
+                raise UsageError(
+                    f"The calibration has {len(self.calibration.queue)} blocks, but the model has "
+                    f"{depth}",
+                    hint="layershuffle swarm calibrate MODEL --data SPEC",
+                )
+        self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
+        self.admission = Admission(self.limits, clock=self.router.clock)
+        most = self.limits.max_pixels
+        self._decode = partial(batch_of, view=manifest.file_view, most_pixels=most)
+        self._pool = self.decoder_threads or ThreadPoolExecutor(
+            self.limits.decoders, thread_name_prefix="decoder"
+        )
+        self._walks = asyncio.Semaphore(self.limits.running)
+
+    def take_over(self, calibration: Calibration | None) -> None:
+        """Expect of answers what another `calibration` says."""
+        self.calibration, self._useful = calibration, useful_blocks(calibration)
+
+    def close(self) -> None:
+        """End the decoder threads when their work is done, and close the remote model."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.remote_model.close()
+
+    async def admit(self, request: Request) -> None:
+        """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
+        # Rates are checked before keys, so that guessing keys is slow too.
+        await self.admission.admit(request)
+        if not self.keys.accept(_key_of(request)):
+            raise HTTPError(
+                HTTPStatus.UNAUTHORIZED,
+                "The API key is missing or wrong",
+                hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+            )
+
+    @asynccontextmanager
+    async def paused(self, seconds: float) -> AsyncIterator[bool]:
+        """Let no request walk within; false if those that do so now take longer than `seconds`.
+
+        New ones wait for their turn.
+        """
+        turns = 0
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while turns < self.limits.running:
+                        await self._walks.acquire()
+                        turns += 1
+            yield turns == self.limits.running
+        finally:
+            for _ in range(turns):
+                self._walks.release()
+
+    async def classify(self, request: Request, options: Options) -> Classification:
+        """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`.
+
+        The deadline counts from the end of the body, and covers the waits for a decoder and for a
+        walk, decoding, and the walk.
+        """
+        clock = self.router.clock
+        if wait := self.keys.wait(_key_of(request), now=clock()):
+            raise busy("The quota of your API key is used up", wait=wait)
+        self._check(options)
+        async with self.admission.carried(request) as (client, body):
+            begun = clock()
+            deadline_ms = options.deadline_ms or self.router.limits.deadline_ms
+            deadline = begun + deadline_ms / _MILLI
+            image = await self.admission.compute(
+                client,
+                partial(self._decode, body),
+                pool=self._pool,
+                deadline=deadline,
+                event="the image was decoded",
+            )
+            classified = await self._walk(image, options, deadline=deadline)
+        route = classified.route
+        return classification(
+            classified,
+            labels=self.labels,
+            top=options.top,
+            expected=self._expected_with(cell_of(route.steps) if route.order else None),
+            total_ms=(clock() - begun) * _MILLI,
+        )
+
+    def _check(self, options: Options) -> None:
+        """Raises `HTTPError` (422) for more blocks than there are, and an impossible deadline."""
+        most = self.remote_model.depth
+        if options.min_blocks is not None and options.min_blocks > most:
+            raise unprocessable(
+                f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
+                hint=f"ask for at most {most} (min_blocks; on a command line --min-blocks)",
+            )
+        if isinstance(options.confidence, float) and not self.remote_model.temperatures:
+            raise unprocessable(
+                "How sure its answers are was never measured on this model",
+                hint="run layershuffle swarm calibrate, or leave confidence out",
+            )
+        low, high = self.limits.min_deadline_ms, self.router.limits.max_deadline_ms
+        if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
+            raise unprocessable(
+                f"deadline_ms is {options.deadline_ms:g}", hint=f"ask for {low:g} to {high:g} ms"
+            )
+
+    async def _walk(
+        self, image: NDArray[np.float32], options: Options, *, deadline: float
+    ) -> Classified:
+        async with self.admission.until(deadline, "it was the request's turn"):
+            await self._walks.acquire()
+        try:
+            # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
+            return await self.remote_model.classify(
+                image,
+                deadline=deadline,
+                min_blocks=options.min_blocks or 1,
+                useful_blocks=options.min_blocks or self._useful,
+                confidence=self._confidence(options),
+            )
+        finally:
+            self._walks.release()
+
+    def _confidence(self, options: Options) -> float | None:
+        """The chance of being right at which a request may end; `None` if it runs all blocks."""
+        if options.confidence == "off" or not self.remote_model.temperatures:
+            return None
+        if options.confidence is not None or self.calibration is None:
+            return options.confidence
+        sureness = self.calibration.sureness
+        return None if sureness is None else sureness.confidence
+
+    def expected_now(self) -> tuple[Expected | None, str]:
+        """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
+        router = self.router
+        reachable = {b for host in router.swarm.values() if host.usable for b in host.blocks}
+        passes, parallel = 1, 1
+        if router.routing == "order-free":
+            rounds, walks = router.rounds, router.walks + 1
+            passes = rounds.way(len(reachable)).passes
+            # Busy or fast hosts run one visit at a time, whatever the calibration allows.
+            parallel = side_by_side(sorted(reachable), router.swarm, rounds=rounds, walks=walks)
+        return self._expected_with(Cell(len(reachable), passes, parallel) if reachable else None)
+
+    def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
+        """The accuracy to expect of answers in `cell`, or `None` and the reason."""
+        if self.calibration is None:
+            return None, NEVER
+        if cell is None:
+            return None, "no block can be run"
+        expected = expected_at(self.calibration, cell)
+        why = f"{cell.kept} blocks were not measured with answers as late as these"
+        return expected, "" if expected else why
+
+
+def _key_of(request: Request) -> bytes | None:
+    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        key = request.headers.get("x-api-key", "")
+    return key.strip().encode("latin-1", "replace") or None

@@ -1,0 +1,321 @@
+"""Hostile requests: small files that are dear to decode, random ones, and those that the
+description allows or forbids."""
+
+import asyncio
+import io
+import json
+import logging
+import random
+import re
+import struct
+import time
+import zlib
+from collections import Counter
+
+import pytest
+import torch
+from gateway_site import VIT, picture, png_chunk, png_claiming, run, sent, site, started
+from hypothesis import HealthCheck, Phase, given, settings
+from PIL import PngImagePlugin
+
+from common import CLASSES
+from layershuffle.core.stack import running
+from layershuffle.models import image_view
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.images import MAX_CHUNKS, batch_of, count_markers, without_metadata
+from layershuffle.swarm.server.run import listening
+from pictures import file_of
+
+SMALL = GatewayLimits(max_pixels=10_000)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [((200, 51), "200x51 pixels"), ((60_000, 60_000), "too large"), ((2, 400), "model's size")],
+)
+def test_bombs_are_not_decoded(size, words):
+    """Many pixels; so many that Pillow warns; few, but a long thin image grows when resized."""
+
+    async def go(place):
+        return await place.classify(png_claiming(*size))
+
+    response = run(go, limits=SMALL)
+    assert response.status_code == 422
+    assert words in response.json()["error"]["cause"]
+    assert "(image" not in response.json()["error"]["cause"]
+
+
+def png_with(*chunks):
+    """A small PNG with these chunks behind its head."""
+    file = file_of(picture())
+    return file[:33] + b"".join(png_chunk(kind, data) for kind, data in chunks) + file[33:]
+
+
+def test_texts_and_profiles_of_a_png_are_not_unpacked(monkeypatch):
+    packed = zlib.compress(bytes(1 << 20), 9)
+    dear = png_with(*[(b"zTXt", b"a\0\0" + packed)] * 60, *[(b"iCCP", b"a\0\0" + packed)] * 60)
+    unpacked = []
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", unpacked.append)
+
+    async def go(place):
+        place.router.routing = "sequential"
+        answers = [await place.classify(file) for file in (dear, file_of(picture()))]
+        return [answer.json()["top"] for answer in answers]
+
+    with_texts, without = run(go, {"a": {0, 1, 2, 3}})  # one host, so that both run in one order
+    assert with_texts == without
+    assert unpacked == []
+    clear = png_with((b"tRNS", b"\0\1" * 3))
+    assert without_metadata(clear) == clear
+    assert without_metadata(clear[:60]) == clear[:60]
+
+
+def test_pngs_of_many_chunks_are_not_read():
+    """Empty ones take 12 bytes of the file and a step of Python each: 16 MB took 2.5 s."""
+    few, many = (png_with(*[(b"teXt", b"")] * count) for count in (MAX_CHUNKS - 3, MAX_CHUNKS - 2))
+    pixels = png_with(*[(b"IDAT", b"")] * (MAX_CHUNKS - 2))
+
+    async def go(place):
+        return [await place.classify(file) for file in (few, many, pixels)]
+
+    answers = run(go)
+    assert [answer.status_code for answer in answers] == [200, 422, 422]
+    assert answers[1].json()["error"]["cause"] == "The image cannot be read"
+
+
+def test_jpegs_of_many_scans_are_not_decoded():
+    """Each goes over the whole image, and takes 42 bytes of the file."""
+    buffer = io.BytesIO()
+    picture(size=(64, 64)).save(buffer, "JPEG", progressive=True, icc_profile=b"\xff\xda" * 500)
+    file = buffer.getvalue()
+    *_, last = [match.start() for match in re.finditer(rb"\xff\xda\0", file)]
+
+    def with_scans(count):
+        return file[:last] + file[last:-2] * (count - 9) + file[-2:]
+
+    assert [count_markers(with_scans(count))[0] for count in (10, 32, 33, 99)] == [10, 32, 33, 33]
+    assert count_markers(file_of(picture(), "JPEG")) == (1, 9)
+    assert count_markers(file_of(picture())) == count_markers(b"") == (0, 0)
+
+    async def go(place):
+        return [await place.classify(with_scans(count)) for count in (10, 32, 33)]
+
+    usual, most, many = run(go)
+    assert (usual.status_code, most.status_code) == (200, 200)
+    assert many.status_code == 422
+    assert many.json()["error"]["cause"] == "The image has more than 32 scans"
+
+
+@pytest.mark.parametrize(
+    ("head", "cause"),
+    [
+        (b"\xff\xfe\0\2" * 2000, "The image has more than 2000 markers"),
+        (b"\xff" * 9000, "The image cannot be read"),  # filling
+        (b"\xff\xfe\0\2" + bytes(9000), "The image cannot be read"),  # no marker at all
+        (b"\xff\xf0\x30\0" + bytes(0x2FFE), "The image cannot be read"),  # unknown to Pillow
+        (b"\xff\xd9" + b"\xff\xfe\0\2" * 3000, "The image cannot be read"),  # behind its end
+    ],
+)
+def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
+    """Each piece takes Pillow a step of Python: 16 MB of them 5 to 8 s."""
+    file = file_of(picture(), "JPEG")
+
+    async def go(place):
+        usual = file[:2] + b"\xff\xfe\0\2" * 1900 + file[2:]
+        return [await place.classify(file[:2] + head + file[2:]), await place.classify(usual)]
+
+    refused, usual = run(go)
+    assert usual.status_code == 200
+    assert refused.status_code == 422
+    assert refused.json()["error"]["cause"] == cause
+
+
+def test_tiffs_of_large_tiles_and_other_compressions_are_not_decoded(monkeypatch):
+    """A tile may be larger than the image, and JPEG files in a TIFF have scans of their own."""
+    plain = bytearray(file_of(picture(), "TIFF"))
+    for own, tile in ((278, 322), (279, 323)):  # rows and bytes of the strip
+        (entry,) = re.finditer(struct.pack("<H", own) + rb"[\x03\x04]\x00\x01\x00{3}", plain)
+        struct.pack_into("<HHII", plain, entry.start(), tile, 4, 1, 20_000)
+    jpeg = file_of(picture().convert("RGB"), "TIFF", compression="jpeg")
+    monkeypatch.setattr("PIL.TiffImagePlugin.TiffImageFile.load", lambda self: pytest.fail("read"))
+
+    async def go(place):
+        return [await place.classify(bytes(plain)), await place.classify(jpeg)]
+
+    causes = [response.json()["error"]["cause"] for response in run(go, limits=SMALL)]
+    assert causes == [
+        "The image is too large (tiles of 20000x20000 pixels; at most 10000)",
+        "The TIFF file is compressed unusually",
+    ]
+
+
+# --- 2,000 random requests ------------------------------------------------------------------------
+
+REQUESTS, EVERY = 2000, 100
+KEY = "the-key-of-this-test"
+LIMITS = GatewayLimits(max_body_bytes=200_000, max_pixels=40_000, body_ms=300, rate=1e6, burst=1e6)
+SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
+GOOD = file_of(picture())
+MODEL = VIT.wrapped()
+BATCH = batch_of(GOOD, image_view(MODEL), most_pixels=10_000)
+KINDS = {kind: file_of(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")}
+WORDS = [
+    "", " ", "0", "-1", "1e400", "NaN", "Infinity", "-inf", "0x10", "1_000", "9" * 5000, "null",
+    "true", "[]", "{}", "\0", "\r\n", "é\u202e", "\U0001f600", "\ufffe", "%00%ff", "../../etc",
+    "'; drop table", "<script>", "${jndi:x}", "0,1,2,3", "3,2,1,0", "0,0", "0,,1", ",", "٣",
+    "0+1,2@0,2", '{"blocks": [0, 1], "depth": 4, "versions": [0, 0]}', '{"blocks": ' + "[" * 3000,
+    "0," * 3000, "a" * 10_000, "1" * 20, "-0", "+1", "1.5", "4294967296", "18446744073709551616",
+]  # fmt: skip
+OPTIONS = ["deadline_ms", "min_blocks", "top", "order", "image", "", "class"]
+KINDS_OF_BODY = [
+    b"", b"image/png", b"application/octet-stream", b"text/html", b"multipart/form-data",
+    b"multipart/mixed; boundary=x", b"application/x-www-form-urlencoded", b"a" * 9000, b"\xff",
+]  # fmt: skip
+BOMB = zlib.compress(bytes(10_000_000), 9)  # 10 kB
+
+
+def broken_image(rng):
+    """The bytes of something that is not quite an image."""
+    choice = rng.randrange(8)
+    file = bytearray(rng.choice(list(KINDS.values())))
+    if choice == 0:
+        return bytes(file)
+    if choice == 1:
+        return bytes(file[: rng.randrange(len(file))])
+    if choice == 2:
+        sizes = [0, 1, 2, 100, 65_535, 2**31 - 1, 2**31, 2**32 - 1]
+        return png_claiming(*rng.choices(sizes, k=2), kind=rng.randrange(8), pixels=BOMB)
+    if choice == 3:
+        return rng.randbytes(rng.randrange(300))
+    if choice == 4:
+        return file_of(picture(rng.randrange(9), size=rng.choice([(1, 999), (999, 1), (1, 1)])))
+    for _ in range(rng.choice([1, 2, 10])):
+        place = rng.randrange(min(len(file), rng.choice([40, len(file)])))
+        if rng.random() < 0.5:
+            file[place] = rng.randrange(256)
+        else:
+            file[place : place + rng.randrange(8)] = rng.randbytes(rng.randrange(8))
+    return bytes(file)
+
+
+def odd_headers(rng):
+    """Headers that no decent client sends."""
+    names = [
+        b"host", b"accept", b"cookie", b"x-forwarded-for", b"expect", b"range", b"te", b"x" * 50,
+        b"content-length", b"content-encoding", b"authorization", b"transfer-encoding",
+    ]  # fmt: skip
+    values = [b"", b"\xff\xfe", b"a" * 20_000, b"[::", b"gzip", b"-1", b"9" * 400, b"Bearer", b"\t"]
+    return [(rng.choice(names), rng.choice(values)) for _ in range(rng.randrange(4))]
+
+
+def odd_query(rng):
+    """Options in the address, most of them wrong."""
+    if rng.random() < 0.6:
+        return b""
+    pairs = [(rng.choice(OPTIONS), rng.choice(WORDS)) for _ in range(rng.randrange(4))]
+    text = "&".join(f"{name}={word}" for name, word in pairs).encode("utf-8", "replace")
+    return text + rng.choice([b"", b"&\xff", b"%", b"&&=&"])
+
+
+def hostile(rng):
+    """The chunks of the body and what else makes one request."""
+    large = rng.random() < 0.1
+    body = b" " * rng.choice([200_000, 200_001, 400_000]) if large else broken_image(rng)
+    kind = rng.choice(KINDS_OF_BODY) if rng.random() < 0.2 else b"image/png"
+    headers = [(b"content-type", kind), *odd_headers(rng)]
+    if rng.random() < 0.95:
+        headers.append((b"x-api-key", KEY.encode()))
+    method = rng.choice(["POST"] * 30 + ["GET", "PUT", "HEAD", "OPTIONS", "BREW"])
+    path = rng.choice(["/v1/classify"] * 30 + ["/v1/swarm", "/metrics", "/healthz", "/é\0", "//"])
+    cut = sorted(rng.randrange(len(body) + 1) for _ in range(rng.randrange(4)))
+    chunks = [body[a:b] for a, b in zip([0, *cut], [*cut, len(body)], strict=True)]
+    facts = {"method": method, "path": path, "headers": headers, "query": odd_query(rng)}
+    return chunks, {**facts, "whole": rng.random() >= 0.02}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged files
+def test_two_thousand_hostile_requests(caplog):
+    rng = random.Random(0)
+    statuses = Counter()
+    key = [(b"x-api-key", KEY.encode())]
+
+    async def go():
+        async with site(limits=LIMITS, swarm=SWARM, keys=[KEY]) as place:
+            answers = []
+            for number in range(REQUESTS):
+                chunks, facts = hostile(rng)
+                status, body = await sent(place.app, facts.pop("path"), *chunks, **facts)
+                statuses[status] += 1
+                assert status < 500 or (status == 503 and b"error" in body), (number, body)
+                if status >= 400 and body and status != 503:
+                    assert json.loads(body)["error"]["cause"], number
+                if number % EVERY == 0:
+                    answers.append(await sent(place.app, "/v1/classify", GOOD, headers=key))
+            return answers
+
+    begun = time.monotonic()
+    answers = asyncio.run(go())
+    assert time.monotonic() - begun < 600  # no request hangs, however busy the machine is
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    for status, body in answers:
+        assert status == 200
+        answer = json.loads(body)
+        assert not answer["degraded"]
+        with torch.inference_mode(), running(MODEL, answer["blocks"]):
+            wanted = MODEL(torch.from_numpy(BATCH))[0].double().softmax(-1)
+        got = {guess["index"]: guess["probability"] for guess in answer["top"]}
+        assert [got[index] for index in range(CLASSES)] == pytest.approx(wanted.tolist())
+    assert sum(statuses.values()) == REQUESTS
+    # The requests reach every kind of refusal, and some are good enough to be answered.
+    assert {200, 401, 404, 405, 413, 415, 422, 499} <= set(statuses), statuses
+
+
+# --- requests made from the description -----------------------------------------------------------
+PLENTY = GatewayLimits(rate=1e6, burst=1e6)
+# Requests of each operation, valid ones and others, the same ones in every run.
+BOUNDS = settings(
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "with keys"])
+@pytest.mark.filterwarnings("default")  # those of schemathesis are its own
+def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+    asked = set()
+    headers = {"Authorization": f"Bearer {KEY}"} if keys else {}
+
+    def check(case):
+        asked.add((case.method, case.path))
+        # No description says which bytes are an image; and an address has no types: an empty list,
+        # or null, is an option that is not sent.
+        unfit = [negative_data_rejection, positive_data_acceptance] if case.method == "POST" else []
+        case.call_and_validate(headers=headers, excluded_checks=unfit, timeout=60)
+
+    async def serving(tell):
+        async with (
+            site(limits=PLENTY, keys=keys) as place,
+            listening(place.app, limits=PLENTY) as (listener, _),
+        ):
+            tell(f"http://127.0.0.1:{listener.port}")
+            await asyncio.Event().wait()
+
+    with started(serving) as address:
+        schema = schemathesis.openapi.from_url(f"{address}/openapi.json", timeout=60)
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            # The other operations have no invalid requests.
+            takes_options = operation.method == "post"
+            for mode in list(GenerationMode) if takes_options else [GenerationMode.POSITIVE]:
+                BOUNDS(given(case=operation.as_strategy(mode))(check))()
+    assert ("POST", "/v1/classify") in asked
+    assert ("GET", "/v1/swarm") in asked
