@@ -217,25 +217,6 @@ def test_the_width_is_that_of_the_blocks_that_run():
     assert next_of(A, B, C, rounds=rounds, under_way=busy).host == "a"
 
 
-def test_places_with_the_same_weights_are_not_under_way_together():
-    """Places 0 and 1 share weights; with 2 and 3 done as well, 1 waits for 0."""
-    tied, first = replace(THREE, tied=(0, 0, 2, 3)), under_way((0, 0))
-    assert asked_of(A, B, C, rounds=tied, under_way=first) == ("b", 2)
-    assert asked_of(A, B, C, rounds=THREE, under_way=first, done=(2, 3)) == ("a", 1)
-    assert next_of(A, B, C, rounds=tied, under_way=first, done=(2, 3)) == Wait(0.99)
-    late = under_way((0, 0), late=True)
-    assert asked_of(A, B, C, rounds=tied, under_way=late, done=(2, 3)) == ("a", 0), "again"
-
-
-def test_no_pass_begins_before_a_place_that_waits_for_its_twin():
-    """Three survivors run twice. Place 0 runs again, and place 1, which came back, has not run."""
-    rounds = Rounds({3: Way(2, 2)}, otherwise=Way(2), max_age=4, tied=(0, 0, 2, 3))
-    asked = {"done": (0, 2), "under_way": under_way((0, 2))}
-    assert next_of(host("a", 1), host("b", 2), rounds=rounds, **asked) == Wait(0.99)
-    rounds = replace(rounds, tied=None)
-    assert asked_of(host("a", 1), host("b", 2), rounds=rounds, **asked) == ("a", 1)
-
-
 def test_what_still_counts():
     progress = RequestProgress(6, 1.0, done=(0, 1, 2))
     assert counts(progress, UnderWay(3, 1), max_age=2)

@@ -398,12 +398,11 @@ HOSTS = st.lists(
     min_size=2, max_size=8,
 )  # fmt: skip
 ROUNDS = st.builds(
-    lambda ways, parallel, age, tied: Rounds(
-        dict(enumerate(ways, 1)), otherwise=Way(parallel), max_age=age, tied=tied
-    ),
+    lambda ways, parallel, age: Rounds(dict(enumerate(ways, 1)), Way(parallel), max_age=age),
     st.lists(st.builds(Way, st.integers(1, 4), st.integers(1, 3)), max_size=DEPTH),
-    st.integers(2, 4), st.integers(0, 8), st.sampled_from([None, (0, 0, 0, 3, 3, 5)]),
-)  # fmt: skip
+    st.integers(2, 4),
+    st.integers(0, 8),
+)
 REQUESTS = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.01, 0.1]),

@@ -111,8 +111,7 @@ def decide(
     """The next action of a request, one of `walks` running requests.
 
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
-    version, and none more often than `rounds` allows. Places that share weights are not in flight
-    together, unless a visit to one of them is late.
+    version, and none more often than `rounds` allows.
     """
     free, depth, ran = progress.routing == "order-free", progress.depth, set(progress.done)
     # Head and answer must still fit in after the last visit.
@@ -132,25 +131,21 @@ def decide(
     begun = ran | busy
     missing = [block for block in range(depth) if block not in begun]
     first = [block for block in missing if swarm.usable(block)]
-    if len(busy) >= side_by_side([*begun, *first], swarm, rounds=rounds, walks=walks):
+    if len(busy) >= side_by_side(len(begun) + len(first), swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
     if not free:
         missing = missing[:1]
         first = [block for block in first if block in missing]
-    occupied = rounds.with_twins(busy)
-    ready = [block for block in first if block not in occupied]
-    visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
+    visit = _first_answer(progress, swarm, first, left=left, limits=limits)
     if visit is None and not busy:
         # Its first probe decides whether a host that was late is slow or gone.
         holders = {name for block in missing for name in swarm.held(block)}
         hope = max((hoped_until(swarm[name], limits) for name in holders), default=0.0)
         if hope > now:
             return Wait(min(ends, hope))
-    # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
-    if free and visit is None and busy <= ran and len(ready) == len(first):
+    if free and visit is None and busy <= ran:
         passes = rounds.way(len(ran)).passes
         again = _again(progress, swarm, busy=busy, passes=passes)
-        again = [block for block in again if block not in occupied]
         visit = _first_answer(progress, swarm, again, left=left, limits=limits)
     if visit is not None and visit.expected <= left:
         return visit
@@ -180,11 +175,11 @@ def _nowhere(
     return "unreachable" if free else "lost"
 
 
-def side_by_side(reached: Sequence[int], swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
-    """The most visits in flight of one of `walks` requests that can reach the blocks `reached`."""
-    way = rounds.way(len(reached))
+def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
+    """The most visits in flight of one of `walks` requests that can reach so many blocks."""
     # More visits would only queue at busy hosts, and each has another state.
-    return max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
+    most = min(rounds.way(reached).parallel, swarm.usable_hosts // walks, reached)
+    return max(1, most)
 
 
 def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
