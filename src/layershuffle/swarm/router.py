@@ -250,7 +250,8 @@ class Router:
 
     def _call(self, walk: Walk, visit: Visit, *, now: float) -> PendingVisit:
         """Send the newest state to a host, as decided at `now`."""
-        before = walk.state
+        # Read before the visit is sent: a host may have begun by the time that this goes on.
+        before, started = walk.state, self.clock()
         self.put(state.sent(self.swarm[visit.host], len(before)))
         answer = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
 
@@ -265,7 +266,7 @@ class Router:
             version=len(walk.done),
             visit=visit,
             answer=answer,
-            started=self.clock(),
+            started=started,
             before=before,
             # From `now`: sending a large state takes time, and no limit may pass the deadline.
             ends=now + visit.limit,
@@ -339,12 +340,11 @@ def refuse_odd(answer: Answer, *, before: State, ms: float) -> None:
     if answer.compute_ms + answer.queue_ms > _SLACK * ms + _SLACK_MS:
         # The router's clock may have stopped, on a machine that was paused.
         raise HostFailed("it answered that it took longer than its visit")
-    values = answer.state.reshape(-1)
-    # No number of a vector is larger than its length, which takes a tenth of the time; NaN is not
+    # No number is larger than the length of all, which takes a third of the time; NaN is not
     # smaller than anything.
-    if values.dot(values) <= _GROWTH**2:
+    if np.vdot(answer.state, answer.state) <= _GROWTH**2:
         return
-    largest = float(np.abs(values).max(initial=0.0))
+    largest = float(np.abs(answer.state).max(initial=0.0))
     # At least 1, because a state of zeros may grow by any factor.
     if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
         raise WrongAnswer(f"it answered with numbers up to {largest:.1g}")
