@@ -218,15 +218,6 @@ def test_a_deadline_that_leaves_no_time_is_nobodys_fault():
     assert (route.ending, router.swarm["a"].condition) == ("deadline", "healthy")
 
 
-def test_many_images_do_not_make_hosts_suspect():
-    """64 images at 2 ms each: past the floor of 60 ms, but within four times what is expected."""
-    acts = {"a": [0.2], "b": [0.2]}
-    start = np.repeat(START, 64, axis=0)
-    route, _, router = routed(acts, {"a": [0], "b": [1]}, depth=2, start=start)
-    assert {(hop.outcome, hop.images) for hop in route.hops} == {("answered", 64)}
-    assert all(host.usable for host in router.swarm.values())
-
-
 def test_the_answer_comes_before_the_deadline():
     """Every visit takes 55 ms; eight of them do not fit into 250 ms."""
     hosts = {name: [block] for block, name in enumerate("abcdefgh")}
@@ -236,15 +227,6 @@ def test_the_answer_comes_before_the_deadline():
     assert (route.ending, route.ms) == ("deadline", pytest.approx(245))
     assert 1 <= len(route.order) <= 4
     assert "deadline" in route.skipped[7]
-
-
-@pytest.mark.parametrize("error", [HostUnavailable("full"), HostGone("dead")])
-def test_too_few_blocks_wait_for_a_host_that_comes_back(error):
-    hosts = {"a": [0, 1], "b": [2, 3]}
-    route, _, _ = routed({"a": [error]}, hosts, min_blocks=3, later=(0.15, healthy("a")))
-    assert (set(route.order), route.ms) == ({0, 1, 2, 3}, pytest.approx(150))
-    route, _, _ = routed({"a": [error]}, hosts, min_blocks=3, seconds=0.6)
-    assert (route.order, route.ending) == ((2, 3), "deadline")
 
 
 # --- several visits under way ---------------------------------------------------------------------
@@ -350,29 +332,21 @@ def test_a_host_that_falls_silent_is_blamed_though_the_deadline_is_near(act, str
     assert condition == ("suspect" if struck else "healthy")
 
 
-@pytest.mark.parametrize("rounds", [QUEUE, THREE])
-def test_requests_side_by_side_do_not_mix_and_a_cancelled_one_drops_its_visits(rounds):
+def test_a_cancelled_request_drops_its_visits():
     async def go():
         transport = Scripted(slow_visits(SIX, 0.01))
-        router = Router(transport, depth=12, limits=LIMITS, rounds=rounds, clock=loop_time)
-        router.swarm = Swarm(
-            HostView(name, frozenset(blocks), compute=0.004, link=0.001)
-            for name, blocks in SIX.items()
-        )
-        starts = [START * (k + 1) for k in range(5)]
-        walks = [asyncio.ensure_future(router.walk(start, deadline=2.0)) for start in starts]
+        router = Router(transport, depth=12, limits=LIMITS, rounds=THREE, clock=loop_time)
+        router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in SIX.items())
+        walk = asyncio.ensure_future(router.walk(START, deadline=2.0))
         await asyncio.sleep(0.015)
-        walks.pop().cancel()
-        results = await asyncio.gather(*walks)
-        assert transport.cancelled
+        walk.cancel()
+        await asyncio.gather(walk, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert len(transport.cancelled) == 3
         assert router.walks == 0
         assert all(view.waiting == 0 for view in router.swarm.values())
-        return starts, results
 
-    starts, results = run_virtual(go())
-    for start, (after, route) in zip(starts[:4], results, strict=True):
-        assert (after == replayed(route, start)).all()
-        assert route.ending == "complete"
+    run_virtual(go())
 
 
 # --- what holds for every swarm -------------------------------------------------------------------

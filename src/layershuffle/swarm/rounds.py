@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 
 from layershuffle.core.orders import ExecutionOrder
 
-VersionedStep = tuple[int, int]
-"""A block, and the version of the state that it reads."""
-
-
 UNEXPLAINED = 1 << 16
 """`Cell.parallel` of answers that are too late for any number of visits in flight."""
 
@@ -78,8 +74,8 @@ def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
     return ExecutionOrder(tuple(blocks), depth, (*range(last), last - age))
 
 
-def cell_of(steps: Sequence[VersionedStep]) -> Cell:
-    """The cell of an answer with these steps (at least one).
+def cell_of(steps: Sequence[tuple[int, int]]) -> Cell:
+    """The cell of an answer with these steps (at least one): block, and version that it read.
 
     `parallel` is the smallest number of blocks in flight at which the ages of the states, summed
     over all steps, are at least those of this answer. A pass counts once all of its blocks ran.
