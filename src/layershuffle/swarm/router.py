@@ -61,8 +61,7 @@ class Walk(RequestProgress):
     """A running request: its state, its progress, its visits so far and those in flight.
 
     `judge`: the chance that the answer for a state after so many blocks is right. While it waits,
-    `woken` is not done; `until`: when it goes on at the latest, in seconds of the router's clock,
-    by the `alarm`, which may go off earlier and is then set again.
+    `woken` is not done.
     """
 
     state: State
@@ -72,9 +71,6 @@ class Walk(RequestProgress):
     hops: list[Visited] = field(default_factory=list)
     under_way: list[PendingVisit] = field(default_factory=list)
     woken: asyncio.Future[None] | None = None
-    until: float = 0.0
-    alarm: asyncio.TimerHandle | None = None
-    alarm_at: float = 0.0
 
     def wake(self) -> None:
         """Go on, if it waits."""
@@ -157,8 +153,6 @@ class Router:
         finally:
             for call in walk.under_way:
                 self._drop(call)
-            if walk.alarm is not None:
-                walk.alarm.cancel()
             self.walks -= 1
         return walk.state, route
 
@@ -210,31 +204,17 @@ class Router:
 
         It follows a decision without any await in between, so that no change is missed.
         """
-        walk.until = min([action.until, *[call.ends for call in walk.under_way if not call.late]])
-        walk.woken = asyncio.get_running_loop().create_future()
-        # One alarm for many waits: nearly all of them end long before it.
-        if walk.alarm is None or walk.until < walk.alarm_at:
-            self._set_alarm(walk)
+        until = min([action.until, *[call.ends for call in walk.under_way if not call.late]])
+        loop = asyncio.get_running_loop()
+        walk.woken = loop.create_future()
+        alarm = loop.call_later(max(0.0, until - self.clock()), walk.wake)
         if action.for_hosts:
             self._watching[walk] = None
         try:
             await walk.woken
         finally:
+            alarm.cancel()
             self._watching.pop(walk, None)
-
-    def _set_alarm(self, walk: Walk) -> None:
-        if walk.alarm is not None:
-            walk.alarm.cancel()
-        left = max(0.0, walk.until - self.clock())
-        walk.alarm_at = walk.until
-        walk.alarm = asyncio.get_running_loop().call_later(left, self._rung, walk)
-
-    def _rung(self, walk: Walk) -> None:
-        walk.alarm = None
-        if walk.alarm_at < walk.until:
-            self._set_alarm(walk)
-        else:
-            walk.wake()
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         newest = walk.versions == list(range(len(walk.done)))
