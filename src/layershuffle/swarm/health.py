@@ -127,11 +127,6 @@ class HealthMonitor:
         self._audits: set[asyncio.Task[None]] = set()
         router.observers.append(self._observe)
 
-    @property
-    def watched(self) -> frozenset[str]:
-        """The names of the hosts that are checked."""
-        return frozenset(self._watched)
-
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
         """Check these blocks of `host` too, from now on."""
         if host not in self._watched:
