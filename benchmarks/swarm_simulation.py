@@ -94,16 +94,15 @@ def stepping(hosts: int) -> Callable[[], object]:
     numbers = count()
 
     def step() -> None:
-        nonlocal swarm
         number = next(numbers)
-        done = tuple(range(number % DEPTH))
+        done = list(range(number % DEPTH))
         asked = RequestProgress(DEPTH, 1e9, done=done, seed=number)
         action = decide(asked, swarm, now=0.0, limits=limits, rounds=QUEUE)
         assert isinstance(action, Visit)
         hop = Visited(action.host, action.block, "answered", 6.0 + number % 7 / 10, 4.0)
-        swarm = swarm.with_host(state.sent(swarm[hop.host], 1))
-        swarm = swarm.with_host(state.settled(swarm[hop.host], 1))
-        swarm = swarm.with_host(state.answered(swarm[hop.host], hop, limits=limits))
+        swarm.put(state.sent(swarm[hop.host], 1))
+        swarm.put(state.sent(swarm[hop.host], -1))
+        swarm.put(state.answered(swarm[hop.host], hop, limits=limits))
 
     return step
 

@@ -1,4 +1,4 @@
-"""A host beside a small gateway: numbers, files, refusals, returns."""
+"""A host beside a small gateway: numbers, refusals, returns, files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from exported import SHIPPED
 from layershuffle.core.stack import blocks_of
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle_host.__main__ import main as command
+from layershuffle_host.blocks import Block
 from layershuffle_host.graph import RefusedGraph
 from layershuffle_host.host import Host, delays
 from layershuffle_host.wire import (
@@ -98,32 +99,6 @@ def test_visits_that_wait_run_together_and_get_what_they_get_alone(
     talk(gateway, tmp_path, say)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(Dtype.FLOAT16, 2e-3), (Dtype.INT8, 3e-2)])
-def test_narrow_answers_hold_what_the_block_added(
-    gateway: Gateway, tmp_path: Path, dtype: Dtype, most: float
-) -> None:
-    async def say(host: Host, end: HostEnd) -> None:
-        await end.load(gateway.blocks[3])
-        state = states(2)
-        whole, added = await end.visit(3, state), await end.visit(3, state, dtype=dtype)
-        assert 0 < np.abs(state + added - whole).max() <= most * np.abs(whole).max()
-
-    talk(gateway, tmp_path, say)
-
-
-def test_a_slow_block_computes_beside_the_loop(gateway: Gateway, tmp_path: Path) -> None:
-    """Longer than 5 ms: pings are answered meanwhile."""
-
-    async def say(host: Host, end: HostEnd) -> None:
-        await end.load(gateway.blocks[0])
-        (block,) = host.blocks.values()
-        wanted = await end.visit(0, states(3))
-        block.seconds = 1.0
-        assert (await end.visit(0, states(3))).tobytes() == wanted.tobytes()
-
-    talk(gateway, tmp_path, say)
-
-
 # --- refused visits -------------------------------------------------------------------------------
 
 
@@ -188,47 +163,32 @@ def header(**changes: int) -> Header:
     return Header(Kind.VISIT, Dtype.FLOAT32, 0, 1, 1, 0, 10**6)._replace(**changes)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"x",
-        frame(header(kind=9)) + bytes(4096),
-        frame(header(kind=Kind.ANSWER), states(1)),
-        frame(header(images=0)),
-        frame(header(images=2), states(1)),
-        frame(header(images=MAX_IMAGES + 1)),
-        frame(header(), states(1))[:-4],
-        frame(header(), np.full((1, *SHAPE), np.nan, np.float32)),
-        "{",
-        "[1]",
-        '{"type": "ready", "slot": 1, "seconds": 0.1}',
-        '{"type": "assign", "blocks": [{"slot": 0}]}',
-        '{"type": ' * 4000,
-    ],
-    ids=[
-        "short",
-        "kind",
-        "answer",
-        "no image",
-        "two images",
-        "many images",
-        "cut",
-        "nan",
-        "json",
-        "list",
-        "ready",
-        "half",
-        "deep",
-    ],
-)
+BROKEN: dict[str, str | bytes] = {
+    "short": b"x",
+    "kind": frame(header(kind=9)) + bytes(4096),
+    "answer": frame(header(kind=Kind.ANSWER), states(1)),
+    "no image": frame(header(images=0)),
+    "two images": frame(header(images=2), states(1)),
+    "many images": frame(header(images=MAX_IMAGES + 1)),
+    "cut": frame(header(), states(1))[:-4],
+    "nan": frame(header(), np.full((1, *SHAPE), np.nan, np.float32)),
+    "json": "{",
+    "list": "[1]",
+    "ready": '{"type": "ready", "slot": 1, "seconds": 0.1}',
+    "half": '{"type": "assign", "blocks": [{"slot": 0}]}',
+    "deep": '{"type": ' * 4000,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_gateway_that_breaks_the_protocol_is_left(
-    gateway: Gateway, tmp_path: Path, content: str | bytes
+    gateway: Gateway, tmp_path: Path, name: str
 ) -> None:
     """And dialled again: its other connections may be right."""
 
     async def say(host: Host, end: HostEnd) -> None:
         await end.load(gateway.blocks[0])
-        await end.socket.send(content)
+        await end.socket.send(BROKEN[name])
         await asyncio.wait_for(end.closed.wait(), 20)
         assert end.socket.close_code == 1002
         again = await asyncio.wait_for(gateway.hosts.get(), 20)
@@ -388,12 +348,6 @@ def test_tls_with_a_private_authority(gateway: Gateway, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "gateway:80", "ws://"])
-def test_other_addresses_are_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no address of a gateway"):
-        Host([url], token=TOKEN, cache=tmp_path)
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -431,11 +385,133 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     token = tmp_path / "token"
     assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
     token.write_text("x")
-    assert command(["ftp://x", "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
-    error = capsys.readouterr().err
-    assert "No such file" in error
-    assert "no address of a gateway" in error
+    assert "No such file" in capsys.readouterr().err
+    for url in ("ftp://x", "gateway:80", "ws://"):
+        assert command([url, "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
+        assert "no address of a gateway" in capsys.readouterr().err
     for wrong in (["--memory", "much"], ["--threads", "0"], ["--name", "a\nb"]):
         with pytest.raises(SystemExit) as exit_:
             command(["ws://127.0.0.1:1", "--token-file", str(token), *wrong])
         assert exit_.value.code == 2
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_cut_transfer_is_taken_up_where_it_ended(gateway: Gateway, tmp_path: Path) -> None:
+    block = gateway.blocks[4]
+    graph, weights = block["graph"]["sha256"], block["weights"]["sha256"]
+    gateway.cut = [2000, 10**9, 60_000, 60_000]
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.assign(block)
+        for _ in range(3):
+            assert "ended after" in (await end.hear("failed"))["why"]
+        await end.hear("ready")
+        assert gateway.fetched == [
+            (graph, 0, 200), (graph, 2000, 206),
+            (weights, 0, 200), (weights, 60_000, 206), (weights, 120_000, 206),
+        ]  # fmt: skip
+        assert {path.name for path in tmp_path.iterdir()} == {graph, weights}
+        assert (tmp_path / weights).read_bytes() == gateway.files[weights]
+
+    talk(gateway, tmp_path, say)
+
+
+def test_a_server_without_ranges_sends_all_again(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.cut, gateway.knows_ranges = [2000], False
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.assign(gateway.blocks[0])
+        await end.hear("failed")
+        await end.hear("ready")
+        assert [start for _, start, _ in gateway.fetched] == [0, 0, 0]
+
+    talk(gateway, tmp_path, say)
+
+
+def test_a_file_with_another_digest_never_reaches_a_reader(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[bytes]()
+    monkeypatch.setattr(
+        "layershuffle_host.host.Block",
+        lambda graph, weights, **how: read.append(weights) or Block(graph, weights, **how),
+    )
+    digest = gateway.blocks[0]["weights"]["sha256"]
+    right = gateway.files[digest]
+    gateway.files[digest] = right[:-1] + bytes([right[-1] ^ 1])
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.assign(gateway.blocks[0])
+        assert "other SHA-256" in (await end.hear("failed"))["why"]
+        assert read == []
+        gateway.files[digest] = right + b"longer"
+        while "longer" not in (await end.hear("failed"))["why"]:
+            pass
+        gateway.files[digest] = right
+        while (message := await asyncio.wait_for(end.messages.get(), 20))["type"] == "failed":
+            pass
+        assert message["type"] == "ready"
+        assert read == [right]
+
+    talk(gateway, tmp_path, say)
+
+
+def test_files_stay_on_disk_and_damaged_ones_come_again(gateway: Gateway, tmp_path: Path) -> None:
+    first, second = gateway.blocks[:2]
+    weights = tmp_path / second["weights"]["sha256"]
+
+    async def fetch(host: Host, end: HostEnd) -> None:
+        await end.load(first, second)
+
+    talk(gateway, tmp_path, fetch)
+    damaged = bytearray(weights.read_bytes())
+    damaged[100] ^= 1
+    weights.write_bytes(damaged)
+    gateway.fetched.clear()
+
+    async def again(host: Host, end: HostEnd) -> None:
+        held = {block[part]["sha256"] for block in (first, second) for part in ("graph", "weights")}
+        assert set(end.hello["held"]) == held
+        await end.load(first, second)
+        assert gateway.fetched == [(weights.name, 0, 200)]
+
+    talk(gateway, tmp_path, again)
+
+
+def test_two_hosts_share_a_cache(gateway: Gateway, tmp_path: Path) -> None:
+    """Each file is fetched once, by whoever comes first."""
+
+    async def main() -> None:
+        async with (
+            gateway.listening(),
+            hosting(gateway, cache=tmp_path),
+            hosting(gateway, cache=tmp_path, name="pi-2"),
+        ):
+            ends = [await asyncio.wait_for(gateway.hosts.get(), 20) for _ in range(2)]
+            await asyncio.gather(*(end.load(*gateway.blocks[:4]) for end in ends))
+            digests = [digest for digest, _, _ in gateway.fetched]
+            assert sorted(digests) == sorted(set(digests))
+            assert len(digests) == 5
+
+    asyncio.run(main())
+
+
+def test_disk_and_memory_are_bounded(gateway: Gateway, tmp_path: Path) -> None:
+    size = gateway.blocks[0]["weights"]["bytes"]
+
+    async def say(host: Host, end: HostEnd) -> None:
+        for block in gateway.blocks:
+            await end.load(block)
+        assert len(host.blocks) == 1
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 * host.memory
+        assert (tmp_path / gateway.blocks[11]["weights"]["sha256"]).exists()
+        await end.assign(*gateway.blocks[:3])
+        assert [(await end.hear("ready"))["slot"] for _ in range(2)] == [0, 1]
+        message = await end.hear("failed")
+        assert (message["slot"], message["why"][:11]) == (2, "MemoryError")
+        # It makes room as soon as one is not wanted any more.
+        await end.load(*gateway.blocks[1:3])
+
+    talk(gateway, tmp_path, say, memory=2 * size)

@@ -1,19 +1,29 @@
-"""The wire: what one end writes the other reads, and what is malformed is refused."""
+"""The wire and graphs: what one end writes the other reads, and what is malformed is refused."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from gateway_end import Gateway, HostEnd, states, talk
+from onnx import TensorProto, helper
+from safetensors.numpy import load, save
 
 from layershuffle_host import wire
+from layershuffle_host.blocks import Block
+from layershuffle_host.graph import RefusedGraph, external_tensors
+from layershuffle_host.host import Host
 from layershuffle_host.wire import (
     HEADER,
     PROTOCOL,
@@ -29,7 +39,7 @@ from layershuffle_host.wire import (
     version_refused,
 )
 
-SHAPE = (3, 4)
+SHAPE, DIGITS = (3, 4), (16, 64)
 DIGEST = "ab" * 32
 FILE = {"sha256": DIGEST, "bytes": 7}
 HELLO: dict[str, Any] = {
@@ -180,6 +190,113 @@ def test_no_end_sends_what_the_other_refuses() -> None:
 )  # fmt: skip
 def test_versions_one_step_apart_work(theirs: str, works: bool) -> None:
     assert (version_refused(theirs) is None) == works
+
+
+# --- hostile graphs -------------------------------------------------------------------------------
+
+
+def graph_with(*nodes: Any, **model: Any) -> bytes:
+    """An ONNX model with these nodes between `state` and `out`."""
+    ends = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", *DIGITS])
+        for n in ("state", "out")
+    ]
+    graph = helper.make_graph([*nodes], "g", ends[:1], ends[1:])
+    return helper.make_model(graph, **model).SerializeToString()
+
+
+IDENTITY = helper.make_node("Identity", ["state"], ["out"])
+
+
+def stored_in(location: str) -> bytes:
+    model = onnx.load_from_string(graph_with(helper.make_node("Add", ["state", "w"], ["out"])))
+    tensor = model.graph.initializer.add(
+        name="w", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL
+    )
+    tensor.external_data.add(key="location", value=location)
+    return model.SerializeToString()
+
+
+def branching() -> bytes:
+    inner = helper.make_graph([helper.make_node("Identity", ["state"], ["x"])], "b", [], [])
+    return graph_with(helper.make_node("If", ["c"], ["out"], then_branch=inner, else_branch=inner))
+
+
+def with_function() -> bytes:
+    model = onnx.load_from_string(graph_with(IDENTITY))
+    model.functions.add(name="f", domain="ours")
+    return model.SerializeToString()
+
+
+def constant_in_a_file() -> bytes:
+    tensor = TensorProto(name="c", data_type=TensorProto.FLOAT, dims=[1])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights")
+    return graph_with(helper.make_node("Constant", [], ["c"], value=tensor), IDENTITY)
+
+
+HOSTILE = {
+    "path": stored_in("/etc/passwd"),
+    "above": stored_in("../weights"),
+    "domain": graph_with(helper.make_node("Evil", ["state"], ["out"], domain="com.evil")),
+    "opset": graph_with(IDENTITY, opset_imports=[helper.make_opsetid("com.evil", 1)]),
+    "control flow": branching(),
+    "function": with_function(),
+    "constant": constant_in_a_file(),
+    "other weights": graph_with(IDENTITY),
+    "no graph": b"",
+    "text": b"<html>",
+    "cut": stored_in("weights")[:-3],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_graphs_are_refused(
+    gateway: Gateway, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the gateway listed them, and before ONNX Runtime sees them."""
+    seen = list[object]()
+    real = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda *a, **k: seen.append(a) or real(*a, **k)
+    )
+    weights = gateway.files[gateway.blocks[0]["weights"]["sha256"]]
+    with pytest.raises(RefusedGraph):
+        Block(HOSTILE[name], weights, shape=DIGITS, threads=1)
+    assert seen == []
+
+
+def test_a_hostile_block_does_not_stop_the_others(gateway: Gateway, tmp_path: Path) -> None:
+    bad = {**gateway.blocks[0], "graph": gateway.offer(HOSTILE["control flow"])}
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.assign(bad, gateway.blocks[1])
+        assert "control flow" in (await end.hear("failed"))["why"]
+        assert (await end.hear("ready"))["slot"] == 1
+        assert (await end.visit(1, states(1))).shape == (1, *DIGITS)
+
+    talk(gateway, tmp_path, say)
+
+
+def test_weights_of_another_shape_are_refused(gateway: Gateway) -> None:
+    graph, weights = (
+        gateway.files[gateway.blocks[0][part]["sha256"]] for part in ("graph", "weights")
+    )
+    tensors = load(weights)
+    name = next(name for name, tensor in tensors.items() if tensor.shape == (64, 192))
+    with pytest.raises(Exception, match=r"(?i)shape|mismatch|dimension"):
+        Block(graph, save({**tensors, name: tensors[name][:1]}), shape=DIGITS, threads=1)
+
+
+def test_random_bytes_are_no_graph() -> None:
+    draw, whole = random.Random(0), stored_in("weights")
+    assert external_tensors(whole) == {"w"}
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(draw.randrange(1, 6)):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        with suppress(RefusedGraph):
+            external_tensors(bytes(content))
 
 
 # --- the distribution -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The calibration: numbers against a slow count, its file, and its use by the gateway."""
+"""Calibrations, how blocks ran, and how sure answers are: against slow counts and closed forms."""
 
 import asyncio
 import json
@@ -7,10 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from gateway_site import VIT, made_up, picture, site
+from gateway_site import VIT, made_up, picture, run, site
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_server_app import logits, tensors
 
 import layershuffle as ls
-from common import FAMILIES
+from common import DEPTH, FAMILIES, logits_of
 from layershuffle.core.evaluation import Score
 from layershuffle.core.forwards import block_runs
 from layershuffle.core.orders import ExecutionOrder
@@ -18,17 +21,13 @@ from layershuffle.core.policies import Mode
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running
-from layershuffle.core.tying import tie
 from layershuffle.data import DataOptions, open_data
+from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
-from layershuffle.models import image_view, truncate
+from layershuffle.models import file_view, image_view, truncate
 from layershuffle.models.files import weights_digest
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
-from layershuffle.swarm.calibration import (
-    calibration_path,
-    read_calibration,
-    write_calibration,
-)
+from layershuffle.swarm.calibration import calibration_path, read_calibration, write_calibration
 from layershuffle.swarm.expectations import (
     expected_at,
     expected_of_named,
@@ -38,7 +37,15 @@ from layershuffle.swarm.expectations import (
 )
 from layershuffle.swarm.measuring import calibrate, cells_of, rows_of
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.rounds import QUEUE, Cell, Way, late_last, overlapped
+from layershuffle.swarm.rounds import QUEUE, UNEXPLAINED, Cell, Way, cell_of, late_last, overlapped
+from layershuffle.swarm.sureness import (
+    Sureness,
+    calibration_error,
+    default_confidence,
+    ending_at,
+    probabilities,
+    temperature_of,
+)
 from pictures import file_of
 
 DATA = "digit-pairs?test=40"
@@ -106,34 +113,6 @@ def test_equal_to_a_slow_count():
     assert again.model_copy(update={"sureness": calibration.sureness}) == calibration
 
 
-def test_places_with_the_same_weights_are_measured_apart(tmp_path):
-    """Four places, of which the first three share weights: as a slow count of their orders."""
-    model = tie(truncate(ls.load("bundled:digits"), "0,4,8,10"), (0, 0, 0, 3))
-    calibration = calibrate(model, DATA, orders=2, images=20)
-    assert calibration.tied == (0, 0, 0, 3) == rounds_of(calibration).tied
-    data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=20))
-    items = [data.splits["test"].dataset[index] for index in range(20)]
-    images = data.finish(torch.stack([pixels for pixels, _ in items]))
-    labels = torch.tensor([label for _, label in items])
-    draws = [ls.Shuffled().draw(4, seed=0, step=index).blocks for index in range(2)]
-
-    def top1(order):
-        with torch.inference_mode(), running(model, order):
-            return 100 * float((model(images).argmax(1) == labels).double().mean())
-
-    for cell in (Cell(4, 1, 2), Cell(4, 1, 3), Cell(3, 2, 2)):
-        orders = [overlapped(blocks, cell, depth=4, tied=calibration.tied) for blocks in draws]
-        assert orders != [overlapped(blocks, cell, depth=4) for blocks in draws]
-        assert expected_at(calibration, cell).top1 == pytest.approx(np.mean([*map(top1, orders)]))
-    together = ExecutionOrder.parse("0+1+2+3", depth=4)
-    assert expected_of_named(calibration, together) is None
-    untied = calibration.model_copy(update={"tied": None})
-    assert expected_of_named(untied, together).parallel == 4
-    write_calibration(calibration, tmp_path / "calibration.json")
-    stored = read_calibration(tmp_path / "calibration.json", weights=calibration.weights)
-    assert stored == calibration
-
-
 def test_all_numbers_of_blocks_cost_little_more_than_one():
     """The orders with k blocks begin those with k + 1, so that evaluation runs no block twice."""
     draws = [ls.Shuffled().draw(12, seed=0, step=step).blocks for step in range(20)]
@@ -183,6 +162,7 @@ def test_what_pays_is_run():
     early = rounds_of(with_rows(GRID, late=(79.9,)))
     assert early.max_age == 2, "a state is as old as that with three under way"
     assert rounds_of(None) == QUEUE
+    assert rounds_of(with_rows(GRID, tied=(0, 0, 2))) == QUEUE, "an old file measured these apart"
     alone = rounds_of(made_up())
     assert ({*alone.ways.values()}, alone.max_age) == ({Way()}, 0), "nothing else was measured"
 
@@ -191,8 +171,31 @@ def test_expected_of_what_ran():
     calibration = with_rows(GRID)
     expected = expected_at(calibration, Cell(2, 2, 3))
     assert (expected.top1, expected.kept, expected.passes, expected.parallel) == (82, 2, 2, 3)
+    assert (expected.low, expected.high, expected.orders_low) == (15, 22, 11)
+    assert (expected.orders, expected.images, expected.data) == (7, 90, "digit-pairs")
     assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
     assert expected_at(calibration, Cell(3, 1, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("2,1,0", Cell(3)),
+        ("2+1", Cell(2, 1, 2)),
+        ("0+1+2", Cell(3, 1, 3)),
+        ("2,1@0,0@1", Cell(3, 1, 2)),
+        ("2,1,2,1", Cell(2, 2)),
+        ("2+1,1+2", Cell(2, 2, 2)),
+        ("2,1,1", None),
+        ("2,2,1,1", None),
+        ("0,1,0,1@0", None),
+        ("0,1,2,0,1,2", None),
+    ],
+)
+def test_named_steps_count_by_the_oldest_state(text, cell):
+    """Whole passes only, and no more of them than were measured."""
+    expected = expected_of_named(with_rows(GRID), ExecutionOrder.parse(text, depth=3))
+    assert (expected and Cell(expected.kept, expected.passes, expected.parallel)) == cell
 
 
 def of_one_block(values, *, images, effective=None):
@@ -209,32 +212,23 @@ def of_one_block(values, *, images, effective=None):
     return {Cell(1): scores}
 
 
-def test_images_that_are_wrong_together_count_as_fewer():
-    """Wilson's half-widths with the harmonic mean of the orders' effective numbers of images."""
-    values = [60.0, 64.0, 62.0, 70.0]
-    (row,) = rows_of(of_one_block(values, images=50, effective=[10.0, 20.0, 20.0, 40.0]))
-    assert row.effective == pytest.approx(4 / (1 / 10 + 2 / 20 + 1 / 40))
-    (t_low, t_high), (w_low, w_high) = t_interval(values), wilson_interval(64.0, row.effective)
-    assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
-    assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
-    (alone,) = rows_of(of_one_block(values, images=50))
-    assert alone.effective is None
-    assert alone.low > row.low
-
-
-def test_intervals_hold_both_spreads():
-    """Squares of half-widths add, on each side; the sum is never narrower than either."""
-    values = [60.0, 64.0, 62.0, 70.0]
-    (row,) = rows_of(of_one_block(values, images=50))
+@pytest.mark.parametrize(
+    ("values", "effective"),
+    [([60.0, 64.0, 62.0, 70.0], None), ([60.0, 64.0, 62.0, 70.0], [10.0, 20.0, 20.0, 40.0]),
+     ([100.0] * 4, None)],
+)  # fmt: skip
+def test_intervals_hold_both_spreads(values, effective):
+    """Squares of half-widths add, on each side; images that are wrong together count as fewer:
+    as the harmonic mean of the orders' effective numbers."""
+    (row,) = rows_of(of_one_block(values, images=50, effective=effective))
+    assert (row.effective is None) == (effective is None)
+    assert effective is None or row.effective == pytest.approx(4 / (1 / 10 + 2 / 20 + 1 / 40))
+    mean = np.mean(values)
     t_low, t_high = t_interval(values)
-    w_low, w_high = wilson_interval(64.0, 50)
-    assert row.top1 == 64
-    assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
-    assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
-    assert row.low < min(t_low, w_low)
-    (sure,) = rows_of(of_one_block([100.0] * 4, images=50))
-    assert (sure.top1, sure.high) == (100, 100)
-    assert sure.low == pytest.approx(wilson_interval(100.0, 50)[0])
+    w_low, w_high = wilson_interval(mean, row.effective or 50)
+    assert (row.top1, row.orders_low, row.orders_high) == (mean, min(values), max(values))
+    assert row.low == pytest.approx(mean - math.hypot(mean - t_low, mean - w_low))
+    assert row.high == pytest.approx(mean + math.hypot(t_high - mean, w_high - mean))
 
 
 @pytest.mark.parametrize("images", [40, 400])
@@ -254,11 +248,9 @@ def test_the_interval_covers(images):
 
 
 def test_the_range_over_orders_holds_nine_of_ten():
-    """Of 0, 1, ... 100 % the 5 % quantile is 5 and the 95 % quantile 95; few orders give all."""
+    """Of 0, 1, ... 100 % the 5 % quantile is 5 and the 95 % quantile 95."""
     (row,) = rows_of(of_one_block([float(k) for k in reversed(range(101))], images=50))
     assert (row.orders_low, row.orders_high) == (5, 95)
-    (few,) = rows_of(of_one_block([60.0, 64.0, 62.0, 70.0], images=50))
-    assert (few.orders_low, few.orders_high) == (60, 70)
 
 
 @pytest.mark.parametrize(
@@ -272,15 +264,6 @@ def test_useful_blocks_have_half_of_the_accuracy(tops, useful):
     ]
     assert useful_blocks(made_up().model_copy(update={"rows": tuple(rows)})) == useful
     assert useful_blocks(None) == 1
-
-
-def test_expected_at():
-    calibration = made_up()
-    row = expected_at(calibration, Cell(3))
-    assert (row.top1, row.low, row.high, row.kept) == (60, 55, 62, 3)
-    assert (row.orders_low, row.orders_high) == (51, 66)
-    assert (row.orders, row.images, row.data, row.split) == (7, 90, "digit-pairs", "test")
-    assert expected_at(calibration, Cell(9)) is None
 
 
 def test_expected_over():
@@ -376,3 +359,193 @@ def test_a_calibration_of_another_depth_is_refused():
     with pytest.raises(UsageError, match="has 3 blocks, but the model has 4"):
         asyncio.run(go())
     assert weights_digest(VIT.wrapped()) == weights_digest(VIT.plain())
+
+
+# --- how blocks ran -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (Cell(3), "4,1,0"),
+        (Cell(3, passes=2), "4,1,0,4,1,0"),
+        (Cell(3, parallel=2), "4,1@0,0@1"),
+        (Cell(3, passes=2, parallel=2), "4,1@0,0@1,4,1@3,0@4"),
+        (Cell(2, passes=3, parallel=4), "4+1,4+1,4+1"),
+    ],
+)
+def test_orders_without_a_barrier(cell, text):
+    order = overlapped((4, 1, 0, 2, 3), cell, depth=5)
+    assert order == ExecutionOrder.parse(text, depth=5)
+
+
+def test_the_last_block_may_be_late():
+    assert late_last((2, 0, 1), 1, depth=3) == ExecutionOrder.parse("2,0,1@1", depth=3)
+    assert late_last((2, 0, 1), 2, depth=3) == ExecutionOrder.parse("2,0,1@0", depth=3)
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12))
+@settings(max_examples=200, deadline=None)
+def test_what_ran_is_what_was_measured(kept, passes, parallel):
+    order = overlapped(range(12), Cell(kept, passes, parallel), depth=12)
+    # No more blocks can be under way than there are.
+    assert cell_of(order.steps) == Cell(kept, passes, min(parallel, kept))
+
+
+def test_what_ran_counts_late_answers_and_half_passes():
+    assert cell_of(ExecutionOrder.parse("0,1,2,3@2", depth=4).steps) == Cell(4, 1, 2)
+    assert cell_of(ExecutionOrder.parse("0,1,2,3@0", depth=4).steps) == Cell(4, 1, 2)
+    assert cell_of(ExecutionOrder.parse("0,1,0", depth=4).steps) == Cell(2, 1, 1)
+    # Block 0 ran three times while block 1 was away: that is no second pass.
+    assert cell_of(ExecutionOrder.parse("0,0,0,1", depth=4).steps) == Cell(2, 1, 1)
+    # In the second pass: five versions old is more than any number under way explains.
+    assert cell_of(ExecutionOrder.parse("0,1,0,1@0", depth=4).steps) == Cell(2, 2, UNEXPLAINED)
+
+
+# --- how sure answers are -------------------------------------------------------------------------
+
+
+def test_probabilities_are_those_of_torch_in_float64():
+    values = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32) * 40
+    wanted = (torch.from_numpy(values).double() / 1.7).softmax(dim=-1).numpy()
+    assert probabilities(values, 1.7) == pytest.approx(wanted, rel=1e-12)
+    assert probabilities(np.float32([3e38, -3e38])).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("right", "margin"), [(80, 4.0), (60, 0.1), (99, 2.0)])
+def test_the_temperature_makes_the_chance_the_share_of_right_answers(right, margin):
+    """With one margin for all answers the best T is margin / ln(share / (1 - share))."""
+    values = np.tile(np.float32([margin, 0.0]), (100, 1))
+    labels = np.array([0] * right + [1] * (100 - right))
+    found = temperature_of(values, labels)
+    assert found == pytest.approx(margin / math.log(right / (100 - right)), rel=1e-3)
+    assert probabilities(values[0], found)[0] == pytest.approx(right / 100, abs=1e-4)
+
+
+def test_the_calibration_error_is_the_mean_distance_of_chance_and_share():
+    chances = np.array([0.9] * 10 + [0.5] * 30 + [1.0] * 10)
+    right = np.array([True] * 7 + [False] * 3 + [True] * 18 + [False] * 12 + [True] * 10)
+    assert calibration_error(chances, right) == pytest.approx(100 * (10 * 0.2 + 30 * 0.1) / 50)
+
+
+def test_what_ending_early_costs_is_counted_answer_by_answer():
+    generator = np.random.default_rng(3)
+    chances, right = generator.random((4, 5, 50)), generator.random((4, 5, 50)) < 0.7
+    for confidence in (0.01, 0.6, 0.9, 1.0):
+        blocks, hits = [], []
+        for order in range(4):
+            for image in range(50):
+                reached = [n for n in range(5) if chances[order, n, image] >= confidence]
+                last = reached[0] if reached else 4
+                blocks.append(last + 1)
+                hits.append(right[order, last, image])
+        assert ending_at(confidence, chances, right=right) == pytest.approx(
+            (np.mean(blocks), 100 * np.mean(hits))
+        )
+
+
+def test_the_default_is_the_least_confidence_that_loses_at_most_a_third_of_a_point():
+    """1,000 images, all right at the end; after one block 4 are wrong, with a chance of 0.7."""
+    chances, right = np.full((1, 2, 1000), 0.999), np.ones((1, 2, 1000), dtype=bool)
+    chances[0, 0, :4], right[0, 0, :4] = 0.7, False
+    assert default_confidence(chances, right) == 0.701
+    right[0, 0, 0] = True
+    assert default_confidence(chances, right) == 0.5, "3 of 1,000 may be lost"
+    chances[0, 0] = 1.0
+    right[0, 0, :9] = False
+    assert default_confidence(chances, right) is None
+
+
+def test_a_calibration_measures_every_beginning_of_its_orders():
+    """Against each beginning of each order run alone; fitted on held-out, scored on test images."""
+    model = digits_model()
+    sureness = calibrate(model, DATA, orders=7, images=30, seed=5, batch_size=16).sureness
+    assert sureness is not None
+    assert (sureness.split, sureness.orders, sureness.images) == ("holdout", 6, 30)
+    data = open_data(DATA, file_view(model), options=DataOptions(max_test=30))
+    orders = [ls.Shuffled().draw(3, seed=5, step=k) for k in range(6)]
+
+    def answers(split):
+        part = data.splits[split]
+        part = limited_test(part.dataset, limit=30)
+        items = [part.dataset[index] for index in range(30)]
+        pixels = data.finish(torch.stack([image for image, _ in items]))
+        out = np.empty((6, 3, 30, 100), np.float32)
+        for k, order in enumerate(orders):
+            for count in range(3):
+                with torch.no_grad(), running(model, order.blocks[: count + 1]):
+                    out[k, count] = logits_of(model(pixels)).numpy()
+        return out, np.array([label for _, label in items])
+
+    outputs, labels = answers("holdout")
+    for count, temperature in enumerate(sureness.temperatures):
+        alone = outputs[:, count].reshape(-1, 100)
+        assert temperature == pytest.approx(temperature_of(alone, np.tile(labels, 6)), rel=1e-3)
+    outputs, labels = answers("test")
+    right = outputs.argmax(axis=-1) == labels
+    for count, temperature in enumerate(sureness.temperatures):
+        for errors, used in ((sureness.raw_error, 1.0), (sureness.error, temperature)):
+            chances = probabilities(outputs[:, count], used).max(axis=-1)
+            wanted = calibration_error(chances.ravel(), right[:, count].ravel())
+            assert errors[count] == pytest.approx(wanted, abs=0.05)
+
+
+# --- at the gateway -------------------------------------------------------------------------------
+
+TEMPERATURES = (1.5, 0.9, 2.0, 0.7)
+
+
+def sure_at(confidence):
+    """A calibration of the pico model that ends requests at `confidence`."""
+    sureness = Sureness(
+        split="holdout", orders=6, images=9, temperatures=TEMPERATURES, raw_error=(1.0,) * DEPTH,
+        error=(0.5,) * DEPTH, stops=(), confidence=confidence,
+    )  # fmt: skip
+    return made_up().model_copy(update={"sureness": sureness})
+
+
+def answer_of(calibration, *, seed=0, **options):
+    async def go(place):
+        if calibration is not None:
+            place.remote_model.temperatures = calibration.temperatures
+        heads = place.remote_model.model.head
+        runs = []
+        place.remote_model.model.head = lambda state: runs.append(1) or heads(state)
+        response = await place.classify(file_of(picture(seed)), **options)
+        return response.json() | {"status": response.status_code, "heads": len(runs)}
+
+    return run(go, calibration=calibration)
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.4, 0.5])
+def test_a_request_ends_where_its_chance_first_reaches_the_confidence(confidence):
+    """Against the model in one process, block by block of the order that the swarm took."""
+    whole = answer_of(sure_at(0.9), confidence="off")
+    assert (whole["ending"], len(whole["blocks"]), whole["heads"]) == ("complete", DEPTH, 1)
+    chances = []
+    for count, temperature in enumerate(TEMPERATURES, start=1):
+        alone = logits(VIT.wrapped(), tensors(picture()), whole["blocks"][:count])[0]
+        chances.append(float((alone.double() / temperature).softmax(-1).max()))
+    assert whole["chance"] == whole["top"][0]["probability"] == pytest.approx(chances[-1])
+    reached = [count for count, chance in enumerate(chances, start=1) if chance >= confidence]
+    wanted = min([*reached, DEPTH])
+    asked = answer_of(sure_at(0.9), confidence=confidence, min_blocks=1)
+    assert (asked["blocks"], asked["heads"]) == (whole["blocks"][:wanted], wanted)
+    assert asked["chance"] == pytest.approx(chances[wanted - 1])
+    assert (asked["ending"] == "sure", asked["degraded"]) == (wanted < DEPTH, False)
+    assert len(asked["skipped"]) == DEPTH - wanted
+    assert answer_of(sure_at(confidence), min_blocks=1)["top"] == asked["top"], "the default"
+
+
+def test_fewest_blocks_hold_also_for_sure_answers():
+    asked = answer_of(sure_at(0.9), confidence=0.01, min_blocks=3)
+    assert (asked["ending"], len(asked["blocks"])) == ("sure", 3)
+    assert len(answer_of(sure_at(0.9), confidence=0.01)["blocks"]) == 2, "half of the accuracy"
+
+
+def test_without_temperatures_no_answer_has_a_chance():
+    plain = answer_of(None)
+    assert (plain["chance"], plain["ending"], len(plain["blocks"])) == (None, "complete", DEPTH)
+    refused = answer_of(None, confidence=0.9)
+    assert (refused["status"], refused["heads"]) == (422, 0)
+    assert "never measured" in refused["error"]["cause"]

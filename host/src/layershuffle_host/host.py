@@ -49,7 +49,7 @@ def delays(draw: random.Random) -> Iterator[float]:
         yield longest * draw.uniform(0.5, 1.0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Waiting:
     """A visit that came at `arrived` by a `socket`, whose gateway alone knows it."""
 
@@ -58,10 +58,6 @@ class _Waiting:
     state: State
     block: Block
     arrived: float
-
-    def refuse(self, why: Why) -> None:
-        """Send the reason why it has no answer."""
-        self.socket.write(_refusal(self.header, why))
 
 
 class Host:
@@ -150,9 +146,9 @@ class Host:
     def take(self, visit: _Waiting) -> None:
         """Put a visit into the queue, or refuse it."""
         if self.draining:
-            visit.refuse(Why.DRAINING)
+            visit.socket.refuse(visit.header, Why.DRAINING)
         elif len(self.waiting) >= _MOST_WAITING or self.waiting_bytes > _MOST_WAITING_BYTES:
-            visit.refuse(Why.FULL)
+            visit.socket.refuse(visit.header, Why.FULL)
         else:
             self.waiting.append(visit)
             self.waiting_bytes += visit.state.nbytes
@@ -170,7 +166,7 @@ class Host:
                     # One state may have broken it for the others.
                     for visit in batch:
                         if len(batch) == 1 or not await self._served([visit]):
-                            visit.refuse(Why.FAILED)
+                            visit.socket.refuse(visit.header, Why.FAILED)
                 self.busy = 0
                 if self.waiting:
                     # So that what has arrived meanwhile can join the next batch.
@@ -211,7 +207,7 @@ class Host:
                 continue
             self.waiting_bytes -= visit.state.nbytes
             if visit.arrived + 1e-6 * visit.header.time < now:
-                visit.refuse(Why.LATE)
+                visit.socket.refuse(visit.header, Why.LATE)
                 continue
             batch.append(visit)
             images += len(visit.state)
@@ -240,6 +236,10 @@ class _Socket(ClientConnection):
             else:
                 self.protocol.send_text(content.encode())
             self.send_data()
+
+    def refuse(self, header: Header, why: Why) -> None:
+        """Send the reason why a visit has no answer."""
+        self.write(wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0)))
 
 
 class _Link:
@@ -333,7 +333,7 @@ class _Link:
             raise WireError("it sends visits and reads no answers")
         block = self._host.blocks.get(self.slots.get(header.slot, ("", "")))
         if block is None:
-            return socket.write(_refusal(header, Why.UNKNOWN_BLOCK))
+            return socket.refuse(header, Why.UNKNOWN_BLOCK)
         state = wire.state_in(content, header, shape=block.shape)
         self._host.take(_Waiting(socket, header, state, block, time.monotonic()))
 
@@ -389,10 +389,6 @@ class _Link:
         )
         tokens, width = block["shape"]
         return Block(graph, weights, shape=(tokens, width), threads=self._host.threads)
-
-
-def _refusal(header: Header, why: Why) -> bytes:
-    return wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0))
 
 
 def _key(block: dict[str, Any]) -> Key:

@@ -1,6 +1,6 @@
 """Inference on unreliable hosts: block hosts, an order-free router, a server.
 
 The decisions are pure functions: `policy` takes the `state` of the hosts and the time, and returns
-the next action. `router` carries it out over a transport: `local` (in this process) or `ray_hosts`.
-A `host` holds only its blocks; stem and head of the model stay at the gateway.
+the next action. `router` carries it out over a transport (`members`: hosts that dial in;
+`simulation`: none). Hosts hold blocks alone; stem and head of the model stay at the gateway.
 """

@@ -54,13 +54,13 @@ def assign(
     )
     for wanted in range(1, copies + 1):
         # All blocks get their first holder before any gets its second.
-        while (file := table.rarest(below=wanted)) is not None:
-            taker = table.taker(file)
-            if taker is not None:
-                table.hold(taker, file)
-            elif wanted > 1 or not table.make_room(file):
-                table.given_up.add(file)
-        table.given_up.clear()
+        for file in table.rarest_first():
+            while len(table.holders[file]) < wanted:
+                taker = table.taker(file)
+                if taker is not None:
+                    table.hold(taker, file)
+                elif wanted > 1 or not table.make_room(file):
+                    break
     for name in table.devices:
         table.fill(name)
         table.trim(name, copies=copies)
@@ -81,7 +81,6 @@ class _Table:
         self.holders: dict[str, list[str]] = {digest: [] for digest in self.places}
         self.files: dict[str, list[str]] = {name: [] for name in devices}
         self.room = {name: device.memory for name, device in devices.items()}
-        self.given_up = set[str]()
         total = sum(device.speed for device in devices.values()) or 1.0
         # What each would hold if all worked by their speed, rounded down.
         work = copies * len(self.places)
@@ -106,15 +105,10 @@ class _Table:
         self.holders[digest].remove(name)
         self.room[name] += self.size[digest]
 
-    def rarest(self, *, below: int) -> str | None:
-        """The file with the fewest holders, the first one of several; `None` if all have enough."""
-        lacking = [
-            digest
-            for digest, names in self.holders.items()
-            if len(names) < below and digest not in self.given_up
-        ]
+    def rarest_first(self) -> list[str]:
+        """All files, those with the fewest holders first, and of these the ones on a disk."""
         on_disk = {digest for device in self.devices.values() for digest in device.on_disk}
-        return min(lacking, key=lambda d: (len(self.holders[d]), d not in on_disk), default=None)
+        return sorted(self.places, key=lambda d: (len(self.holders[d]), d not in on_disk))
 
     def taker(self, digest: str) -> str | None:
         """Who takes another file: one that has it on disk, else the one with the least to do."""

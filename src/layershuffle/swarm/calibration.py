@@ -64,9 +64,8 @@ class Calibration(CalibrationPart):
     """The content of calibration.json. `weights`: digest of the measured model.
 
     `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
-    1, 2 ... versions old. `tied`: for every place the first one with the same weights, `None` if no
-    places share them; such places were measured apart (`rounds.overlapped`). `sureness`: `None` if
-    the data have no held-out images.
+    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images. `tied`: in old
+    files, whose places with the same weights were not measured side by side.
     """
 
     schema_: Literal[3] = Field(3, alias="schema")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.limits import Limits, restart_pause
+from layershuffle.swarm.limits import Limits
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class Children:
         self._held[name].set()
 
     async def _keep(self, name: str) -> None:
-        tries, loop = 0, asyncio.get_running_loop()
+        loop, limits = asyncio.get_running_loop(), self._limits
+        pause_ms = limits.restart_ms / 2
         while True:
             await self._held[name].wait()
             begun = loop.time()
@@ -109,10 +110,12 @@ class Children:
             async for line in process.stderr:
                 last = line
             code = await process.wait()
-            tries, pause = restart_pause(tries, ran=loop.time() - begun, limits=self._limits)
+            if 1000 * (loop.time() - begun) >= limits.stable_ms:
+                pause_ms = limits.restart_ms / 2
+            pause_ms = min(2 * pause_ms, limits.restart_max_ms)
             why = last.decode(errors="replace").strip()
             _log.warning("The process of host %s has ended (%s): %s", name, code, why)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_ms / 1000)
 
 
 # Loaded here, because nothing may be imported between fork and exec.

@@ -17,8 +17,9 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.assignment import COPIES, Holder, assign
 from layershuffle.swarm.children import Children
-from layershuffle.swarm.health import Check, HealthMonitor, Reference
+from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.members import Member, Members
+from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.state import HostView
@@ -148,7 +149,7 @@ class Coordinator:
             view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
             view = view._replace(condition="draining", why=self.away[member.name])
-        self.router.swarm = self.router.swarm.with_host(view)
+        self.router.put(view)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
             self.members.assign(member.name, returned[0].blocks)
@@ -184,7 +185,7 @@ class Coordinator:
         gone = [n for n in self.router.swarm if n not in self.members and n not in self.away]
         if len(gone) > _MOST_GONE:
             longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
-            self.router.swarm = self.router.swarm.without(longest)
+            self.router.swarm.remove(longest)
         self._changed.set()
 
     def _say(self) -> None:
@@ -204,7 +205,7 @@ class Coordinator:
         """Test a loaded block until it passes; then the router may use it."""
         name, limit = member.name, self.router.limits.start_ms / _MILLI
         while self.members.get(name) is member and block in member.assigned:
-            if not await self.health.canary(Check(name, block, limit)):
+            if not await self.health.canary(Visit(name, block, limit)):
                 break
             if self.router.swarm[name].condition == "shut-out":
                 return

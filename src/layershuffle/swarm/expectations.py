@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way, beside_twins, cell_of_named
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way
 
 NEVER = (
     "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
@@ -65,14 +65,20 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
 
 
 def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
-    """The accuracy to expect of steps that a client named; `None` if it was not measured."""
-    if calibration.tied is not None and beside_twins(order, calibration.tied):
+    """The accuracy to expect of steps that a client named; `None` if it was not measured, as for
+    all but whole passes through their blocks.
+
+    The age of the oldest state counts. In rounds of n blocks it equals that of n blocks in flight;
+    the other states are newer, but the accuracy is the same.
+    """
+    kept = len(set(order))
+    passes = [set(order.blocks[at : at + kept]) for at in range(0, len(order), kept)]
+    oldest = max(position - version for position, (_, version) in enumerate(order.steps))
+    if oldest >= kept or any(len(blocks) < kept for blocks in passes):
         return None
-    if (cell := cell_of_named(order)) is None:
-        return None
-    expected = expected_at(calibration, cell)
+    expected = expected_at(calibration, Cell(kept, len(passes), oldest + 1))
     # A client may name more passes than were measured, which may be harmful.
-    return expected if expected is not None and expected.passes == cell.passes else None
+    return expected if expected is not None and expected.passes == len(passes) else None
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -94,7 +100,7 @@ def rounds_of(calibration: Calibration | None) -> Rounds:
     to the age at which it is worse than none, and always up to the age that the number in flight
     causes.
     """
-    if calibration is None:
+    if calibration is None or calibration.tied is not None:
         return QUEUE
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)
@@ -103,7 +109,7 @@ def rounds_of(calibration: Calibration | None) -> Rounds:
     worse = [age for age, late in enumerate(calibration.late) if late < without]
     measured = worse[0] if worse else len(calibration.late)
     widest = max(way.parallel for way in ways.values())
-    return Rounds(ways, max_age=max(measured, widest - 1), tied=calibration.tied)
+    return Rounds(ways, max_age=max(measured, widest - 1))
 
 
 def _way(top1: Mapping[Cell, float], kept: int) -> Way:

@@ -13,8 +13,6 @@ from layershuffle.settings import Positive, Settings, Share
 
 Milliseconds = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(gt=1)]
-_MILLI = 1000.0
-_DOUBLINGS = 32
 
 
 class Limits(Settings):
@@ -84,16 +82,3 @@ class Limits(Settings):
     # 1e-5 (decision 009), so no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
     """Largest difference between an answer and the known result, relative to its largest value."""
-
-
-def restart_pause(tries: int, *, ran: float, limits: Limits) -> tuple[int, float]:
-    """The number of consecutive ends of a process, and the seconds until it is restarted.
-
-    `tries`: the number of consecutive ends before this one; `ran`: the seconds for which the
-    process ran, 0 if its start failed.
-    """
-    if ran >= limits.stable_ms / _MILLI:
-        tries = 0
-    # The exponent is bounded because a float overflows at 1024.
-    pause = limits.restart_ms * 2.0 ** min(tries, _DOUBLINGS)
-    return tries + 1, min(pause, limits.restart_max_ms) / _MILLI

@@ -26,7 +26,6 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
-from layershuffle.core.tying import places_tied
 from layershuffle.data import DataOptions, ImageData, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
@@ -84,7 +83,7 @@ def calibrate(
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
     tested = _opened(host, data, DataOptions(train=False, max_test=images))
-    weights, tied, depth = weights_digest(host), places_tied(blocks_of(host)), depth_of(host)
+    weights, depth = weights_digest(host), depth_of(host)
     permutations = [Shuffled().draw(depth, seed=seed, step=k).blocks for k in range(orders)]
     batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
 
@@ -92,7 +91,7 @@ def calibrate(
         """The scores of all cells, one per permutation, and the accuracies with a last block that
         is 1, 2 ... versions late (none if `parallel` is 1)."""
         cells, ages = cells_of(depth, parallel=parallel), range(1, depth if parallel > 1 else 1)
-        ways = [overlapped(p, c, depth=depth, tied=tied) for c in cells for p in permutations]
+        ways = [overlapped(p, c, depth=depth) for c in cells for p in permutations]
         split = tested.splits[_TEST]
         scores = evaluate(
             host,
@@ -122,7 +121,6 @@ def calibrate(
         classes=tested.classes,
         rows=rows_of(scores),
         late=late,
-        tied=tied,
         sureness=_sureness(host, tested, permutations, images=images, batch_size=batch_size),
     )
 

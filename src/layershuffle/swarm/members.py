@@ -12,7 +12,6 @@ import hmac
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -43,7 +42,7 @@ from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
 HELLO_SECONDS = 5.0
 STALLED_SECONDS = 4.0
 """A host that has read nothing for so long is dropped."""
-_MOST_ABANDONED = 4096
+_MOST_SENT = 4096  # visits of one host, with those that nobody waits for any more
 _GOING_AWAY = 1001  # of WebSocket
 _SLOTS = 1 << 16
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
@@ -68,10 +67,11 @@ def rounded(state: State, form: Wire) -> State:
 
 @dataclass(eq=False, slots=True)
 class _Sent:
-    """A visit under way."""
+    """A visit under way, also one that nobody waits for any more. `before`: its state, where the
+    answer is what the block added."""
 
     header: Header
-    before: State
+    before: State | None
     answer: asyncio.Future[Answer]
 
 
@@ -90,7 +90,6 @@ class Member:
     beside_failed: str = ""
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
-    abandoned: dict[int, None] = field(default_factory=dict)
 
 
 class MemberWatcher(Protocol):
@@ -161,8 +160,10 @@ class Members(Mapping[str, Member]):
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
         slot = (self._beside if beside else self._turn) * self._depth + visit.block
         header = Header(Kind.VISIT, DTYPES[form], slot, number, len(state), 0, micros)
-        member.sent[number] = _Sent(header, state, answer)
-        answer.add_done_callback(partial(_over, member, number))
+        member.sent[number] = _Sent(header, None if form == "fp32" else state, answer)
+        oldest = next(iter(member.sent))
+        if len(member.sent) > _MOST_SENT and member.sent[oldest].answer.done():
+            del member.sent[oldest]
         self._send(member, wire.frame(header, state))
         return answer
 
@@ -293,16 +294,14 @@ class Members(Mapping[str, Member]):
         if kind not in ("ready", "failed"):
             raise WireError(f"a message {kind} from a host")
         turn, block = divmod(message["slot"], self._depth)
-        if block not in member.assigned:
-            pass  # of an assignment before this one
+        if block not in member.assigned or turn not in self._models:
+            return  # of an assignment before this one
+        if turn != self._turn and kind == "failed":
+            member.beside_failed = message["why"]
         elif turn != self._turn:
-            if turn == self._beside and kind == "ready":
-                member.beside[block] = message["seconds"]
-            elif turn == self._beside:
-                member.beside_failed = message["why"]
+            member.beside[block] = message["seconds"]
         elif kind == "ready":
-            again = block in member.ready
-            member.ready[block] = message["seconds"]
+            again, member.ready[block] = block in member.ready, message["seconds"]
             if watcher is not None and not again:
                 watcher.loaded(member, block)
         elif watcher is not None:
@@ -313,10 +312,7 @@ class Members(Mapping[str, Member]):
         header = wire.header_of(content)
         sent = member.sent.pop(header.visit, None)
         if sent is None:
-            if header.visit not in member.abandoned:
-                raise WireError("an answer to a visit that was never sent")
-            del member.abandoned[header.visit]
-            return
+            raise WireError("an answer to a visit that was never sent")
         if sent.answer.done():
             return
         try:
@@ -341,7 +337,7 @@ class Members(Mapping[str, Member]):
         except WireError as error:
             raise WrongAnswer(f"Host {member.name} answered with {error}") from error
         return Answer(
-            values if header.dtype == Dtype.FLOAT32 else sent.before + values,
+            values if sent.before is None else sent.before + values,
             compute_ms=header.time / _MILLI,
             queue_ms=header.waited / _MILLI,
             batch=header.note,
@@ -360,12 +356,3 @@ class Members(Mapping[str, Member]):
         if path is None:
             return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
         return FileResponse(path, media_type="application/octet-stream")
-
-
-def _over(member: Member, number: int, answer: asyncio.Future[Answer]) -> None:
-    """Note that nobody waits for a visit any more: its answer may still come, too late."""
-    del answer
-    if member.sent.pop(number, None) is not None:
-        member.abandoned[number] = None
-        if len(member.abandoned) > _MOST_ABANDONED:
-            del member.abandoned[next(iter(member.abandoned))]

@@ -20,7 +20,7 @@ Wire = Literal["fp32", "fp16", "int8"]
 Outcome = Literal["answered", "late", "lost", "unavailable", "wrong", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Visit:
     """One call to one host: run `block`; the request waits for it `limit` seconds.
 
@@ -42,7 +42,7 @@ class Visit:
         return 1000 * (self.limit if self.budget is None else self.budget)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Answer:
     """The state after a visit, float32 `[images, tokens, width]`, and where the time went (ms).
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
@@ -45,21 +45,21 @@ _FAIR = 2.0
 """A limit is fair to the host if it is at least this many times the expected time."""
 
 
-# Tuples, as `HostView`: a decision makes several of them.
-class UnderWay(NamedTuple):
+@dataclass(eq=False, slots=True)
+class UnderWay:
     """A visit in flight, and the version of the state that it carries.
 
     `late`: its limit has passed, so the request does not wait for it; its answer still counts if it
     arrives before the end.
     """
 
-    host: str
     block: int
     version: int
     late: bool = False
 
 
-class RequestProgress(NamedTuple):
+@dataclass(eq=False, slots=True)
+class RequestProgress:
     """The progress of a request.
 
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
@@ -75,28 +75,16 @@ class RequestProgress(NamedTuple):
     deadline: float
     min_blocks: int = 1
     routing: Routing = "order-free"
-    done: tuple[int, ...] = ()
+    done: list[int] = field(default_factory=list)
     seed: int = 0
     images: int = 1
-    versions: tuple[int, ...] = ()
-    under_way: tuple[UnderWay, ...] = ()
+    versions: list[int] = field(default_factory=list)
+    under_way: Sequence[UnderWay] = ()
     chance: float = 0.0
     confidence: float | None = None
 
-    def after(self, block: int, *, version: int | None = None) -> RequestProgress:
-        """This request after `block` ran on the state `version` (default: the newest)."""
-        read = len(self.done) if version is None else version
-        return self._replace(done=(*self.done, block), versions=(*self.versions, read))
 
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The request ends with the blocks in `done`."""
-
-    ending: Ending
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wait:
     """No visit can start now, but one may be possible before `until`.
 
@@ -107,7 +95,8 @@ class Wait:
     for_hosts: bool = True
 
 
-Action = Visit | Finish | Wait
+Action = Visit | Wait | Ending
+"""An ending: the request ends with the blocks that ran."""
 
 
 def decide(
@@ -122,66 +111,60 @@ def decide(
     """The next action of a request, one of `walks` running requests.
 
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
-    version, and none more often than `rounds` allows. Places that share weights are not in flight
-    together, unless a visit to one of them is late.
+    version, and none more often than `rounds` allows.
     """
-    free = progress.routing == "order-free"
+    free, depth, ran = progress.routing == "order-free", progress.depth, set(progress.done)
     # Head and answer must still fit in after the last visit.
     ends = progress.deadline - limits.reserve_ms / 1000
-    left, depth, ran = ends - now, progress.depth, set(progress.done)
-    # A pipeline gives no partial answers (decision 010).
-    over = Finish("deadline" if free else "lost")
+    left = ends - now
     sure = progress.confidence is not None and progress.chance >= progress.confidence
-    sure = sure and free and len(ran) >= progress.min_blocks
+    # A pipeline gives no partial answers (decision 010).
+    late: Ending = "deadline" if free else "lost"
+    ended: Ending | None = late if left <= 0 else None
     if len(ran) == depth:
-        over = Finish("complete")
-    elif sure:
-        over = Finish("sure")
-    if len(ran) == depth or sure or left <= 0:
-        return over
+        ended = "complete"
+    elif sure and free and len(ran) >= progress.min_blocks:
+        ended = "sure"
+    if ended is not None:
+        return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
     begun = ran | busy
     missing = [block for block in range(depth) if block not in begun]
     first = [block for block in missing if swarm.usable(block)]
-    reached = sorted([*begun, *first])
-    if len(busy) >= side_by_side(reached, swarm, rounds=rounds, walks=walks):
+    if len(busy) >= side_by_side(len(begun) + len(first), swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
     if not free:
         missing = missing[:1]
         first = [block for block in first if block in missing]
-    occupied = rounds.with_twins(busy)
-    ready = [block for block in first if block not in occupied]
-    visit = _first_answer(progress, swarm, ready, left=left, limits=limits)
+    visit = _first_answer(progress, swarm, first, left=left, limits=limits)
     if visit is None and not busy:
         # Its first probe decides whether a host that was late is slow or gone.
         holders = {name for block in missing for name in swarm.held(block)}
         hope = max((hoped_until(swarm[name], limits) for name in holders), default=0.0)
         if hope > now:
             return Wait(min(ends, hope))
-    # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
-    if free and visit is None and busy <= ran and len(ready) == len(first):
+    if free and visit is None and busy <= ran:
         passes = rounds.way(len(ran)).passes
         again = _again(progress, swarm, busy=busy, passes=passes)
-        again = [block for block in again if block not in occupied]
         visit = _first_answer(progress, swarm, again, left=left, limits=limits)
     if visit is not None and visit.expected <= left:
         return visit
     # A visit that would be too late does not end the request while others may be in time.
     if busy:
         return Wait(ends)
-    return over if visit is not None else _nowhere(progress, swarm, missing, ends=ends, now=now)
+    return late if visit is not None else _nowhere(progress, swarm, missing, ends=ends, now=now)
 
 
 def _nowhere(
     progress: RequestProgress, swarm: Swarm, missing: Sequence[int], *, ends: float, now: float
-) -> Finish | Wait:
+) -> Ending | Wait:
     """The action of a request that waits for no visit, if no usable host holds a missing block.
 
     With too few blocks it waits for the visits that it gave up, and for holders that may come back.
     """
     free = progress.routing == "order-free"
     if free and len(set(progress.done)) >= progress.min_blocks:
-        return Finish("unreachable")
+        return "unreachable"
     holders = (swarm[name] for block in missing for name in swarm.held(block))
     if progress.under_way or any(
         # A pipeline fails with a process and does not wait for the next one.
@@ -189,14 +172,14 @@ def _nowhere(
         for host in holders
     ):
         return Wait(ends)
-    return Finish("unreachable" if free else "lost")
+    return "unreachable" if free else "lost"
 
 
-def side_by_side(reached: Sequence[int], swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
-    """The most visits in flight of one of `walks` requests that can reach the blocks `reached`."""
-    way = rounds.way(len(reached))
+def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
+    """The most visits in flight of one of `walks` requests that can reach so many blocks."""
     # More visits would only queue at busy hosts, and each has another state.
-    return max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
+    most = min(rounds.way(reached).parallel, swarm.usable_hosts // walks, reached)
+    return max(1, most)
 
 
 def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
@@ -228,15 +211,14 @@ def _first_answer(
     pace, alone = swarm.pace(limits), all(visit.late for visit in progress.under_way)
     offers = [
         # The name breaks ties, so the result is the same in every run.
-        (expected(host, pace=pace, images=progress.images), host.name)
+        (expected(host, pace=pace, images=progress.images), host.name, host)
         for host in compared(progress, swarm, blocks=blocks, limits=limits)
         # Queueing behind others would gain nothing and delay another request.
         if alone or not host.waiting
     ]
     if not offers:
         return None
-    seconds, name = min(offers)
-    host = swarm[name]
+    seconds, name, host = min(offers)
     # The rarest block goes first, so that many hosts remain useful until the end.
     held = [block for block in blocks if block in host.blocks]
     block = min(held, key=lambda block: (len(swarm.usable(block)), block))
@@ -273,9 +255,7 @@ def compared(
         # The same numbers for all blocks, so blocks with the same holders draw the same hosts,
         # which keeps the list short.
         draws = [stream.below(1 << 64) for _ in range(each)]
-        holders = [
-            tuple([names[draw % len(names)] for draw in draws if names]) for names in holders
-        ]
+        holders = [[names[draw % len(names)] for draw in draws if names] for names in holders]
     # Sorted, because the order of a set of names differs between processes.
     return [swarm[name] for name in sorted(set().union(*holders))]
 

@@ -7,9 +7,8 @@ has run its head after every block.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from layershuffle.swarm.sureness import probabilities
 
 _MILLI = 1000.0
 _WORKERS = 8  # most stems and heads that compute at a time; a walk needs no thread
-_HEAD_WEIGHT = 0.2  # weight of the newest measurement in the average time of the head
+_WEIGHT = 0.2  # of the newest measurement in an average time
 # Up to here stems and heads run in the event loop: changing threads takes as long, and costs more.
 _INLINE_SECONDS = 0.001
 
@@ -43,11 +42,32 @@ class Classified:
     head_ms: float
 
 
+class _Timed:
+    """A part of the model that runs here: in the event loop if it is short, else in a thread of
+    `pool`. `seconds`: its average time, 0 before the first."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self.seconds = pool, 0.0
+
+    def run(self, part: Callable[[State], State], values: State) -> State:
+        """What the part computes."""
+        begun = time.perf_counter()
+        out = part(values)
+        self.seconds += _WEIGHT * (time.perf_counter() - begun - self.seconds)
+        return out
+
+    async def result(self, part: Callable[[State], State], values: State) -> State:
+        """The same, without holding up the loop; cancelled before its turn, it never runs."""
+        if 0 < self.seconds <= _INLINE_SECONDS:
+            return self.run(part, values)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self.run, part, values)
+
+
 class RemoteModel:
     """A model whose blocks run in the swarm.
 
-    `temperatures`: by the number of blocks (`sureness`). `stem_seconds`: time of the last stem,
-    `head_seconds`: average time of a head. Use it from the router's event loop.
+    `temperatures`: by the number of blocks (`sureness`). Use it from the router's event loop.
     """
 
     def __init__(
@@ -59,8 +79,8 @@ class RemoteModel:
     ) -> None:
         self.model, self.router, self.depth = model, router, model.depth
         self.temperatures = temperatures
-        self.stem_seconds, self.head_seconds = math.inf, 0.0
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
+        self._stem, self._head = _Timed(self._pool), _Timed(self._pool)
 
     async def classify(
         self,
@@ -79,31 +99,33 @@ class RemoteModel:
         `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in time, and
         for a pipeline that broke. Cancellation ends the walk as well.
         """
-        loop, router = asyncio.get_running_loop(), self.router
+        router, model = self.router, self.model
+        answered: tuple[State, NDArray[np.float32]] | None = None
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
         # earlier.
-        late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
+        late_by = max(0.0, self._head.seconds - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
         try:
-            # A cancelled stem that is still queued never runs.
             async with asyncio.timeout(max(0.0, deadline - router.clock())):
-                if self.stem_seconds <= _INLINE_SECONDS:
-                    start = self._stem(images)
-                else:
-                    start = await loop.run_in_executor(self._pool, self._stem, images)
+                start = await self._stem.result(model.stem, images)
         except TimeoutError as error:
             raise NotAnswered(
                 "The deadline passed before the model's stem had run",
                 hint="try again later, or allow a later deadline",
             ) from error
         entered = time.perf_counter()
-        heads = _Heads(self.model, self.temperatures)
+
+        def chance(state: State, blocks: int) -> float:
+            nonlocal answered
+            answered = state, self._head.run(model.head, state)
+            return chance_of(answered[1], self.temperatures[blocks - 1])
+
         state, route = await router.walk(
             start,
             deadline=deadline - late_by,
             min_blocks=max(min_blocks, useful_blocks),
             confidence=confidence,
-            chance=heads.chance,
+            chance=chance,
         )
         try:
             check_enough(route, min_blocks=min_blocks)
@@ -111,16 +133,12 @@ class RemoteModel:
             # Without this, no head would run and update the average: after one stall of ten seconds
             # every request of two seconds would be refused forever.
             if late_by:
-                self.head_seconds *= 1 - _HEAD_WEIGHT
+                self._head.seconds *= 1 - _WEIGHT
             raise
         left = time.perf_counter()
-        if heads.state is not state:
-            if 0 < self.head_seconds <= _INLINE_SECONDS:
-                heads.run(state)
-            else:
-                await loop.run_in_executor(self._pool, heads.run, state)
-        self.head_seconds += _HEAD_WEIGHT * (heads.seconds / heads.runs - self.head_seconds)
-        logits = heads.logits
+        if answered is None or answered[0] is not state:
+            answered = state, await self._head.result(model.head, state)
+        logits = answered[1]
         # Every hop was finite, but a head may overflow.
         if not np.isfinite(logits).all():
             raise NotAnswered(
@@ -139,43 +157,17 @@ class RemoteModel:
 
     def take_over(self, model: ServedModel, temperatures: Sequence[float]) -> None:
         """Answer by another model from now on, while no request is under way."""
-        self.model, self.temperatures, self.stem_seconds = model, temperatures, math.inf
-
-    def _stem(self, images: NDArray[np.float32]) -> State:
-        begun = time.perf_counter()
-        start = self.model.stem(images)
-        self.stem_seconds = time.perf_counter() - begun
-        return start
+        self.model, self.temperatures = model, temperatures
+        self._stem = _Timed(self._pool)
 
     def close(self) -> None:
         """End the worker threads after their current computations."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Heads:
-    """The heads of one request: the newest `logits`, those of `state`, and `seconds` of all `runs`.
-
-    `temperatures`: by the number of blocks.
-    """
-
-    logits: NDArray[np.float32]
-
-    def __init__(self, model: ServedModel, temperatures: Sequence[float]) -> None:
-        self._model, self._temperatures = model, temperatures
-        self.state: State | None = None
-        self.runs, self.seconds = 0, 0.0
-
-    def run(self, state: State) -> None:
-        """Compute the logits of `state`."""
-        begun = time.perf_counter()
-        self.state, self.logits = state, self._model.head(state)
-        self.seconds += time.perf_counter() - begun
-        self.runs += 1
-
-    def chance(self, state: State, blocks: int) -> float:
-        """That the least sure answer for `state`, after so many different blocks, is right."""
-        self.run(state)
-        return float(probabilities(self.logits, self._temperatures[blocks - 1]).max(axis=-1).min())
+def chance_of(logits: NDArray[np.float32], temperature: float) -> float:
+    """That the least sure of some answers is right."""
+    return float(probabilities(logits, temperature).max(axis=-1).min())
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:

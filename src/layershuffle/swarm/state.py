@@ -1,7 +1,7 @@
-"""The router's view of the hosts, and pure functions that update it on every event.
+"""The router's view of the hosts, and pure functions for what happens to one.
 
-A `HostView` is a value; every function here takes one and returns the next. Time is an argument, in
-seconds of any one monotonic clock. Conditions:
+A `HostView` is a value: the functions take one and return the next. Time is an argument, in seconds
+of any one monotonic clock. Conditions:
 
     healthy   it receives visits
     suspect   it failed a visit; it receives none until a probe after `retry_at` succeeds
@@ -10,27 +10,24 @@ seconds of any one monotonic clock. Conditions:
     gone      its process is dead
 
 `Swarm` holds the views of all hosts with indexes over them, so a change costs the same with 10,000
-hosts as with ten.
+hosts as with ten. Decisions read it, and never change it.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 
 Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
-_HostNames = dict[int, tuple[str, ...]]  # names of hosts, by block
-_ROW = 64  # about the square root of a large swarm
 
 
-# A tuple, because three of them are made a visit, and one of a dataclass takes ten times as long.
+# A tuple, because two of them are made a visit, and one of a dataclass takes ten times as long.
 class HostView(NamedTuple):
     """One host as the router sees it.
 
@@ -62,8 +59,7 @@ class HostView(NamedTuple):
         return self.condition == "healthy"
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Expected times of an unmeasured host: seconds per block, per visit, and of lag."""
 
     compute: float
@@ -72,142 +68,102 @@ class Pace:
 
 
 class Swarm(Mapping[str, HostView]):
-    """All hosts by name, as an immutable value; `with_host` returns the next one.
-
-    `suspects`: the names of the suspect hosts, sorted; `usable_hosts`: the number of usable ones.
-    A change of a host copies one row of hosts and the affected parts of the indexes: with 10,000
-    hosts this takes some microseconds, and the old value stays intact.
-    """
+    """All hosts by name, in the order of their names; `put` and `remove` change it."""
 
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
-        by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
-        views = list(by_name.values())
-        # Places change only when a host joins or leaves, so other changes copy one row.
-        self._place = {name: place for place, name in enumerate(by_name)}
-        self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
-        self._held = _by_block((view.name, view.blocks | view.loading) for view in views)
-        self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
-        self.suspects = tuple(view.name for view in views if view.condition == "suspect")
-        self.usable_hosts = sum(view.usable for view in views)
-        # Sorted, so a decision only looks up the medians.
-        self._compute = _sorted_times(_times(view)[0] for view in views)
-        self._link = _sorted_times(_times(view)[1] for view in views)
-        self._lag = _sorted_times(_times(view)[2] for view in views)
+        self._hosts: dict[str, HostView] = {}
+        self._names: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+        # Sorted, as the names are, so that a decision only looks up the medians.
+        self._times: tuple[list[float], ...] = ([], [], [])
+        for host in hosts:
+            self.put(host)
 
     def __getitem__(self, name: str) -> HostView:
-        row, column = divmod(self._place[name], _ROW)
-        return self._rows[row][column]
+        return self._hosts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
+        return iter(sorted(self._hosts))
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._hosts)
 
-    def with_host(self, host: HostView) -> Swarm:
-        """This swarm with `host` added, or replacing the host of the same name."""
-        if host.name not in self._place:
-            # Hosts join rarely, so everything may be rebuilt then.
-            return Swarm([*self.values(), host])
-        # A shallow copy that bypasses `__init__`: unchanged rows and indexes are shared.
-        after = object.__new__(Swarm)
-        after.__dict__.update(self.__dict__)
-        row, column = divmod(self._place[host.name], _ROW)
-        after._rows = self._rows.copy()
-        after._rows[row] = (*self._rows[row][:column], host, *self._rows[row][column + 1 :])
-        after._index(self[host.name], host)
-        return after
+    def put(self, host: HostView) -> None:
+        """Add a host, or replace the one of its name."""
+        before = self._hosts.get(host.name)
+        self._hosts[host.name] = host
+        self._index(host.name, before, after=host)
 
-    def without(self, name: str) -> Swarm:
-        """This swarm without the host `name`."""
-        return Swarm(host for host in self.values() if host.name != name)
+    def remove(self, name: str) -> None:
+        """Forget a host."""
+        self._index(name, self._hosts.pop(name), after=None)
 
-    def held(self, block: int) -> tuple[str, ...]:
+    def held(self, block: int) -> Sequence[str]:
         """Names of all hosts that hold or load `block`, sorted."""
-        return self._held.get(block, ())
+        return self._names.get(("held", block), ())
 
-    def usable(self, block: int) -> tuple[str, ...]:
+    def usable(self, block: int) -> Sequence[str]:
         """Names of the usable hosts that hold `block`, sorted."""
-        return self._usable.get(block, ())
+        return self._names.get(("usable", block), ())
+
+    @property
+    def suspects(self) -> Sequence[str]:
+        """Names of the suspect hosts, sorted."""
+        return self._names.get(("suspect", None), ())
+
+    @property
+    def usable_hosts(self) -> int:
+        """The number of usable hosts."""
+        return len(self._names.get(("healthy", None), ()))
 
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors without such hosts."""
+        compute, link, lag = self._times
         return Pace(
-            compute=_middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
-            link=_middle(self._link, otherwise=limits.prior_link_ms / 1000),
-            lag=_middle(self._lag, otherwise=0.0),
+            _middle(compute, otherwise=limits.prior_compute_ms / 1000),
+            _middle(link, otherwise=limits.prior_link_ms / 1000),
+            _middle(lag, otherwise=0.0),
         )
 
-    def _index(self, before: HostView, after: HostView) -> None:
-        """Update the indexes from one view of a host to the next; the old value keeps its own."""
-        if _indexed(before) == _indexed(after):
-            return
-        name, out = after.name, frozenset[int]()
-        was, now = (view.blocks | view.loading for view in (before, after))
-        self._held = _moved(self._held, name, was=was, now=now)
-        was, now = (view.blocks if view.usable else out for view in (before, after))
-        self._usable = _moved(self._usable, name, was=was, now=now)
-        if (before.condition == "suspect") != (after.condition == "suspect"):
-            self.suspects = _toggled(self.suspects, name)
-        self.usable_hosts += after.usable - before.usable
-        old, new = (_times(view) for view in (before, after))
-        self._compute = _retimed(self._compute, old[0], after=new[0])
-        self._link = _retimed(self._link, old[1], after=new[1])
-        self._lag = _retimed(self._lag, old[2], after=new[2])
+    def _index(self, name: str, before: HostView | None, *, after: HostView | None) -> None:
+        # Most changes are of times alone.
+        if (
+            before is None
+            or after is None
+            or before.condition != after.condition
+            or before.blocks is not after.blocks
+            or before.loading is not after.loading
+        ):
+            was, now = _lists_with(before), _lists_with(after)
+            for which in was - now:
+                del self._names[which][bisect_left(self._names[which], name)]
+            for which in now - was:
+                insort(self._names[which], name)
+        for times, old, new in zip(self._times, _times(before), _times(after), strict=True):
+            if old != new:
+                if old is not None:
+                    del times[bisect_left(times, old)]
+                if new is not None:
+                    insort(times, new)
 
 
-def _indexed(host: HostView) -> tuple[object, ...]:
-    """The fields that the indexes depend on; visits sent and settled change none of them."""
-    return host.condition, host.compute, host.link, host.lag, host.blocks, host.loading
+def _lists_with(host: HostView | None) -> set[tuple[str, int | None]]:
+    """The lists of names that a host stands in."""
+    if host is None:
+        return set()
+    lists = {("held", block) for block in host.blocks | host.loading}
+    if host.usable:
+        lists |= {("usable", block) for block in host.blocks}
+    return {*lists, (host.condition, None)}
 
 
-def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
+def _times(host: HostView | None) -> tuple[float | None, ...]:
     """Compute time, link time and lag for the medians; `None` if the host is not usable."""
-    return (host.compute, host.link, host.lag) if host.usable else (None, None, None)
+    if host is None or not host.usable:
+        return None, None, None
+    return host.compute, host.link, host.lag
 
 
-def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _HostNames:
-    """Names by block, in the order of `hosts`, which are pairs of a name and its blocks."""
-    names: dict[int, list[str]] = {}
-    for name, blocks in hosts:
-        for block in blocks:
-            names.setdefault(block, []).append(name)
-    return {block: tuple(holders) for block, holders in names.items()}
-
-
-def _moved(names: _HostNames, name: str, *, was: frozenset[int], now: frozenset[int]) -> _HostNames:
-    """`names` with `name` moved from the blocks `was` to the blocks `now`."""
-    if was == now:
-        return names
-    return names | {block: _toggled(names.get(block, ()), name) for block in was ^ now}
-
-
-def _toggled(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Sorted `names` without `name` if it contains it, otherwise with it."""
-    place = bisect_left(names, name)
-    if names[place : place + 1] == (name,):
-        return names[:place] + names[place + 1 :]
-    return (*names[:place], name, *names[place:])
-
-
-def _sorted_times(times: Iterable[float | None]) -> array[float]:
-    """The times that are not `None`, ascending."""
-    return array("d", sorted(time for time in times if time is not None))
-
-
-def _retimed(times: array[float], before: float | None, *, after: float | None) -> array[float]:
-    """Sorted `times` with `before` replaced by `after`; `None` means no time."""
-    if before == after:
-        return times
-    changed = times[:]
-    if before is not None:
-        del changed[bisect_left(changed, before)]
-    if after is not None:
-        insort(changed, after)
-    return changed
-
-
-def _middle(times: array[float], *, otherwise: float) -> float:
+def _middle(times: Sequence[float], *, otherwise: float) -> float:
     """Median of sorted `times`; `otherwise` if there are none."""
     half = len(times) // 2
     if not times:
@@ -237,23 +193,24 @@ def lag_of(host: HostView, pace: Pace) -> float:
     return max(host.lag or 0.0, pace.lag)
 
 
-def sent(host: HostView, work: int) -> HostView:
-    """A visit of `work` images was sent."""
-    return host._replace(waiting=host.waiting + work)
-
-
-def settled(host: HostView, work: int) -> HostView:
-    """A visit of `work` images is over, however it ended."""
+def sent(host: HostView, images: int) -> HostView:
+    """A visit of so many images was sent; if they are negative, it is over without an answer."""
     # A restarted host begins with 0, while visits to its old process are still ending.
-    return host._replace(waiting=max(0, host.waiting - work))
+    return host._replace(waiting=max(0, host.waiting + images))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A request's visit was answered: its times update the averages."""
-    # Also of a suspect: it is late, not gone. But only a probe brings it back.
-    lag = _lag_after(host, hop, fade=limits.lag_fade)
+    """A request's visit was answered, and is over: its times update the averages."""
     compute, link, batch = _times_with(host, hop, limits=limits)
-    return host._replace(compute=compute, link=link, batch=batch, strikes=0, lag=lag)
+    return host._replace(
+        compute=compute,
+        link=link,
+        lag=_lag_after(host, hop, fade=limits.lag_fade),
+        batch=batch,
+        waiting=max(0, host.waiting - hop.images),
+        # Also of a suspect: it is late, not gone. But only a probe brings it back.
+        strikes=0,
+    )
 
 
 def _lag_after(host: HostView, hop: Visited, *, fade: float) -> float | None:
@@ -337,7 +294,7 @@ def retry_after(swarm: Swarm, *, now: float) -> int:
 
     It is what Retry-After says to a client that got no answer.
     """
-    waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
+    waits = [swarm[name].retry_at - now for name in swarm.suspects]
     # Without suspects nothing says when it will be better; a second is a guess.
     return max(1, math.ceil(min(waits, default=1.0)))
 

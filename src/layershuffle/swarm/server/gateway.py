@@ -229,7 +229,7 @@ class Gateway:
             rounds, walks = router.rounds, router.walks + 1
             passes = rounds.way(len(reachable)).passes
             # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = side_by_side(sorted(reachable), router.swarm, rounds=rounds, walks=walks)
+            parallel = side_by_side(len(reachable), router.swarm, rounds=rounds, walks=walks)
         return self._expected_with(Cell(len(reachable), passes, parallel) if reachable else None)
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:

@@ -246,7 +246,7 @@ class _Simulation:
             if not up:
                 self.transport.hosts[name].die()
                 absent = self._view(name)._replace(condition="gone", why="it has not come yet")
-                self.router.swarm = self.router.swarm.with_host(absent)
+                self.router.put(absent)
         heapify(changes)
         return changes
 
