@@ -65,7 +65,7 @@ def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
         facts={
             "wall_s": [round(wall, 2) for wall in walls],
             "visits": outcome.visits,
-            "simulated_s": round(outcome.seconds, 2),
+            "simulated_s": outcome.figures["seconds"],
             **summary(outcome),
             **{routing: summary(other) for routing, other in others.items()},
         },
@@ -74,14 +74,8 @@ def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
 
 def summary(outcome: SimulationOutcome) -> dict[str, Any]:
     """The shares in percent and the latencies in milliseconds."""
-    return {
-        "answered": outcome.share("answered"),
-        "degraded": outcome.share("degraded"),
-        "failed": outcome.share("failed"),
-        "mean_blocks": outcome.mean_blocks and round(outcome.mean_blocks, 2),
-        "p50_ms": round(outcome.quantile(0.5), 1),
-        "p99_ms": round(outcome.quantile(0.99), 1),
-    }
+    named = ("answered", "degraded", "failed", "mean_blocks", "ms_median", "ms_p99")
+    return {name: outcome.figures[name] for name in named}
 
 
 def stepping(hosts: int) -> Callable[[], object]:

@@ -18,7 +18,7 @@ from layershuffle.swarm.planning import (
 )
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals, Machines
+from layershuffle.swarm.simulation.scenario import Arrivals
 from refusals import refuses
 
 DEPTH = 12
@@ -62,12 +62,12 @@ def test_from_devices_to_figures():
     assert planned.bound == pytest.approx(planned.most, rel=1e-6)
     # No deadline cuts a request off, and a host takes one visit at a time.
     patient = {"deadline_ms": 1e9, "hop_floor_ms": 1e9, "hop_cap_ms": 1e9}
-    limits, machines = Limits(**patient, canary_every_ms=1e12), Machines(max_batch=1)
-    options = {"limits": limits, "machines": machines, "requests": 400}
+    limits = Limits(**patient, canary_every_ms=1e12)
+    options = {"limits": limits, "max_batch": 1, "requests": 400}
     alone = simulate(planned.devices, arrivals=Arrivals(clients=1), **options)
-    assert alone.quantile(0.5) == pytest.approx(12 * (10 + 1))
+    assert alone.figures["ms_median"] == pytest.approx(12 * (10 + 1))
     busy = simulate(planned.devices, arrivals=Arrivals(clients=24), **options)
-    assert 0.9 * planned.most <= busy.per_second <= 1.05 * planned.most
+    assert 0.9 * planned.most <= busy.figures["per_second"] <= 1.05 * planned.most
     text = plan_report(planned, FACTS)
     assert "at most 33.3 requests/s. No plan can give more than 33.3" in text
     assert "With all blocks 96.1 %" in text

@@ -117,7 +117,7 @@ class ClassifyCommand(ServerOptions):
         return code
 
 
-def describe_answer(answer: Classification, image: Path) -> str:
+def describe_answer(answer: Classification, image: Path | str) -> str:
     """The classes, the route, the skipped blocks, and the accuracy to expect."""
     lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in answer.top)}"]
     hops = " -> ".join(

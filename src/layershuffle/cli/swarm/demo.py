@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL
+from layershuffle.cli.swarm.asking import describe_answer
 from layershuffle.cli.swarm.serving import ended_by_signals
 from layershuffle.extras import require
+from layershuffle.swarm.faults import SCENARIOS
 from layershuffle.text import table
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.calibration import Calibration
-    from layershuffle.swarm.drill import Labelled, Reply
+    from layershuffle.swarm.drill import Labelled
     from layershuffle.swarm.service import Service
-
-_HEADER = ("", "answered", "blocks", "median ms", "right", "expected")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class DemoCommand(Command):
         import httpx
 
         from layershuffle.swarm.client import AsyncSwarmClient
-        from layershuffle.swarm.drill import SCENARIOS, asking, sent
+        from layershuffle.swarm.drill import COLUMNS, asking, cells, judged, sent
         from layershuffle.swarm.server.app import create_app
         from layershuffle.swarm.server.limits import GatewayLimits
 
@@ -92,7 +91,7 @@ class DemoCommand(Command):
             async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
                 print(f"{self.requests} requests: {name} ...", flush=True)
                 replies = await sent(ask, self.requests, before=before)
-                rows.append((name, *_cells(replies, service.calibration)))
+                rows.append((name, *cells(replies, judged(replies, service.calibration))))
 
             async def kill() -> None:
                 for host in victims:
@@ -103,34 +102,9 @@ class DemoCommand(Command):
             await phase(f"{len(victims)} of {self.hosts} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
             service.router.routing = "sequential"
-            await phase("the same as a fixed-order pipeline")
+            await phase("as a fixed-order pipeline")
             service.router.routing = "order-free"
             # Asked while hosts are dead, so that the answer shows which blocks were skipped.
-            answer = await client.classify(images[0].image)
-        print(f"\n{table(_HEADER, rows)}")
-        guess = answer.top[0]
-        route = " -> ".join(f"{hop.host} ({hop.block})" for hop in answer.route)
-        print(
-            f"\nOne answer: {guess.label} ({100 * guess.probability:.0f} %; it is "
-            f"{images[0].label:02d}), "
-            f"by {len(set(answer.blocks))} of {answer.depth} blocks: {route}"
-        )
-        for skipped in answer.skipped:
-            print(f"  block {skipped.block} skipped: {skipped.why}")
-
-
-def _cells(replies: Sequence[Reply], calibration: Calibration | None) -> tuple[str, ...]:
-    """A row of the table, in the order of `_HEADER`, without its name."""
-    from layershuffle.stats import mean, quantile
-    from layershuffle.swarm.drill import judged, share
-
-    answered = f"{100 - share(replies, 'failed'):.1f} %"
-    kept = [reply.cell.kept for reply in replies if reply.cell is not None]
-    verdict = judged(replies, calibration)
-    if verdict is None:
-        return (answered, "", "", "", "")
-    median = quantile([reply.ms for reply in replies], 0.5)
-    return (
-        *(answered, f"{mean(kept):.1f}", f"{median:.0f}"),
-        *(f"{verdict.top1:.1f} %", verdict.text),
-    )
+            answer = await client.classify(images[0].image, confidence="off", top=1)
+        print(f"\n{table(('shares in %', *COLUMNS), rows)}\n")
+        print(describe_answer(answer, f"One answer, to {images[0].label:02d}"))

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.cli.swarm import SCENARIOS, ScenarioFlag
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
+from layershuffle.swarm.faults import SCENARIOS, ScenarioName
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.admin import Operator
@@ -28,7 +28,7 @@ class DrillCommand(ServerOptions):
 
     requests: int = 300
     """Number of requests, per scenario."""
-    scenarios: tuple[ScenarioFlag, ...] = SCENARIOS
+    scenarios: tuple[ScenarioName, ...] = tuple(SCENARIOS)
     """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
     cut off, at the end of a bad link (lossy), back every second (restless) or leaving; one answers
     wrongly always (liar), in 1 % of its answers, or always except for canaries."""

@@ -87,7 +87,7 @@ class SimulateCommand(DevicesCommand):
         require("swarm")
 
         from layershuffle.swarm.planning import model_facts, plan_for, read_hosts
-        from layershuffle.swarm.simulation.outcome import figures, outcome_report
+        from layershuffle.swarm.simulation.outcome import outcome_report
         from layershuffle.swarm.simulation.run import simulate
         from layershuffle.swarm.simulation.scenario import Arrivals, Churn, crashes, in_turn
 
@@ -120,7 +120,7 @@ class SimulateCommand(DevicesCommand):
                 churn=churn,
                 faults=killed or (),
                 min_blocks=self.min_blocks,
-                accuracy=facts.cells,
+                top1=facts.cells,
                 rounds=facts.rounds,
             )
             for routing in self.routings
@@ -131,7 +131,7 @@ class SimulateCommand(DevicesCommand):
                 "seed": self.seed,
                 "faults": [asdict(fault) for fault in killed or ()],
                 "routings": [
-                    {"routing": o.routing, **figures(o), "answers_by_blocks": o.blocks}
+                    {"routing": o.routing, **o.figures, "answers_by_blocks": o.blocks}
                     for o in outcomes
                 ],
             }
@@ -139,7 +139,7 @@ class SimulateCommand(DevicesCommand):
             return 0
         die = f", of which {len(killed)} die (--kill {self.kill:g}, rounded down)" if killed else ""
         print(f"{counted(len(devices), 'host')}{die}, seed {self.seed}\n{outcome_report(outcomes)}")
-        seconds = [outcome.seconds for outcome in outcomes]
+        seconds = [outcome.replies[-1].ended_at for outcome in outcomes]
         if churn is not None and max(seconds) > _SAME_TIME * min(seconds):
             print(
                 f"\nThe routings ran for {min(seconds):.0f} to {max(seconds):.0f} s and so met "

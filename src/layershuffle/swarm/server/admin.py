@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
-from layershuffle.swarm.chaos import FaultKind
+from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.server.join import join_address, qr_code
 from layershuffle.swarm.server.tls import pinned
 

@@ -1,7 +1,7 @@
 """`simulate`: devices under load and failures, with the real router, in virtual time.
 
-`Router`, `HealthMonitor` and the policy are those of the gateway, unchanged; the hosts behind them
-are simulated, and the event loop's clock jumps (`clock`).
+`Router`, `HealthMonitor` and the policy are those of the gateway, the faults those of drills; the
+hosts behind them are simulated, and the event loop's clock jumps (`clock`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.chaos import SLOW_FACTOR
+from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
@@ -33,7 +33,6 @@ from layershuffle.swarm.simulation.scenario import (
     Arrivals,
     Churn,
     Fault,
-    Machines,
     SimulatedDevice,
     life,
 )
@@ -53,7 +52,6 @@ def simulate(
     devices: Mapping[str, SimulatedDevice],
     *,
     requests: int,
-    machines: Machines | None = None,
     limits: Limits | None = None,
     seed: int = 0,
     routing: Routing = "order-free",
@@ -61,16 +59,19 @@ def simulate(
     churn: Churn | None = None,
     faults: Sequence[Fault] = (),
     min_blocks: int = 1,
-    accuracy: Mapping[Cell, float] | None = None,
+    top1: Mapping[Cell, float] | None = None,
     rounds: Rounds = QUEUE,
+    max_batch: int = 16,
+    delay_ms: float = 0.0,
 ) -> SimulationOutcome:
     """The outcome of all requests; the same for the same arguments.
 
     `faults` happen before requests by number; `churn` goes on by itself; both depend on the seed
-    and not on the routing. `accuracy`: percent by how the blocks ran; as one after the other for
-    what is not named there. `rounds`: what the router is to run side by side and again. Times are
-    those of the swarm alone, without stem and head. Raises `UsageError` for devices that lack a
-    block, no requests, or more `min_blocks` than there are.
+    and not on the routing. `top1`: percent by how the blocks ran; as one after the other for what
+    is not named there. `rounds`: what the router is to run side by side and again. `max_batch`:
+    most images that a host runs together. `delay_ms`: median of the random delay of a visit on a
+    busy machine. Times are those of the swarm alone, without stem and head. Raises `UsageError` for
+    devices that lack a block, no requests, or more `min_blocks` than there are.
     """
     if requests < 1:
         raise UsageError(f"At least one request is needed, got {requests}", hint="--requests 1000")
@@ -88,18 +89,20 @@ def simulate(
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
         clock = asyncio.get_running_loop().time
-        hosts = SimulatedHosts(devices, machines=machines or Machines(), seed=seed)
+        hosts = SimulatedHosts(devices, max_batch=max_batch, delay_ms=delay_ms, seed=seed)
+        chaos = ChaosTransport(hosts)
         router = Router(
-            hosts, depth=depth, limits=limits, routing=routing, rounds=rounds, clock=clock
+            chaos if faults else hosts,
+            depth=depth,
+            limits=limits,
+            routing=routing,
+            rounds=rounds,
+            clock=clock,
         )
-        simulation = _Simulation(devices, hosts, router=router, faults=faults, seed=seed)
+        simulation = _Simulation(devices, hosts, chaos, router=router, faults=faults, seed=seed)
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
         return outcome_of(
-            simulation.replies,
-            routing=routing,
-            accuracy=accuracy,
-            depth=depth,
-            visits=hosts.visits,
+            simulation.replies, routing=routing, top1=top1 or {}, depth=depth, visits=hosts.visits
         )
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -112,13 +115,15 @@ class _Simulation:
     def __init__(
         self,
         devices: Mapping[str, SimulatedDevice],
-        transport: SimulatedHosts,
+        hosts: SimulatedHosts,
+        chaos: ChaosTransport,
         *,
         router: Router,
         faults: Sequence[Fault],
         seed: int,
     ) -> None:
-        self.devices, self.transport, self.router, self.seed = devices, transport, router, seed
+        self.devices, self.hosts, self.chaos = devices, hosts, chaos
+        self.router, self.seed = router, seed
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
         self.loop = asyncio.get_running_loop()
@@ -208,25 +213,25 @@ class _Simulation:
 
     def inject(self, fault: Fault) -> None:
         """Make the fault happen."""
-        host = self.transport.hosts[fault.host]
-        if fault.kind == "crash":
-            host.die()
-        elif fault.kind in ("freeze", "cut"):
-            host.silent = True
-        elif fault.kind == "slow":
-            host.factor = SLOW_FACTOR
-        elif fault.kind == "wrong":
-            host.lying = True
+        if fault.kind in ("crash", "kill"):
+            self.hosts[fault.host].die()
+            if fault.kind == "kill":
+                pause = self.router.limits.restart_ms / _MILLI
+                self.loop.call_later(pause, self.rejoin, fault.host)
         elif fault.kind == "leave":
             self.router.update(fault.host, state.draining)
-        else:
+        elif fault.kind == "rejoin":
             self.rejoin(fault.host)
+        else:
+            # A process that does not run looks from here like one behind a cut cable.
+            kind = "cut" if fault.kind == "freeze" else fault.kind
+            self.chaos.break_host(fault.host, kind)
 
     def rejoin(self, name: str) -> None:
-        """Restart a dead, shut-out or leaving host; end the faults of any other."""
-        host, view = self.transport.hosts[name], self.router.swarm[name]
+        """End the faults of a host; start one that is dead, shut out or leaving."""
+        self.chaos.heal(name)
+        host, view = self.hosts[name], self.router.swarm[name]
         if host.alive and view.condition in ("healthy", "suspect"):
-            host.mend()
             return
         host.start()
         self.router.update(name, lambda _: self._view(name))
@@ -244,7 +249,7 @@ class _Simulation:
             up, stays = life(churn, number, seed=self.seed)
             changes.append((next(stays), name, stays))
             if not up:
-                self.transport.hosts[name].die()
+                self.hosts[name].die()
                 absent = self._view(name)._replace(condition="gone", why="it has not come yet")
                 self.router.swarm = self.router.swarm.with_host(absent)
         heapify(changes)
@@ -255,7 +260,7 @@ class _Simulation:
         while True:
             time, name, times = changes[0]
             await asyncio.sleep(time - self.loop.time())
-            host = self.transport.hosts[name]
+            host = self.hosts[name]
             if host.alive:
                 host.die()
             else:

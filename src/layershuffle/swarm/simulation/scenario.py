@@ -5,18 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
 from layershuffle.core.draws import Stream
 from layershuffle.errors import UsageError
 from layershuffle.settings import Above, Positive, Settings
-
-# Apart from that of arrivals: a change of one leaves the other.
-_DELAY_STREAM = 3
-SimulatedFault = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
-FAULTS: tuple[SimulatedFault, ...] = get_args(SimulatedFault)
+from layershuffle.swarm.faults import FaultKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +22,6 @@ class SimulatedDevice:
     blocks: frozenset[int]
     block_ms: float = 5.0
     link_ms: float = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
-    """What all hosts have in common. `notice_ms`: from the death of a process until its callers
-    are told; `batch_share`: time of every further image of a batch, as a share of the first one's;
-    `max_batch`: most images that a host runs together, `max_queue`: visits that wait there at most.
-
-    `delay_ms` is the median of the random delay of a visit on a busy machine, and `delay_spread`
-    the standard deviation of its logarithm.
-    """
-
-    notice_ms: float = 10.0  # SIGKILL of a process of this machine: 5 to 11 ms
-    batch_share: float = 1.0
-    max_batch: int = 16
-    max_queue: int = 256
-    # Among 25,500 requests on a machine with a load of 10, some visits took ten times the usual
-    # time: a lognormal delay is as uneven.
-    delay_ms: float = 0.0
-    delay_spread: float = 0.8
-
-    def delays(self, seed: int) -> Iterator[float]:
-        """The delays of successive visits in seconds, without end."""
-        draw, seconds = np.random.default_rng((seed, _DELAY_STREAM)), self.delay_ms / 1000
-        while True:
-            # Nothing is drawn for a quiet machine, which saves time.
-            yield seconds * draw.lognormal(0, self.delay_spread) if seconds else 0.0
 
 
 class Churn(Settings):
@@ -88,11 +56,12 @@ class Arrivals(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Just before request number `at` is sent, `kind` happens to `host` (`chaos.FaultKind`)."""
+    """Just before request number `at` is sent, `kind` happens to `host`: any but `restless`, which
+    needs connections."""
 
     at: int
     host: str
-    kind: SimulatedFault
+    kind: FaultKind
 
 
 def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> tuple[Fault, ...]:
