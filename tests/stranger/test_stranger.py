@@ -196,8 +196,8 @@ def test_a_swarm(stranger: Stranger) -> None:
     (folder / "hosts.yaml").write_text("hosts: {pi: {count: 2, memory_mb: 1}}\n")
     assert "(linear program)" in types("swarm", "plan", "hosts.yaml").out
     few = ("--requests", "40")
-    simulated = types("swarm", "simulate", "hosts.yaml", *few, "--kill", "0.5").out
-    assert "2 hosts, of which 1 die" in simulated
+    simulated = types("swarm", "simulate", "hosts.yaml", *few, "--scenario", "third").out
+    assert simulated.startswith("2 hosts, seed 0\n")
     refused("swarm", "status", "--address", "http://127.0.0.1:9", saying="swarm up")
     refused("swarm", "drain", "host-1", "--state", "s", saying="swarm up")
 

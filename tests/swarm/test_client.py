@@ -18,8 +18,8 @@ from clock import SkippingLoop
 from common import DEPTH
 from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.cli.swarm.asking import ServerOptions, client_options
-from layershuffle.cli.swarm.serving import UpCommand
+from layershuffle.cli.asking import ServerOptions
+from layershuffle.cli.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.served import ServedModel
@@ -288,18 +288,13 @@ def written(path, text, mode=0o600):
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
     file = written(tmp_path / "key", f"{KEY}\n")
-    assert client_options(ServerOptions()) == {"api_key": None, "authority": None}
-    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
+    assert ServerOptions().client_options() == {"api_key": None, "authority": None}
+    assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
     monkeypatch.setenv("LAYERSHUFFLE_API_KEY", "of-the-environment")
-    assert client_options(ServerOptions())["api_key"] == "of-the-environment"
-    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
-    assert client_options(ServerOptions(api_key="on the line"))["api_key"] == "on the line"
-    for gateway, words in [
-        (ServerOptions(api_key_file=file, api_key="another"), "given twice"),
-        (ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")), "holds 2 keys"),
-    ]:
-        with pytest.raises(UsageError, match=words):
-            client_options(gateway)
+    assert ServerOptions().client_options()["api_key"] == "of-the-environment"
+    assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
+    with pytest.raises(UsageError, match="holds 2 keys"):
+        ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")).client_options()
 
 
 def test_key_files_that_others_may_read_are_refused(tmp_path):

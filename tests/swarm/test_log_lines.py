@@ -9,7 +9,7 @@ import pytest
 from dial_site import dialled, gateway, hosting, states
 from gateway_site import picture, run
 
-from layershuffle.cli.swarm.serving import JsonLines
+from layershuffle.cli.serving import JsonLines
 from layershuffle.swarm import coordinator, members
 from layershuffle.swarm.messages import HostFailed, Visited
 from layershuffle.swarm.state import Swarm

@@ -18,7 +18,6 @@ from layershuffle.swarm.planning import (
 )
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals
 from refusals import refuses
 
 DEPTH = 12
@@ -64,9 +63,9 @@ def test_from_devices_to_figures():
     patient = {"deadline_ms": 1e9, "hop_floor_ms": 1e9, "hop_cap_ms": 1e9}
     limits = Limits(**patient, canary_every_ms=1e12)
     options = {"limits": limits, "max_batch": 1, "requests": 400}
-    alone = simulate(planned.devices, arrivals=Arrivals(clients=1), **options)
+    alone = simulate(planned.devices, clients=1, **options)
     assert alone.figures["ms_median"] == pytest.approx(12 * (10 + 1))
-    busy = simulate(planned.devices, arrivals=Arrivals(clients=24), **options)
+    busy = simulate(planned.devices, clients=24, **options)
     assert 0.9 * planned.most <= busy.figures["per_second"] <= 1.05 * planned.most
     text = plan_report(planned, FACTS)
     assert "at most 33.3 requests/s. No plan can give more than 33.3" in text

@@ -15,29 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.faults import FaultKind
+from layershuffle.swarm.faults import SCENARIOS, Fault, FaultKind
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import NOTICE_MS
+from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
-from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import (
-    Arrivals,
-    Churn,
-    Fault,
-    SimulatedDevice,
-    crashes,
-    in_turn,
-    life,
-)
+from layershuffle.swarm.simulation.run import arrivals, life, simulate
 from refusals import refuses
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
 TOP1 = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
-ALONE = Arrivals(clients=1)
 
 
 def spread(hosts=DEPTH, replicas=1, block_ms=3.0, link_ms=2.0):
@@ -71,7 +61,7 @@ def times(outcome):
 @pytest.mark.parametrize("hosts", [1, 3, 12])
 def test_one_client_without_failures(routing, hosts):
     """A visit for each block."""
-    outcome = run(spread(hosts), routing=routing, arrivals=ALONE)
+    outcome = run(spread(hosts), routing=routing, clients=1)
     assert outcome.figures["visits_per_request"] == DEPTH
     np.testing.assert_allclose(times(outcome), DEPTH * 5.0, atol=1e-9)
     assert outcome.figures["seconds"] == pytest.approx(100 * DEPTH * 5 / 1000)
@@ -82,12 +72,10 @@ def test_one_client_without_failures(routing, hosts):
 def test_blocks_side_by_side(parallel, hosts, ms):
     """A round takes as long as one visit. Busy swarms lose nothing."""
     rounds = Rounds(otherwise=Way(parallel), max_age=11)
-    outcome = run(spread(hosts), rounds=rounds, arrivals=ALONE)
+    outcome = run(spread(hosts), rounds=rounds, clients=1)
     np.testing.assert_allclose(times(outcome)[1:-1], ms, atol=1e-6)
     assert outcome.blocks == {12: 100}
-    busy, alone = (
-        run(spread(hosts), rounds=ways, arrivals=Arrivals(clients=12)) for ways in (rounds, QUEUE)
-    )
+    busy, alone = (run(spread(hosts), rounds=ways, clients=12) for ways in (rounds, QUEUE))
     assert busy.figures["seconds"] <= 1.03 * alone.figures["seconds"]
 
 
@@ -95,7 +83,7 @@ def test_survivors_run_again():
     """Three of twelve hosts are left; what ran three times is looked up as such."""
     dead = [Fault(0, f"host-{number}", "crash") for number in range(4, 13)]
     top1 = {Cell(1): 10.0, Cell(12): 90.0, Cell(3, 3, 3): 80.0}
-    options = {"faults": dead, "arrivals": ALONE, "top1": top1}
+    options = {"faults": dead, "clients": 1, "top1": top1}
     outcome = run(spread(), rounds=Rounds({3: Way(3, 3)}, max_age=11), **options)
     assert outcome.blocks == {3: 100}
     visited = [hop.host for reply in outcome.replies for hop in reply.route.hops]
@@ -109,11 +97,11 @@ def test_survivors_run_again():
 def test_one_server_is_a_queue_with_fixed_service():
     """Against Lindley's recursion, request by request."""
     limits = Limits(canary_every_ms=1e12, deadline_ms=3e4, hop_cap_ms=3e4, hop_floor_ms=3e4)
-    service, count, arrivals = 0.005, 4000, Arrivals(rate=120.0)
+    service, count, rate = 0.005, 4000, 120.0
     only = {"only": SimulatedDevice(frozenset({0}), 1000 * service, 0.0)}
-    outcome = run(only, requests=count, limits=limits, max_batch=1, arrivals=arrivals, seed=3)
+    outcome = run(only, requests=count, limits=limits, max_batch=1, rate=rate, seed=3)
     wait, waits = 0.0, [0.0]
-    for before, now in pairwise(arrivals.times(count, seed=3)):
+    for before, now in pairwise(arrivals(count, rate, seed=3)):
         wait = max(0.0, wait + service - (now - before))
         waits.append(wait)
     wanted = sorted(1000 * (wait + service) for wait in waits)
@@ -129,7 +117,7 @@ def test_what_waits_for_the_same_block_runs_together():
 def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
     """Four of twelve die at request 40 of 100; sequential loses 60, order-free none."""
     faults = [Fault(40, f"host-{i}", "crash") for i in (2, 5, 7, 11)]
-    options = {"faults": faults, "arrivals": ALONE, "top1": TOP1}
+    options = {"faults": faults, "clients": 1, "top1": TOP1}
     ordered = run(spread(), routing="sequential", **options)
     assert ends(ordered) == [40, 0, 0, 60]
     assert ordered.figures["right_of_requests"] == pytest.approx(0.4 * 85)
@@ -145,17 +133,17 @@ def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
 
 def test_churn_against_the_binomial():
     """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases."""
-    churn, count = Churn(up_s=9, down_s=1), 400
-    options = {"requests": count, "churn": churn, "arrivals": Arrivals(rate=0.4), "seed": 5}
+    churn, count = (9, 1), 400
+    options = {"requests": count, "churn": churn, "rate": 0.4, "seed": 5}
     ordered, free = (
         run(spread(), routing=routing, **options) for routing in ("sequential", "order-free")
     )
-    whole = churn.availability**DEPTH
+    whole = 0.9**DEPTH
     noise = 4 * math.sqrt(whole * (1 - whole) / count)
     for outcome in (ordered, free):
         assert ends(outcome)[0] / count == pytest.approx(whole, abs=noise)
     assert sum(ends(free)[:2]) == count
-    assert free.figures["mean_blocks"] == pytest.approx(DEPTH * churn.availability, abs=0.15)
+    assert free.figures["mean_blocks"] == pytest.approx(DEPTH * 0.9, abs=0.15)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -173,7 +161,7 @@ def test_churn_against_the_binomial():
         st.tuples(
             st.integers(0, 60),
             st.integers(1, 3),
-            st.sampled_from([kind for kind in get_args(FaultKind) if kind != "restless"]),
+            st.sampled_from(get_args(FaultKind)),
         ),
         max_size=6,
     ),
@@ -185,8 +173,8 @@ def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, 
         requests=60,
         seed=seed,
         routing=routing,
-        arrivals=Arrivals(rate=rate) if rate else None,
-        churn=Churn(up_s=0.5, down_s=0.3) if churned else None,
+        rate=rate if rate else None,
+        churn=(0.5, 0.3) if churned else None,
         faults=[Fault(at, f"host-{host}", kind) for at, host, kind in faults],
     )
     _, _, late, failed = ends(outcome)
@@ -200,7 +188,7 @@ def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, 
 
 
 def test_the_same_seed_gives_the_same():
-    options = {"churn": Churn(up_s=2, down_s=1), "arrivals": Arrivals(rate=50)}
+    options = {"churn": (2, 1), "rate": 50}
     first, again, other = (
         run(spread(replicas=2), limits=Limits(), seed=seed, **options) for seed in (1, 1, 2)
     )
@@ -209,9 +197,9 @@ def test_the_same_seed_gives_the_same():
 
 
 def test_lives_are_exponential_and_steady_from_the_start():
-    churn = Churn(up_s=2, down_s=1)
+    churn = (2, 1)
     up, stays = zip(*(life(churn, number, seed=4) for number in range(400)), strict=True)
-    assert np.mean(up) == pytest.approx(churn.availability, abs=4 * math.sqrt(2 / 9 / 400))
+    assert np.mean(up) == pytest.approx(2 / 3, abs=4 * math.sqrt(2 / 9 / 400))
     lengths = np.array([[next(stay) for _ in range(51)] for stay in stays])
     for there, mean in ((True, 2), (False, 1)):
         first = lengths[np.array(up) == there, 0]
@@ -230,7 +218,7 @@ def test_a_host_ten_times_slower_is_waited_for(block_ms, rounds, clients):
         limits=Limits(),
         faults=[Fault(50, "host-2", "slow")],
         rounds=rounds,
-        arrivals=Arrivals(clients=clients),
+        clients=clients,
     )
     assert outcome.blocks == {12: 150}
     assert ends(outcome) == [150, 0, 0, 0]
@@ -249,7 +237,7 @@ def test_a_deadline_too_near_for_a_slow_host_is_met_without_it():
 def test_with_a_second_holder_a_slow_host_costs_little():
     doubled = spread(6, replicas=2)
     fast, slow = (
-        run(doubled, requests=300, faults=faults, arrivals=ALONE)
+        run(doubled, requests=300, faults=faults, clients=1)
         for faults in ([], [Fault(10, "host-1", "slow")])
     )
     assert ends(slow) == [300, 0, 0, 0]
@@ -261,8 +249,7 @@ def test_a_host_that_was_cut_off_is_back_within_five_seconds(kind, away_s):
     """Requests at 20 a second; from the cut on, answers lack its two blocks."""
     begin, end = 40, 40 + int(20 * away_s)
     faults = [Fault(begin, "host-2", kind), Fault(end, "host-2", "rejoin")]
-    arrivals = Arrivals(rate=20)
-    outcome = run(spread(6), end + 20 * 8, limits=Limits(), faults=faults, arrivals=arrivals)
+    outcome = run(spread(6), end + 20 * 8, limits=Limits(), faults=faults, rate=20)
     _, degraded, late, failed = ends(outcome)
     assert late == failed == 0
     assert set(outcome.blocks) <= {10, 11, 12}
@@ -293,8 +280,8 @@ def test_a_kill_is_noticed_at_once_on_a_busy_machine():
 
 def test_a_lying_host_is_shut_out_by_its_canary():
     options = {"requests": 300, "faults": [Fault(100, "host-4", "wrong")]}
-    limits, arrivals = Limits(canary_every_ms=500), Arrivals(rate=100)
-    outcome = run(spread(6), limits=limits, arrivals=arrivals, top1=TOP1, **options)
+    limits = Limits(canary_every_ms=500)
+    outcome = run(spread(6), limits=limits, rate=100, top1=TOP1, **options)
     # At most 500 ms and a visit at 100 requests per second, those under way with them.
     assert 0 < outcome.figures["false_answers"] <= 65
     assert ends(outcome)[1] >= 300 - 100 - 65
@@ -309,7 +296,7 @@ def test_audits_alone_find_a_host_that_lies_but_to_canaries():
             limits=Limits(canary_every_ms=500, audit_share=share),
             requests=800,
             faults=[Fault(400, "host-4", "wrong-but-canaries")],
-            arrivals=Arrivals(rate=100),
+            rate=100,
             seed=5,
         ).figures["false_answers"]
         for share in (0.0, 0.5)
@@ -321,8 +308,8 @@ def test_audits_alone_find_a_host_that_lies_but_to_canaries():
 @pytest.mark.parametrize(("kind", "ms"), [("leave", 200), ("kill", 200), ("lossy", 2000)])
 def test_with_a_second_holder_no_request_is_lost(kind, ms):
     """Also where the host is killed and back soon, or at the end of a bad link."""
-    faults, arrivals = [Fault(30, "host-1", kind)], Arrivals(rate=100)
-    outcome = run(spread(6, replicas=2), limits=Limits(), faults=faults, arrivals=arrivals)
+    faults = [Fault(30, "host-1", kind)]
+    outcome = run(spread(6, replicas=2), limits=Limits(), faults=faults, rate=100)
     assert ends(outcome) == [100, 0, 0, 0]
     assert times(outcome)[-1] < ms
 
@@ -336,8 +323,7 @@ def test_too_few_blocks_are_no_answer():
 
 
 def test_a_thousand_hosts_under_churn():
-    churn, arrivals = Churn(up_s=20, down_s=10), Arrivals(rate=200)
-    outcome = run(in_turn(spread(), 1000), requests=60, churn=churn, arrivals=arrivals)
+    outcome = run(in_turn(spread(), 1000), requests=60, churn=(20, 10), rate=200)
     assert ends(outcome) == [60, 0, 0, 0]
 
 
@@ -352,23 +338,28 @@ def test_devices_in_turn():
         in_turn(spread(5), 4)
 
 
-def test_crashes_hit_a_share_of_the_hosts_once_each():
-    names = list("abcdef")
-    faults = crashes(names, share=1 / 3, requests=1000, seed=0)
-    assert len({fault.host for fault in faults}) == len(faults) == 2
-    assert all(100 <= fault.at < 900 for fault in faults)
-    assert faults == crashes(names, share=1 / 3, requests=1000, seed=0)
-    hit = {f.host for seed in range(30) for f in crashes(names, share=0.2, requests=50, seed=seed)}
-    assert hit == set(names)
-    for share in (0.0, -1.0, 1.5):
-        with refuses(UsageError):
-            crashes(names, share=share, requests=50, seed=0)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_scenarios_of_drills_happen_in_virtual_time(name):
+    """No request is lost or late where a host is left, as in drills of real hosts."""
+    devices = spread(4, replicas=2, block_ms=30.0)
+    faults = SCENARIOS[name].faults([*devices], requests=200)
+    outcome = run(devices, requests=200, limits=Limits(), faults=faults)
+    _, _, late, failed = ends(outcome)
+    assert late == 0
+    assert failed == 0 or name == "all"
+    hurt = {fault.host for fault in faults}
+    assert len(hurt) == {"all-but-one": 3, "all": 4}.get(name, 1)
+    last = {hop.host for reply in outcome.replies[-20:] for hop in reply.route.hops}
+    if name in ("liar", "canary-liar"):
+        assert not hurt & last, "it is shut out"
+    elif name not in ("rare-liar", "slow", "lossy"):  # which cost something to find out
+        assert hurt <= last, "it is back"
 
 
 def test_a_client_that_was_refused_waits_as_retry_after_says():
     """A second without suspects, in which nothing is asked."""
     dead = [Fault(0, name, "crash") for name in spread()]
-    options = {"faults": dead, "routing": "sequential", "arrivals": ALONE}
+    options = {"faults": dead, "routing": "sequential", "clients": 1}
     outcome = run(spread(), requests=10, top1=TOP1, **options)
     assert outcome.figures["seconds"] == pytest.approx(9 + sum(times(outcome)) / 1000)
     assert (outcome.figures["failed"], outcome.figures["right_of_requests"]) == (100, 0)
@@ -376,27 +367,19 @@ def test_a_client_that_was_refused_waits_as_retry_after_says():
 
 
 def test_the_report_holds_the_figures():
-    faults = crashes([f"host-{i}" for i in range(1, 13)], share=0.3, requests=100, seed=0)
+    faults = SCENARIOS["third"].faults([*spread()], requests=100)
     outcomes = [run(spread(), routing=routing, faults=faults, top1=TOP1) for routing in ROUTINGS]
     rows = [line.split("  ") for line in outcome_report(outcomes).splitlines()]
     shown = {row[0]: [cell.strip() for cell in row[1:] if cell] for row in rows}
-    for name, key, form in (
-        ("% failed", "failed", ".2f"),
-        ("ms, 99 %", "ms_p99", ".1f"),
-        ("% right of all requests", "right_of_requests", ".1f"),
-    ):
-        assert shown[name] == [format(outcome.figures[key], form) for outcome in outcomes]
+    for name in ("failed", "ms_p99", "right_of_requests"):
+        assert shown[name] == [f"{outcome.figures[name]:.5g}" for outcome in outcomes]
     assert outcomes[0].figures["ms_longest"] == times(outcomes[0])[-1]
     assert " -" in outcome_report([run(spread(), requests=1)])
 
 
 def test_what_cannot_be_simulated():
     with refuses(UsageError):
-        run(spread(), requests=0)
-    with refuses(UsageError):
         run(spread(), min_blocks=13)
-    with refuses(UsageError):
-        run({"a": SimulatedDevice(frozenset({0, 2}))})
 
 
 # --- the event loop -------------------------------------------------------------------------------
@@ -422,11 +405,9 @@ def test_timers_fire_at_their_time_and_a_year_passes_at_once():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(40):
                 await asyncio.Event().wait()
-        return loop.jumps
 
     began = time.process_time()
-    # asyncio looks a day ahead at most; sleep(0) sets no timer.
-    assert in_virtual_time(main()) == 4 + 365 + 1
+    in_virtual_time(main())
     assert time.process_time() - began < 5
 
 

@@ -509,7 +509,7 @@ def _model_directory(place: Path) -> Path:
     if place.suffix.lower() in PICKLE_SUFFIXES:
         raise refused_pickle(place)
     if not place.exists():
-        train = f"layershuffle pretrain {place.name} --out {place}"
+        train = f"layershuffle fit --recipe {place.name} --out {place}"
         hint = train if recipe_of_model(place) is not None else "check the path"
         raise ModelFileError("There is no such directory", place=place, hint=hint)
     raise ModelFileError(

@@ -23,9 +23,10 @@ from layershuffle.swarm.messages import Answer, State, Transport, Visit, Wire, W
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
 
-SLOW_FACTOR = 10.0
+RESTLESS = 1.0
+"""Seconds between the ends of a restless host's connections."""
+_SLOW_FACTOR = 10.0
 _DELAY, _LOST = 0.2, 0.2  # seconds of a message; share of messages
-_RESTLESS = 1.0  # seconds between the ends of its connections
 _NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
 _RARELY = 0.01  # of the answers
 
@@ -93,10 +94,10 @@ class ChaosTransport:
             if 1000 * waited > visit.budget_ms:
                 raise WorkExpired(f"Host {visit.host} had no time for it in its budget")
             answer = await self.inner.visit(visit, state, form=form)
-            await asyncio.sleep((SLOW_FACTOR - 1) * answer.compute_ms / 1000)
+            await asyncio.sleep((_SLOW_FACTOR - 1) * answer.compute_ms / 1000)
         return replace(
             answer,
-            compute_ms=SLOW_FACTOR * answer.compute_ms,
+            compute_ms=_SLOW_FACTOR * answer.compute_ms,
             queue_ms=answer.queue_ms + 1000 * waited,
         )
 
@@ -155,4 +156,4 @@ class FaultInjector:
     async def _come_and_go(self, name: str) -> None:
         while True:
             self.coordinator.members.cut(name)
-            await asyncio.sleep(_RESTLESS)
+            await asyncio.sleep(RESTLESS)

@@ -29,7 +29,7 @@ from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.admin import Operator
-from layershuffle.swarm.simulation.outcome import ENDED, Ended, all_within, share
+from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
 from layershuffle.text import counted, table
 
 _LEAST = 4
@@ -213,17 +213,15 @@ class Played:
     def passed(self) -> bool:
         """Whether the swarm recovered, and lost no request that could have been answered."""
         # Without any host no request can be answered for a while.
-        lost = self.scenario != "all" and share(self.replies, "failed", "late")
+        lost = self.scenario != "all" and any(r.ended in ("failed", "late") for r in self.replies)
         return self.whole is not None and not lost
 
     def as_json(self) -> dict[str, object]:
-        """The figures of the report, for `json.dumps`: shares and accuracy in percent."""
+        """The figures of the report, for `json.dumps`, by the names that a simulation has."""
         return {
             "scenario": self.scenario,
             "passed": self.passed,
-            "requests": len(self.replies),
-            "percent": {end: share(self.replies, end) for end in ENDED},
-            "ms": {"median": all_within(self.replies, 0.5), "p99": all_within(self.replies, 0.99)},
+            **ends_and_times(self.replies),
             "accuracy": None if self.judgement is None else asdict(self.judgement),
             "whole_s": self.whole,
         }
@@ -234,9 +232,10 @@ COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
 
 def cells(replies: Sequence[Reply], judgement: DrillJudgement | None) -> tuple[str, ...]:
     """What became of requests, for a table with `COLUMNS`; shares in percent."""
+    figures = ends_and_times(replies)
     return (
-        *(f"{share(replies, end):.1f}" for end in ("failed", "late", "degraded")),
-        *(f"{all_within(replies, q):.0f}" for q in (0.5, 0.99)),
+        *(f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")),
+        *(f"{figures[ms]:.0f}" for ms in ("ms_median", "ms_p99")),
         *(("-", "-") if judgement is None else (f"{judgement.top1:.1f}", judgement.text)),
     )
 

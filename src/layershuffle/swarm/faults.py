@@ -33,8 +33,17 @@ ScenarioName = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """Just before request number `at` is sent, `kind` happens to `host`."""
+
+    at: int
+    host: str
+    kind: FaultKind
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
-    """`kind` happens to the hosts that `victims` chooses of all.
+    """`kind` happens to the hosts that `victims` chooses of all, after a quarter of the requests.
 
     `lasts`: until it is mended, after half of the requests.
     """
@@ -42,6 +51,13 @@ class Scenario:
     kind: FaultKind
     victims: Callable[[Sequence[str]], Sequence[str]] = lambda hosts: hosts[-1:]
     lasts: bool = False
+
+    def faults(self, hosts: Sequence[str], *, requests: int) -> tuple[Fault, ...]:
+        """The same as a list, for so many requests."""
+        quarter, victims = requests // 4, self.victims(hosts)
+        begins = [Fault(quarter, host, self.kind) for host in victims]
+        ends = [Fault(3 * quarter, host, "rejoin") for host in victims if self.lasts]
+        return (*begins, *ends)
 
 
 SCENARIOS: Mapping[ScenarioName, Scenario] = {

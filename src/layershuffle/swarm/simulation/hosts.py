@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import Answer, HostGone, State, Visit, VisitError, Wire
-from layershuffle.swarm.simulation.scenario import SimulatedDevice
 
 NOTICE_MS = 10.0
 """From the death of a process until its callers are told: SIGKILL of one here takes 5 to 11 ms."""
@@ -22,6 +22,34 @@ _MILLI = 1000.0
 # Among 25,500 requests on a machine with a load of 10, some visits took ten times the usual time:
 # a lognormal delay is as uneven.
 _DELAY_STREAM, _DELAY_SPREAD = 3, 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """A host: its blocks, milliseconds of one block for one image, and of a visit beyond compute
+    and queue, both ways together."""
+
+    blocks: frozenset[int]
+    block_ms: float = 5.0
+    link_ms: float = 5.0
+
+
+def in_turn(devices: Mapping[str, SimulatedDevice], hosts: int) -> dict[str, SimulatedDevice]:
+    """`hosts` hosts: copies of `devices`, in turn (NAME~2 ...).
+
+    Raises `UsageError` for fewer than there are devices.
+    """
+    names = list(devices)
+    if hosts < len(names):
+        raise UsageError(
+            f"The number of hosts must be at least that of the devices ({len(names)}), got {hosts}",
+            hint="with fewer hosts blocks would be missing; simulate more hosts or other devices",
+        )
+    rounds = [divmod(number, len(names)) for number in range(hosts)]
+    return {
+        names[place] + (f"~{turn + 1}" if turn else ""): devices[names[place]]
+        for turn, place in rounds
+    }
 
 
 @dataclass(eq=False, slots=True)

@@ -30,17 +30,18 @@ class EndedRequest(Protocol):
     def ms(self) -> float: ...
 
 
-def share(replies: Sequence[EndedRequest], *ended: Ended) -> float:
-    """Share of the requests that ended in one of these ways, in percent."""
-    return 100.0 * sum(reply.ended in ended for reply in replies) / len(replies)
-
-
-def all_within(replies: Sequence[EndedRequest], q: float) -> float:
-    """Milliseconds within which a share `q` of all requests ended (nearest rank).
+def ends_and_times(replies: Sequence[EndedRequest]) -> dict[str, float]:
+    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
 
     Failed ones count, because clients waited for them, too.
     """
-    return quantile([reply.ms for reply in replies], q)
+    ms, ended = [reply.ms for reply in replies], Counter(reply.ended for reply in replies)
+    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+    return {
+        "requests": len(replies),
+        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
+        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,7 @@ def outcome_of(
 def figures_of(
     replies: Sequence[SimulatedReply], top1: Mapping[Cell, float], *, depth: int
 ) -> dict[str, float | None]:
-    """What `_SHOWN` explains, for `json.dumps`: shares in percent, times in milliseconds.
-
-    What needs answers or a calibration is `None` without them.
-    """
+    """Shares in percent, times in milliseconds; `None` where answers or a calibration lack."""
     answers = [reply for reply in replies if reply.ended != "failed"]
     # Answers with a false block count as wrong, and requests without an answer, too.
     right = _right([reply.route for reply in answers if not reply.false], top1, depth=depth)
@@ -107,14 +105,9 @@ def figures_of(
     quarter = len(replies) // 4
     span = replies[-1 - quarter].ended_at - replies[quarter].ended_at
     return {
-        "requests": len(replies),
+        **ends_and_times(replies),
         "seconds": replies[-1].ended_at,
         "per_second": (len(replies) - 2 * quarter - 1) / span if span > 0 else None,
-        **{end: share(replies, end) for end in ENDED},
-        "ms_median": all_within(replies, 0.5),
-        "ms_p95": all_within(replies, 0.95),
-        "ms_p99": all_within(replies, 0.99),
-        "ms_longest": all_within(replies, 1.0),
         "mean_blocks": mean([reply.route.kept for reply in answers]) if answers else None,
         "right_of_answers": right / len(answers) if top1 and answers else None,
         "right_of_requests": right / len(replies) if top1 else None,
@@ -133,30 +126,12 @@ def _right(routes: Sequence[Route], top1: Mapping[Cell, float], *, depth: int) -
     return float(sum(top1.get(cell, between[cell.kept]) for cell in ran))
 
 
-# Figure -> its name in the table, its format there.
-_SHOWN: Mapping[str, tuple[str, str]] = {
-    "requests": ("requests", ".0f"),
-    "seconds": ("simulated seconds", ".1f"),
-    "per_second": ("requests/s", ".1f"),
-    **{end: (f"% {end}", ".2f") for end in ENDED},
-    "ms_median": ("ms, median", ".1f"),
-    "ms_p95": ("ms, 95 %", ".1f"),
-    "ms_p99": ("ms, 99 %", ".1f"),
-    "ms_longest": ("ms, longest", ".1f"),
-    "mean_blocks": ("blocks of an answer, mean", ".2f"),
-    "right_of_answers": ("% right of the answers", ".1f"),
-    "right_of_requests": ("% right of all requests", ".1f"),
-    "false_answers": ("answers with a false block", ".0f"),
-    "visits_per_request": ("visits per request", ".2f"),
-}
-
-
 def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:
     """Tables with a column for each outcome, headed by its routing."""
     heads = [outcome.routing for outcome in outcomes]
     rows = [
-        (name, *("-" if (x := o.figures[key]) is None else format(x, form) for o in outcomes))
-        for key, (name, form) in _SHOWN.items()
+        (name, *("-" if (x := o.figures[name]) is None else f"{x:,.5g}" for o in outcomes))
+        for name in outcomes[0].figures
     ]
     used = sorted({kept for outcome in outcomes for kept in outcome.blocks}, reverse=True)
     # Where nothing was answered every share is 0.
