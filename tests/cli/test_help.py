@@ -227,7 +227,7 @@ FLAGS = {
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
     "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
-    "swarm demo": "deadline-ms hosts requests",
+    "swarm demo": "",
     "swarm status": "address api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",

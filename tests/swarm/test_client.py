@@ -455,10 +455,9 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    assert UpCommand().https() is None
     for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
         with pytest.raises(UsageError, match="a certificate and its key"):
-            half.https()
+            half.serving()
 
 
 @needs_openssl

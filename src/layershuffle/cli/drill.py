@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.asking import ServerOptions, describe_answer
 from layershuffle.cli.command import Command
-from layershuffle.cli.serving import DEFAULT_MODEL, ended_by_signals
+from layershuffle.cli.serving import DEFAULT_MODEL
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from layershuffle.swarm.drill import Labelled
     from layershuffle.swarm.server.admin import Operator
     from layershuffle.swarm.service import Service
+
+_HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +114,11 @@ class DemoCommand(Command):
     sends more, then does the same as a classical pipeline. Prints a table.
     """
 
-    hosts: int = 6
-    """Number of block hosts, each a process of its own."""
-    requests: int = 200
-    """Number of requests in each of the phases."""
-    deadline_ms: float = 2000.0
-    """Deadline of every request, in milliseconds."""
-
     def run(self) -> int:
         """Run every phase."""
         require("swarm")
         # Ctrl-C is a usual end of a demo; the blocks below have ended the hosts by then.
-        with ended_by_signals(), suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
             asyncio.run(self._start())
         return 0
 
@@ -138,16 +133,16 @@ class DemoCommand(Command):
         from layershuffle.swarm.service import SwarmSettings, running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
-        images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=self.requests)
+        images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=_REQUESTS)
         # Room for each block once, so that a dead host's blocks are lost.
-        memory = math.ceil(model.depth / self.hosts) * model.weights[0].size
-        print(f"Starting {self.hosts} hosts, each a process with its own blocks ...", flush=True)
+        memory = math.ceil(model.depth / _HOSTS) * model.weights[0].size
+        print(f"Starting {_HOSTS} hosts, each a process with its own blocks ...", flush=True)
         settings, token = SwarmSettings(copies=1), secrets.token_hex()
         async with (
             running_service(settings, model, token=token) as service,
-            local_hosts(service, self.hosts, memory=memory),
+            local_hosts(service, _HOSTS, memory=memory),
         ):
-            await service.coordinator.ready(self.hosts, within=60, say=lambda _: None)
+            await service.coordinator.ready(_HOSTS, within=60, say=lambda _: None)
             await self._show(service, images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
@@ -169,11 +164,11 @@ class DemoCommand(Command):
         transport = httpx.ASGITransport(app=app)
         victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
-            ask = asking(client, images, deadline_ms=self.deadline_ms, patient=False)
+            ask = asking(client, images, deadline_ms=2000, patient=False)
 
             async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
-                print(f"{self.requests} requests: {name} ...", flush=True)
-                replies = await sent(ask, self.requests, before=before)
+                print(f"{_REQUESTS} requests: {name} ...", flush=True)
+                replies = await sent(ask, _REQUESTS, before=before)
                 rows.append((name, *cells(replies, judged(replies, service.calibration))))
 
             async def kill() -> None:
@@ -181,8 +176,8 @@ class DemoCommand(Command):
                     await service.faults.inject(host, "crash")
 
             await phase("all hosts up")
-            await phase(f"{', '.join(victims)} killed meanwhile", {self.requests // 4: kill})
-            await phase(f"{len(victims)} of {self.hosts} hosts dead")
+            await phase(f"{', '.join(victims)} killed meanwhile", {_REQUESTS // 4: kill})
+            await phase(f"{len(victims)} of {_HOSTS} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
             service.router.routing = "sequential"
             await phase("as a fixed-order pipeline")

@@ -12,7 +12,7 @@ from cyclopts.argument import update_argument_collection
 from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import Command, Inline
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import FitSettings, check_known, field_value, read_recipe
+from layershuffle.settings import FitSettings, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,8 @@ def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection
             hint=f"layershuffle reproduce {quote(str(recipe))}",
         )
     try:
-        # Here, so that the error names the recipe, and before what a misspelt key leaves missing.
-        check_known(FitSettings, fields)
-        for name, value in fields.items():
-            field_value(FitSettings, name, value=value)
+        # Here, so that the error names the recipe. What a recipe need not have, flags may give.
+        FitSettings(**{"model": "", "data": "", **fields})
     except SettingsError as error:
         raise SettingsError(error.cause, place=recipe) from None
     update_argument_collection(fields, str(recipe), arguments, root_keys=(), allow_unknown=False)

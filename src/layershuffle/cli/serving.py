@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from layershuffle.cli.command import Command
-from layershuffle.errors import Interrupted, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.start import Serving
-    from layershuffle.swarm.server.tls import Https
     from layershuffle.swarm.service import Service
 
 # Flags need these names for --help. The modules that own them (swarm.policy, messages, service)
@@ -64,22 +63,6 @@ def logged(*, as_json: bool) -> Iterator[None]:
         yield
     finally:
         log.setLevel(logging.NOTSET)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the `with` block as Ctrl-C does, with cleanup and exit code 143."""
-
-    def stop(number: int, frame: Any) -> None:
-        del number, frame
-        # An exception instead of an exit, so that the surrounding blocks end the hosts.
-        raise Interrupted("The swarm was stopped, together with its hosts")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def state_flag(state: str | None) -> str:
@@ -183,19 +166,30 @@ class UpCommand(Command):
             shown = key if self.page and sys.stdout.isatty() else ""
             print(self.described(service, url, serving=serving, key=shown), flush=True)
 
-        with logged(as_json=self.log_json), ended_by_signals(), suppress(KeyboardInterrupt):
+        # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with logged(as_json=self.log_json), suppress(KeyboardInterrupt):
             asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
 
     def serving(self) -> Serving:
-        """The settings of the flags. Raises `UsageError` if a swarm uses that state directory."""
+        """The settings of the flags. Raises `UsageError` for a certificate without its key, and if
+        a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import Operated, state_directory
         from layershuffle.swarm.server.keys import Keys
         from layershuffle.swarm.server.start import Serving
+        from layershuffle.swarm.server.tls import Https
 
+        certificate, key = self.https_certificate, self.https_key
+        if (certificate is None) != (key is None):
+            raise UsageError(
+                "https needs a certificate and its key",
+                hint="give --https-certificate and --https-key, or neither",
+            )
         state = state_directory(self.state)
         return Serving(
+            https=Https(certificate, key) if certificate and key else None,
             operated=Operated(state),
             token_file=self.token_file or state / "host-token",
             hosts=self.hosts,
@@ -204,26 +198,11 @@ class UpCommand(Command):
             host=self.listen,
             port=self.port,
             public=self.public,
-            https=self.https(),
             keys=Keys.of_file(self.keys),
             page=self.page,
             trusted_proxies=self.trusted_proxy,
             min_accuracy=self.min_accuracy,
         )
-
-    def https(self) -> Https | None:
-        """The certificate that the flags name; `None` for plain http. Raises `UsageError` for one
-        file without the other, and for files that cannot be used."""
-        from layershuffle.swarm.server.tls import Https
-
-        if self.https_certificate is None and self.https_key is None:
-            return None
-        if self.https_certificate is None or self.https_key is None:
-            raise UsageError(
-                "https needs a certificate and its key",
-                hint="give --https-certificate and --https-key, or neither",
-            )
-        return Https(self.https_certificate, self.https_key)
 
     def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
         """A description of a running swarm for its user, with the next commands.
