@@ -220,26 +220,19 @@ def test_the_example_of_the_readme_prints_what_the_readme_says(
     assert len(again.blocks) == 12
 
 
-def test_the_python_page_runs_from_top_to_bottom(repository, tmp_path, monkeypatch):
-    text = (repository / "docs" / "python.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+def test_the_pages_on_python_run_from_top_to_bottom(repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code, names)
-    assert names["logits"].shape == (3, 3)
-    assert len(names["tap"].records) == 3
-    assert len(names["scores"]) == 1 + 20 + 20
+    python, own = {}, {}
+    for page, names in (("python", python), ("own-loop", own)):
+        text = (repository / "docs" / f"{page}.md").read_text()
+        exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), names)
+    assert python["logits"].shape == (3, 3)
+    assert len(python["tap"].records) == 3
+    assert len(python["scores"]) == 1 + 20 + 20
     assert (tmp_path / "mine" / "model.safetensors").is_file()
-
-
-def test_the_page_of_own_loops_runs_from_top_to_bottom(repository):
-    text = (repository / "docs" / "own-loop.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    names = {}
-    exec(code, names)
-    assert names["loss"].requires_grad
-    assert names["policy"].drawn == 1
-    assert names["features"].shape[0] == 8
+    assert own["loss"].requires_grad
+    assert own["policy"].drawn == 1
+    assert own["features"].shape[0] == 8
 
 
 def test_the_page_on_onnx_runs_from_top_to_bottom(

@@ -98,23 +98,6 @@ def test_errors_have_the_gateways_messages():
     assert closed.value.hint.startswith("send it as")
 
 
-def test_the_async_client_is_the_same():
-    async def go():
-        async with site(keys=[KEY]) as place:
-            transport = httpx.ASGITransport(app=place.app)
-            async with AsyncSwarmClient(URL, api_key=KEY, transport=transport) as client:
-                answer = await client.classify(picture(1))
-                swarm, health = await client.swarm(), await client.health()
-                with pytest.raises(SwarmError) as error:
-                    await client.classify(picture(), min_blocks=9)
-            return answer, swarm, health, error.value
-
-    answer, swarm, health, error = asyncio.run(go())
-    assert sorted(answer.blocks) == list(range(DEPTH))
-    assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "min_blocks is 9, but at most 4 blocks can run"
-
-
 def answering(handler):
     return SwarmClient(URL, transport=httpx.MockTransport(handler))
 
