@@ -270,8 +270,8 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
             throttle = asyncio.create_task(throttled(pid))
             slow = [await visited(number) for number in range(40)]
             throttle.cancel()
-    name = f"a host of 4 blocks, {model} {precision}"
-    facts = {"load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d")}
+    name = f"host of 4 blocks: {model}, {precision}"
+    facts = {"load": os.getloadavg()[0]}
     bound = HELD[model, precision]
     return [
         ClaimRow(
@@ -279,9 +279,9 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
             settings={"model": spec if model == "digits" else VIT},
         )
         for what, values, unit, limit in (
-            ("resident memory,", memory, "MB", bound),
-            ("processor time of a visit,", spent, "ms", None),
-            ("time of a visit with a quarter of a core,", slow, "ms", None),
+            ("memory,", memory, "MB", bound),
+            ("processor time per visit,", spent, "ms", None),
+            ("visit, a quarter of a core,", slow, "ms", None),
         )
     ]  # fmt: skip
 

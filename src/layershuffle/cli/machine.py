@@ -18,8 +18,6 @@ from layershuffle.extras import EXTRAS, missing
 from layershuffle.machine import torch_threads
 from layershuffle.text import listing, shortened
 
-_NVIDIA = Path("/proc/driver/nvidia/version")
-
 
 @dataclass(frozen=True)
 class BenchCommand(Reporting):
@@ -122,8 +120,6 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
 
 
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
-    driver = _NVIDIA.read_text(encoding="utf-8").splitlines()[0] if _NVIDIA.is_file() else ""
-    yield "gpu driver", True, " ".join(driver.split()) or "none of NVIDIA"
     import torch
 
     from layershuffle.machine import cpu_has_bf16
@@ -136,8 +132,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
     built = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "knows CPUs only"
-    unused = f"none that torch can use, though there is a driver; this torch {built}"
-    yield "gpu", True, unused if driver else "none: the digits recipes need none"
+    yield "gpu", True, f"none that torch can use (it {built}); the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used by default"
 
