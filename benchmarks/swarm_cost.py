@@ -2,7 +2,8 @@
 
 Processor time of the gateway and of its hosts per request; the client is a process of its own and
 not counted. Answers a second and the time of a request, what a hop takes beyond its compute, how
-soon a killed host is felt, and how soon four hosts are up.
+soon a killed host is felt, and how soon four hosts are up. What a host of four blocks takes:
+memory, processor time, and time where it gets a quarter of a core, as a small ARM computer has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -24,6 +26,7 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bundled import asset
+from layershuffle.export import export_model
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.server.admission import GatewayLimits
@@ -38,6 +41,14 @@ BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}
 ANSWERS = {1: Bound("at_least", 250), 4: Bound("at_least", 220), 6: Bound("at_least", 200)}
 WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
 """Two blocks of a ViT-B/16: its states are 148 KiB in int8."""
+VIT = "timm:vit_base_patch16_224?pretrained=false&depth=4&num_classes=10"
+HELD = {
+    ("digits", "fp32"): Bound("at_most", 75),
+    ("ViT-B/16", "int8"): Bound("at_most", 160),
+    ("ViT-B/16", "fp32"): None,
+}
+"""Megabytes of a host that holds four blocks."""
+RUNS, STANDS = 0.025, 0.075  # seconds
 TICK = 1000 / os.sysconf("SC_CLK_TCK")
 # Standard library alone, so that it starts at once and takes little of the machine. It asks for all
 # blocks, because answers in part would cost less.
@@ -82,12 +93,12 @@ def megabytes(pid: int) -> float:
 
 
 @asynccontextmanager
-async def swarm_of(model: str, hosts: int) -> AsyncIterator[Service]:
-    """A swarm of processes of this machine, all of them up."""
+async def swarm_of(model: str, hosts: int, *, blocks: int = 64) -> AsyncIterator[Service]:
+    """A swarm of processes of this machine, all of them up, with room for so many blocks."""
     served = ServedModel(served_directory(model))
     async with (
         running_service(SwarmSettings(model=model), served, token="of a benchmark") as service,
-        local_hosts(service, hosts),
+        local_hosts(service, hosts, memory=blocks * served.weights[0].size),
     ):
         missing = await service.coordinator.ready(hosts, within=120, say=lambda _: None)
         assert not missing, missing
@@ -229,6 +240,65 @@ async def up() -> ClaimRow:
     )
 
 
+async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
+    """What a host takes that holds four blocks, visited one after the other."""
+    with tempfile.TemporaryDirectory() as place:
+        spec, hosts = DEFAULT_MODEL, 3  # of four blocks each
+        if model != "digits":
+            spec, hosts = f"{place}/model", 1
+            export_model(VIT, Path(spec), precision=precision, data="formula?classes=10&test=20")
+        async with swarm_of(spec, hosts, blocks=4) as service:
+            pid = service.coordinator.children.pids["host-1"]
+            held = sorted(service.router.swarm["host-1"].blocks)
+            assert len(held) == 4
+
+            async def visited(number: int) -> float:
+                visit, state = (
+                    Visit("host-1", held[number % 4], 30.0),
+                    service.coordinator.model.sample,
+                )
+                begun = time.perf_counter()
+                await service.members.visit(visit, state, form="int8")
+                return 1000 * (time.perf_counter() - begun)
+
+            memory, spent = [], []
+            for _ in range(5):
+                before = processor_ms([pid])
+                for number in range(visits):
+                    await visited(number)
+                spent.append((processor_ms([pid]) - before) / visits)
+                memory.append(megabytes(pid))
+            throttle = asyncio.create_task(throttled(pid))
+            slow = [await visited(number) for number in range(40)]
+            throttle.cancel()
+    name = f"host of 4 blocks: {model}, {precision}"
+    facts = {"load": os.getloadavg()[0]}
+    bound = HELD[model, precision]
+    return [
+        ClaimRow(
+            name=name, what=what, values=tuple(values), unit=unit, bound=limit, facts=facts,
+            settings={"model": spec if model == "digits" else VIT},
+        )
+        for what, values, unit, limit in (
+            ("memory,", memory, "MB", bound),
+            ("processor time per visit,", spent, "ms", None),
+            ("visit, a quarter of a core,", slow, "ms", None),
+        )
+    ]  # fmt: skip
+
+
+async def throttled(pid: int) -> None:
+    """Let a process run a quarter of the time, until cancelled."""
+    try:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(STANDS)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(RUNS)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """One host first."""
     yield asyncio.run(cost(1, effort=effort))
@@ -241,6 +311,9 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     yield asyncio.run(hop(count=40))
     yield asyncio.run(felt(count=5))
     yield asyncio.run(up())
+    for model, precision in HELD:
+        visits = 200 if model == "digits" else 12
+        yield from asyncio.run(taken(model, precision, visits=visits))
 
 
 CLAIM = Claim(theme="swarm-cost", text=__doc__.split("\n")[0].removeprefix("Claim: "), rows=rows)

@@ -16,15 +16,15 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing, decide
 from layershuffle.swarm.rounds import QUEUE
+from layershuffle.swarm.simulation.hosts import SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
-from layershuffle.swarm.simulation.scenario import Arrivals, Churn, SimulatedDevice, in_turn
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH, SEED, REPEATS = 12, 0, 3
 REQUESTS = 1000
 RATES = {10: 2.0, 100: 10.0, 1000: 50.0, 10_000: 200.0}  # fewer hosts are watched for longer
-CHURN = Churn(up_s=20, down_s=10)
+CHURN = 20.0, 10.0  # mean seconds up and down
 STEP_COSTS_AT_MOST = 3.0
 
 
@@ -37,7 +37,7 @@ def play(
         requests=requests,
         seed=SEED,
         routing=routing,
-        arrivals=Arrivals(rate=RATES[len(devices)]),
+        rate=RATES[len(devices)],
         churn=CHURN,
     )
 
@@ -59,13 +59,13 @@ def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
         values=tuple(speeds),
         unit="1/s",
         settings={
-            "hosts": hosts, "requests": requests, "up_s": CHURN.up_s, "down_s": CHURN.down_s,
+            "hosts": hosts, "requests": requests, "up_s": CHURN[0], "down_s": CHURN[1],
             "requests_per_s": RATES[hosts], "seed": SEED,
         },
         facts={
             "wall_s": [round(wall, 2) for wall in walls],
             "visits": outcome.visits,
-            "simulated_s": round(outcome.seconds, 2),
+            "simulated_s": outcome.figures["seconds"],
             **summary(outcome),
             **{routing: summary(other) for routing, other in others.items()},
         },
@@ -74,14 +74,8 @@ def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
 
 def summary(outcome: SimulationOutcome) -> dict[str, Any]:
     """The shares in percent and the latencies in milliseconds."""
-    return {
-        "answered": outcome.share("answered"),
-        "degraded": outcome.share("degraded"),
-        "failed": outcome.share("failed"),
-        "mean_blocks": outcome.mean_blocks and round(outcome.mean_blocks, 2),
-        "p50_ms": round(outcome.quantile(0.5), 1),
-        "p99_ms": round(outcome.quantile(0.99), 1),
-    }
+    named = ("answered", "degraded", "failed", "mean_blocks", "ms_median", "ms_p99")
+    return {name: outcome.figures[name] for name in named}
 
 
 def stepping(hosts: int) -> Callable[[], object]:

@@ -1,6 +1,6 @@
 """Put a trained digits model into the package, with its scores and the recipe that made it.
 
-layershuffle pretrain digits-base --out runs/digits-base
+layershuffle fit --recipe digits-base --out runs/digits-base
 python scripts/bundle_digits.py runs/digits-base digits
 
 layershuffle fit --recipe digits-swarm --out runs/digits-swarm

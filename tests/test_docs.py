@@ -1,4 +1,5 @@
-"""The tables of the docs are their files, their sentences are measured, their examples run."""
+"""The tables of the docs are their files, their sentences are measured, their examples run, and the
+site, which `scripts/check` builds, sends no requests to other origins."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ import tables
 import timm
 import torch
 import yaml
+from docs_hooks import foreign_requests, inside, with_options
 
 import layershuffle as ls
 from exported import SHIPPED, exported_digits
 from layershuffle.bundled import asset
-from layershuffle.cli import main
+from layershuffle.cli import SWARM_COMMANDS, main
 from layershuffle.errors import LayerShuffleError
 from refusals import refuses
 
@@ -218,26 +220,19 @@ def test_the_example_of_the_readme_prints_what_the_readme_says(
     assert len(again.blocks) == 12
 
 
-def test_the_python_page_runs_from_top_to_bottom(repository, tmp_path, monkeypatch):
-    text = (repository / "docs" / "python.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+def test_the_pages_on_python_run_from_top_to_bottom(repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code, names)
-    assert names["logits"].shape == (3, 3)
-    assert len(names["tap"].records) == 3
-    assert len(names["scores"]) == 1 + 20 + 20
+    python, own = {}, {}
+    for page, names in (("python", python), ("own-loop", own)):
+        text = (repository / "docs" / f"{page}.md").read_text()
+        exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), names)
+    assert python["logits"].shape == (3, 3)
+    assert len(python["tap"].records) == 3
+    assert len(python["scores"]) == 1 + 20 + 20
     assert (tmp_path / "mine" / "model.safetensors").is_file()
-
-
-def test_the_page_of_own_loops_runs_from_top_to_bottom(repository):
-    text = (repository / "docs" / "own-loop.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    names = {}
-    exec(code, names)
-    assert names["loss"].requires_grad
-    assert names["policy"].drawn == 1
-    assert names["features"].shape[0] == 8
+    assert own["loss"].requires_grad
+    assert own["policy"].drawn == 1
+    assert own["features"].shape[0] == 8
 
 
 def test_the_page_on_onnx_runs_from_top_to_bottom(
@@ -301,3 +296,62 @@ def test_the_notebook_runs_and_shows_what_it_says(repository, tmp_path, monkeypa
     assert top1["refined"][3] > 50 > 20 > top1["ordinary"][12]
     assert "% right in this order" in capsys.readouterr().out
     assert (tmp_path / "refined" / "model.safetensors").is_file()
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+OWN = """<link rel="stylesheet" href="assets/main.css"><link rel="canonical" href="https://a.example/x">
+<script src="../bundle.js"></script><a href="https://a.example">follow me</a>
+<img src="data:image/png;base64,AA"><style>p { background: url("own.png") }</style>"""
+
+
+def test_a_page_of_its_own_asks_nobody_else():
+    assert foreign_requests(OWN) == []
+    assert foreign_requests("@font-face { src: url(own.woff2) }", css=True) == []
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        '<script src="https://a.example/x"></script>',
+        '<link rel="preconnect" href="https://a.example/x">',
+        '<img src="//a.example/x">',
+        '<img srcset="own.png 1x, https://a.example/x 2x">',
+        "<style>@import 'https://a.example/x';</style>",
+        '<p style="background: url(https://a.example/x)"></p>',
+    ],
+)
+def test_a_request_to_another_origin_is_seen(element):
+    (address,) = foreign_requests(OWN + element)
+    assert address.endswith("//a.example/x")
+
+
+def test_style_sheets_and_drawings_are_searched_too():
+    assert foreign_requests("p { src: url('https://a.example/x') }", css=True) == [
+        "https://a.example/x"
+    ]
+    assert foreign_requests('<pre class="mermaid">graph</pre>') == ["mermaid"]
+
+
+def test_links_that_leave_the_pages_become_paths(repository):
+    docs = repository / "docs"
+    text = "[a](../log.md) [b](../../Makefile) [c](https://a.example) [`deploy/x`](../../deploy/x)"
+    assert inside(text, page=docs / "results" / "x.md", docs=docs) == (
+        "[a](../log.md) b (`Makefile`) [c](https://a.example) `deploy/x`"
+    )
+
+
+def test_the_reference_has_every_public_name(repository):
+    page = (repository / "docs" / "python.md").read_text()
+    names = [name.rpartition(".")[2] for name in re.findall(r"^::: (.+)$", page, re.MULTILINE)]
+    assert len(names) == len(set(names))
+    assert set(ls.__all__) - {"__version__"} <= set(names)
+
+
+def test_the_page_of_commands_gets_the_options_of_each_command():
+    page = with_options("# title\n\n## doctor\n\nwords\n\n## report\n\nmore\n\n## swarm\n")
+    assert page.startswith('# title\n\n## doctor\n\nwords\n\n??? note "Options of `doctor`"\n')
+    report, swarm = page.split("## report")[1].split("## swarm")
+    assert re.findall("^    \\| `([^`]+)`", report, re.MULTILINE) == ["--directory"]
+    assert swarm.count("??? note") == len(SWARM_COMMANDS)
+    assert "    | `--hosts` | " in swarm

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -78,6 +81,30 @@ def test_the_sdist_makes_the_same_wheel(repository: Path, built: Path, tmp_path:
     build(unpacked, tmp_path / "again", "--target", "wheel")
     (wheel,), (again,) = built.glob("*.whl"), (tmp_path / "again").glob("*.whl")
     assert wheel.read_bytes() == again.read_bytes()
+
+
+def test_the_installed_wheel_answers_without_the_sources(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own, beside the dependencies of this one, as its command."""
+    (wheel,) = built.glob("*.whl")
+    place = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    python = place / "bin" / "python"
+    words = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    # A directory in a .pth file is searched, but its own .pth files are not read: the editable
+    # install of this environment stays out.
+    (packages,) = place.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    words = ["predict", "bundled:digits-swarm", "bundled:digit-pair.png", "--debug"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    done = subprocess.run(
+        [place / "bin" / "layershuffle", *words],
+        cwd=tmp_path, env=env, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("bundled:digit-pair.png: 42 ")
+    words = ["-c", "import layershuffle; print(layershuffle.__file__)"]
+    done = subprocess.run([python, *words], env=env, check=True, capture_output=True, text=True)
+    assert Path(done.stdout).is_relative_to(place), "the wheel is what was tested"
 
 
 def test_extras_name_what_they_bring(project: dict) -> None:

@@ -54,7 +54,7 @@ def image_file(path: Path) -> Path:
 def recipe_of_model(place: Path) -> dict[str, Any] | None:
     """The packaged recipe that trains a model into a directory of this name, `None` without one.
 
-    Some recipes refine what another one trains: `runs/NAME`, made by `layershuffle pretrain NAME`.
+    Some recipes refine what another one trains: `runs/NAME`, of `layershuffle fit --recipe NAME`.
     """
     if place.name not in recipe_names():
         return None

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -93,24 +94,22 @@ def hardware(precision: str) -> dict[str, Any]:
     }
 
 
+def _cpuinfo() -> str:
+    """What Linux says of the processor, "" elsewhere."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
+
+
 def processor() -> str:
     """The name of the processor that the operating system reports."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:(.+)$", _cpuinfo(), re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def cpu_has_bf16() -> bool:
     """Whether the processor multiplies bf16 in hardware. False on systems other than Linux."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return False
-    words = set(cpuinfo.read_text(encoding="utf-8").split())
     # Flags of x86 processors; the last one is what ARM processors report.
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpuinfo().split())
 
 
 _AUTO: Mapping[str, tuple[Literal["fp32", "bf16"], str]] = {

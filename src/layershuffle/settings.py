@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from layershuffle.core.methods import METHOD_OPTIONS, Method, PositionPart
 from layershuffle.core.policies import Choice, parse_modes
@@ -24,6 +23,7 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device
 from layershuffle.text import nearest, one_line
 
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
@@ -51,13 +51,16 @@ class Settings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems = (_problem(type(self), dict(details)) for details in error.errors())
-            raise SettingsError("; ".join(problems)) from error
+            problems = [dict(details) for details in error.errors()]
+            # A misspelt key is often the cause of another that is missing.
+            unknown = [problem for problem in problems if problem["type"] in _UNKNOWN]
+            texts = [_problem(type(self), problem) for problem in unknown or problems]
+            raise SettingsError("; ".join(texts)) from error
 
     @model_validator(mode="before")
     @classmethod
     def _none(cls, fields: Any) -> Any:
-        # The word of a flag, as in `--epochs None`. What is no mapping is for pydantic to refuse.
+        # The word of a flag, as in `--clip None`. What is no mapping is for pydantic to refuse.
         if not isinstance(fields, dict):
             return fields
         return {name: None if value == "None" else value for name, value in fields.items()}
@@ -318,28 +321,6 @@ class KeysOf:
     settings: type[Settings]
 
 
-def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
-    """Raises `SettingsError` for unknown keys, with the nearest valid key."""
-    unknown = [name for name in fields if name not in kind.model_fields]
-    if unknown:
-        raise SettingsError("; ".join(_unknown(kind, name) for name in unknown))
-
-
-def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
-    """`value` as the type of this setting, because YAML parses 1e-3 as a string.
-
-    Raises `SettingsError` for an invalid value.
-    """
-    try:
-        return TypeAdapter(kind.model_fields[name].rebuild_annotation()).validate_python(value)
-    except ValidationError as error:
-        problems = (
-            _problem(kind, {**details, "loc": (name, *details["loc"])})
-            for details in error.errors()
-        )
-        raise SettingsError("; ".join(problems)) from error
-
-
 def digest(settings: Settings) -> str:
     """The SHA-256 of the settings, independent of the version of Python."""
     # Sorted, so fields may be reordered within their class.
@@ -352,7 +333,7 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{name} is missing"
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if error["type"] in _UNKNOWN:
         return _unknown(kind, name)
     # An error of this package within a validator has its own cause and hint.
     raised = error.get("ctx", {}).get("error")

@@ -1,7 +1,8 @@
-"""Flags are frozen and explained, the docs name no others, and `--help` is quick."""
+"""Flags are frozen, explained and completed, the docs name no others, and `--help` is quick."""
 
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -9,7 +10,7 @@ from functools import cache
 import pytest
 
 from layershuffle.analysis import ANALYSES
-from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main, swarm
+from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main, serving
 from layershuffle.core.methods import PRESETS
 from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.service import DEFAULT_MODEL
@@ -68,7 +69,7 @@ def test_lists_of_names_in_help_texts_are_complete():
     assert [name for name in ANALYSES if name not in analysis] == []
     method = arguments_of("fit")["--method",]
     assert set(PRESETS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
-    assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
+    assert (serving.DEFAULT_MODEL, serving.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
 
 
 def test_no_help_imports_a_heavy_library():
@@ -107,6 +108,45 @@ def test_help_is_quick(command):
         seconds = processor_time("-m", "layershuffle", *command.split(), "--help")
         ratios.append(seconds / processor_time("-c", "import torch"))
     assert min(ratios) < 0.5, ratios
+
+
+# What bash does at the tab key: it sets these variables and calls the registered function.
+ASK = """
+source "$1"
+shift
+function=$(complete -p layershuffle | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+COMP_WORDS=(layershuffle "$@") COMP_CWORD=$# COMPREPLY=()
+$function
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_flags(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "layershuffle"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> set[str]:
+        done = subprocess.run(
+            ["bash", "-c", ASK, "bash", str(script), *words],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return set(done.stdout.split("\n")) - {""}
+
+    assert completed("") == {*COMMANDS, "swarm"}
+    assert completed("sw") == {"swarm"}
+    assert completed("swarm", "") == set(SWARM_COMMANDS)
+    assert completed("eval", "--num-o") == {"--num-orders"}
+    for command in ("fit", "swarm up"):
+        assert {f"--{flag}" for flag in FLAGS[command].split()} <= completed(*command.split(), "--")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_too(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert [name for name in (*COMMANDS, *SWARM_COMMANDS) if name not in script] == []
 
 
 # --- the docs -------------------------------------------------------------------------------------
@@ -182,22 +222,20 @@ FLAGS = {
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
     "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
-    "classify": "address api-key api-key-file authority confidence deadline-ms image json "
-    "min-blocks top",
+    "classify": "address api-key-file authority confidence deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
     "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
-    "swarm demo": "deadline-ms hosts requests",
-    "swarm status": "address api-key api-key-file authority json",
+    "swarm demo": "",
+    "swarm status": "address api-key-file authority json",
     "swarm drain": "host state",
     "swarm readmit": "host state",
     "swarm roll": "directory state",
-    "swarm drill": "address api-key api-key-file authority concurrency data deadline-ms json "
+    "swarm drill": "address api-key-file authority concurrency data deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",
-    "swarm simulate": "churn clients copies devices hosts json kill min-blocks model rate requests "
-    "routings seed",
+    "swarm simulate": "churn clients copies devices hosts json min-blocks model rate requests "
+    "routings scenario seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }
-FLAGS["pretrain"] = FLAGS["fit"]

@@ -18,8 +18,8 @@ from clock import SkippingLoop
 from common import DEPTH
 from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.cli.swarm.asking import ServerOptions, client_options
-from layershuffle.cli.swarm.serving import UpCommand
+from layershuffle.cli.asking import ServerOptions
+from layershuffle.cli.serving import UpCommand
 from layershuffle.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.served import ServedModel
@@ -95,23 +95,6 @@ def test_errors_have_the_gateways_messages():
     assert "/v1/classify?" in few.value.place
     assert closed.value.status == 401
     assert closed.value.hint.startswith("send it as")
-
-
-def test_the_async_client_is_the_same():
-    async def go():
-        async with site(keys=[KEY]) as place:
-            transport = httpx.ASGITransport(app=place.app)
-            async with AsyncSwarmClient(URL, api_key=KEY, transport=transport) as client:
-                answer = await client.classify(picture(1))
-                swarm, health = await client.swarm(), await client.health()
-                with pytest.raises(SwarmError) as error:
-                    await client.classify(picture(), min_blocks=9)
-            return answer, swarm, health, error.value
-
-    answer, swarm, health, error = asyncio.run(go())
-    assert sorted(answer.blocks) == list(range(DEPTH))
-    assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "min_blocks is 9, but at most 4 blocks can run"
 
 
 def answering(handler):
@@ -287,18 +270,13 @@ def written(path, text, mode=0o600):
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
     file = written(tmp_path / "key", f"{KEY}\n")
-    assert client_options(ServerOptions()) == {"api_key": None, "authority": None}
-    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
+    assert ServerOptions().client_options() == {"api_key": None, "authority": None}
+    assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
     monkeypatch.setenv("LAYERSHUFFLE_API_KEY", "of-the-environment")
-    assert client_options(ServerOptions())["api_key"] == "of-the-environment"
-    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
-    assert client_options(ServerOptions(api_key="on the line"))["api_key"] == "on the line"
-    for gateway, words in [
-        (ServerOptions(api_key_file=file, api_key="another"), "given twice"),
-        (ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")), "holds 2 keys"),
-    ]:
-        with pytest.raises(UsageError, match=words):
-            client_options(gateway)
+    assert ServerOptions().client_options()["api_key"] == "of-the-environment"
+    assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
+    with pytest.raises(UsageError, match="holds 2 keys"):
+        ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")).client_options()
 
 
 def test_key_files_that_others_may_read_are_refused(tmp_path):
@@ -459,10 +437,9 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    assert UpCommand().https() is None
     for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
         with pytest.raises(UsageError, match="a certificate and its key"):
-            half.https()
+            half.serving()
 
 
 @needs_openssl

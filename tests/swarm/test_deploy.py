@@ -15,7 +15,7 @@ import yaml
 from gateway_site import certify, picture, run
 
 from layershuffle import cli
-from layershuffle.cli.swarm.serving import UpCommand
+from layershuffle.cli.serving import UpCommand
 from layershuffle.swarm.server.doors import Https
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle_host.__main__ import parser

@@ -1,4 +1,4 @@
-"""Drills: what each scenario breaks and mends, the figures, and the requests."""
+"""Drills: what each scenario breaks and mends, the figures, and the wrapper that breaks hosts."""
 
 import asyncio
 import json
@@ -6,33 +6,33 @@ import math
 import threading
 from statistics import NormalDist
 from types import SimpleNamespace
-from typing import get_args
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from clock import loop_time, run_virtual
 from common import FAMILIES
-from layershuffle.cli import swarm
-from layershuffle.cli.swarm.drill import DrillCommand
+from layershuffle.cli.drill import DrillCommand
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
+from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.client import SwarmError
 from layershuffle.swarm.drill import (
-    SCENARIOS,
     Labelled,
     Played,
     Reply,
-    ScenarioName,
     asking,
     judged,
     labelled_images,
     report,
     sent,
-    share,
 )
+from layershuffle.swarm.faults import SCENARIOS
+from layershuffle.swarm.messages import Answer, Visit, WorkExpired
 from layershuffle.swarm.rounds import Cell
+from layershuffle.swarm.simulation.outcome import ends_and_times
 from refusals import refuses
 from waiting import HANGS, until
 
@@ -88,7 +88,7 @@ def test_a_patient_client_waits_as_long_as_the_gateway_asks(patient, asked, seco
     async def drilled():
         ask = asking(Client(), [Labelled(b"", 0)], deadline_ms=1e9, patient=patient)
         replies = await sent(ask, 3, concurrency=1)
-        return share(replies, "failed"), round(loop_time(), 3)
+        return ends_and_times(replies)["failed"], round(loop_time(), 3)
 
     assert run_virtual(drilled()) == (100, seconds)
 
@@ -99,7 +99,7 @@ def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
         folder.mkdir(parents=True)
         for number in range(2):
             Image.new("L", (20, 12), number).save(folder / f"{number}.png")
-    model = load(swarm.DEFAULT_MODEL)
+    model = load("bundled:digits-onnx")
     with refuses(DataError):
         labelled_images(model, f"folder:{tmp_path}", count=4)
     assert len(labelled_images(model, "digit-pairs?test=3&train=5", count=10)) == 3
@@ -114,8 +114,7 @@ def test_the_interval_is_that_of_a_binomial_and_of_the_calibration():
     got = judged([Reply("answered", i < 80, 1.0, ONE) for i in range(100)], calibration(75.0))
     half = math.hypot(2, 100 * NormalDist().inv_cdf(0.975) * math.sqrt(0.75 * 0.25 / 100))
     assert (got.top1, got.expected, got.answers) == (80.0, 75.0, 100)
-    assert got.low == pytest.approx(75 - half, abs=1e-2)
-    assert got.high == pytest.approx(75 + half, abs=1e-2)
+    assert (got.low, got.high) == pytest.approx((75 - half, 75 + half), abs=1e-2)
     assert got.text == f"75.0 ({got.low:.1f} to {got.high:.1f})"
 
 
@@ -123,8 +122,7 @@ def test_each_answer_counts_with_its_own_number_of_blocks():
     replies = [Reply("answered", True, 1.0, TWO)] * 10 + [Reply("degraded", False, 1.0, ONE)] * 30
     unknown = [Reply("failed", False, 1.0)] * 5 + [Reply("answered", True, 1.0, Cell(2, 1, 9))]
     got = judged([*replies, *unknown], calibration(50.0, 90.0))
-    assert got.expected == pytest.approx(60.0)
-    assert (got.answers, got.top1) == (40, 25.0)
+    assert (got.answers, got.top1, got.expected) == (40, 25.0, pytest.approx(60.0))
     assert got.text.endswith(", outside")
     assert judged(unknown, calibration(50.0, 90.0)) is judged(replies, None) is None
 
@@ -142,8 +140,9 @@ def test_the_table():
     assert first.endswith("59.9 s"), "in one line"
     assert second.split() == ["all", "5.0", "5.0", "5.0", "10", "99", "-", "-", "not", "seen"]
     figures = rows[0].as_json()
-    assert figures["percent"] == {"answered": 85, "degraded": 5, "failed": 5, "late": 5}
-    assert (figures["ms"], figures["accuracy"]["answers"]) == ({"median": 10, "p99": 99}, 19)
+    ends = ("answered", "degraded", "failed", "late", "ms_median", "ms_p99")
+    assert [figures[name] for name in ends] == [85, 5, 5, 5, 10, 99]
+    assert figures["accuracy"]["answers"] == 19
     json.dumps([row.as_json() for row in rows], allow_nan=False)
     # Without any host nothing can be answered for a while, but the hosts have to come back.
     assert [Played(n, replies, 1.0, None).passed for n in ("all", "slow")] == [True, False]
@@ -247,11 +246,6 @@ def test_each_scenario_breaks_what_it_names_and_mends_it(monkeypatch, capsys, sc
     assert 0 <= row["whole_s"] < 5
 
 
-def test_the_names_of_help_are_those_of_the_module():
-    assert swarm.ScenarioFlag == ScenarioName
-    assert tuple(SCENARIOS) == get_args(ScenarioName) == tuple(BROKEN)
-
-
 def test_what_never_recovers_or_loses_a_request_is_not_passed(monkeypatch, capsys):
     monkeypatch.setattr("layershuffle.swarm.drill._RECOVERY", 0.2)
     assert asyncio.run(drilled(monkeypatch, FakeSwarm(recovers=False), "all")) == 1
@@ -316,3 +310,116 @@ def test_a_host_that_cannot_be_broken_or_mended_keeps_no_other_from_it(monkeypat
     with pytest.raises(LayerShuffleError, match="b cannot rejoin"):
         asyncio.run(drilled(monkeypatch, fake, "all"))
     assert fake.conditions == dict.fromkeys("abc", "healthy")
+
+
+# --- the wrapper that breaks hosts ---------------------------------------------------------------
+
+STATE = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)
+
+
+class Doubling:
+    """A transport whose hosts take 20 ms to double a state."""
+
+    async def visit(self, visit, state, *, form="fp32"):
+        await asyncio.sleep(0.02)
+        return Answer(2 * state, 20.0, 3.0)
+
+
+def visit_through(transport, *, limit=5.0):
+    return transport.visit(Visit("a", 0, limit), STATE)
+
+
+def test_a_slow_host_computes_ten_times_as_long_and_one_visit_at_a_time():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "slow")
+        answers = await asyncio.gather(*(visit_through(transport) for _ in range(3)))
+        assert loop_time() == pytest.approx(3 * 0.2)
+        assert [answer.compute_ms for answer in answers] == [200.0] * 3
+        assert [answer.queue_ms for answer in answers] == pytest.approx([3.0, 203.0, 403.0])
+        first, *late = [visit_through(transport, limit=0.1) for _ in range(2)]
+        results = await asyncio.gather(first, *late, return_exceptions=True)
+        assert isinstance(results[0], Answer)
+        assert isinstance(results[1], WorkExpired)
+        transport.heal("a")
+        assert (await visit_through(transport)).compute_ms == 20.0
+
+    run_virtual(go())
+
+
+def test_wrong_answers_are_finite_false_and_the_same_for_equal_states():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "wrong")
+        first, second = [(await visit_through(transport)).state for _ in range(2)]
+        assert np.isfinite(first).all()
+        assert (first == second).all()
+        assert np.abs(first - 2 * STATE).mean() > 2 * STATE.std()
+        transport.heal("a")
+        assert ((await visit_through(transport)).state == 2 * STATE).all()
+
+    run_virtual(go())
+
+
+def test_a_cut_host_computes_and_nobody_hears_of_it():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        before = asyncio.create_task(visit_through(transport))
+        await asyncio.sleep(0.01)
+        transport.break_host("a", "cut")
+        after = asyncio.create_task(visit_through(transport))
+        await asyncio.sleep(10)
+        assert not before.done()
+        assert not after.done()
+        transport.heal("a")
+        healed = loop_time()
+        await before
+        assert loop_time() == healed, "it was computed meanwhile"
+        await after
+        assert loop_time() - healed == pytest.approx(0.02)
+
+    run_virtual(go())
+
+
+def test_a_bad_link_delays_each_way_and_sends_again_what_it_lost():
+    """Of n messages 0.8 n arrive at once; one that is lost k times is 2 k delays later."""
+
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "lossy")
+        times = []
+        for _ in range(2000):
+            begun = loop_time()
+            await visit_through(transport)
+            times.append(loop_time() - begun)
+        extra = (np.array(times) - 0.42) / 0.4  # messages lost, on both ways
+        assert np.abs(extra - extra.round()).max() < 1e-6
+        assert extra.min() == pytest.approx(0, abs=1e-6)
+        # Two geometric draws: 2 x 0.2 / 0.8 losses in the mean, with a variance of 0.625.
+        assert abs(extra.mean() - 0.5) < 4 * np.sqrt(0.625 / 2000)
+        transport.heal("a")
+        begun = loop_time()
+        await visit_through(transport)
+        assert loop_time() - begun == pytest.approx(0.02)
+
+    run_virtual(go())
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_lies", "canary_lies"),
+    [("wrong", 400, 400), ("wrong-but-canaries", 400, 0), ("wrong-rarely", 4, 0)],
+)
+def test_three_kinds_of_liars(kind, request_lies, canary_lies):
+    async def honest(visit, state, *, form="fp32"):
+        return Answer(state, 1.0, 0.0)
+
+    async def lies(budget):
+        transport = ChaosTransport(SimpleNamespace(visit=honest))
+        transport.break_host("a", kind)
+        visit = Visit("a", 0, 1.0, budget=budget)
+        answers = [await transport.visit(visit, STATE) for _ in range(400)]
+        return sum(bool((answer.state != STATE).any()) for answer in answers)
+
+    # 4 of 400 in the mean; 1 of 1,000 draws lies beyond 12.
+    assert abs(asyncio.run(lies(2.0)) - request_lies) <= (8 if request_lies == 4 else 0)
+    assert asyncio.run(lies(None)) == canary_lies

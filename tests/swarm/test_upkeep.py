@@ -30,7 +30,7 @@ from starlette.applications import Starlette
 
 from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.cli.swarm.serving import JsonLines
+from layershuffle.cli.serving import JsonLines
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import coordinator, members
 from layershuffle.swarm.limits import Limits

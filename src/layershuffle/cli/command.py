@@ -6,11 +6,12 @@ cyclopts makes the flags and the help text of the fields and their docstrings. A
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -37,6 +38,18 @@ class Command:
     def run(self) -> int:
         """Run the command and print the outcome; returns the exit code."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting(Command):
+    """A command whose outcome is for people or for programs."""
+
+    json: Annotated[bool, Parameter(group="Output")] = False
+    """Print JSON, with every number."""
+
+    def show(self, report: Any, text: str) -> None:
+        """Print one of them."""
+        print(json.dumps(report, indent=2) if self.json else text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,20 @@
-"""`layershuffle eval MODEL --data SPEC`: score a model under many execution orders."""
+"""`layershuffle eval MODEL --data SPEC` scores a model under many execution orders; `predict MODEL
+IMAGE...` names the classes of images, computed here."""
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.cli.command import ComputingCommand, Inline
-from layershuffle.errors import UsageError
+from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Reporting
+from layershuffle.errors import DataError, UsageError
+from layershuffle.machine import device_of
 from layershuffle.settings import EvalSettings
-from layershuffle.text import counted, counted_as, table
+from layershuffle.text import counted, counted_as, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EvalCommand(ComputingCommand):
+class EvalCommand(ComputingCommand, Reporting):
     """Score a model under many execution orders, in one pass over the data.
 
     Prints a table with a row per mode.
@@ -36,8 +39,6 @@ class EvalCommand(ComputingCommand):
     stop: float | None = None
     """An image stops at the first block of its order after which its largest probability reaches
     this (0.98), and is scored there; the table says how many blocks it takes."""
-    json: bool = False
-    """Print JSON with every drawn order and its scores."""
     settings: Inline[EvalSettings] = field(default_factory=EvalSettings)
 
     def run(self) -> int:
@@ -61,7 +62,7 @@ class EvalCommand(ComputingCommand):
                 progress=progress,
             )
         report = _report(evaluation, self.settings, model=self.model, stop=self.stop)
-        print(json.dumps(report, indent=2) if self.json else _text(report))
+        self.show(report, _text(report))
         return 0
 
 
@@ -178,3 +179,68 @@ def _text(report: dict[str, Any]) -> str:
         rows.append((mode["mode"], f"{ran}{mode['kept']}", mode))
     columns = ("mode", "kept" if report["stop"] is None else "blocks")
     return "\n".join([head, score_table(rows, columns=columns), *report["notes"]])
+
+
+@dataclass(frozen=True)
+class PredictCommand(ComputingCommand, Reporting):
+    """Name the classes of images. The model runs here, all images in one execution order.
+
+    Prints a line per image, then the order. A file that cannot be read is reported, and the others
+    are answered; the exit code is then 1.
+    """
+
+    model: str
+    """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
+    others."""
+    images: ImageFiles
+    """Image files; bundled:digit-pair.png is included in this package."""
+    _: KW_ONLY
+    order: str | None = None
+    """Run these blocks in this order ("3,0,2")."""
+    modes: str | None = None
+    """Draw the order of this mode instead: sequential (the default), arbitrary, kept:9,
+    kept:9:arbitrary and others."""
+    seed: int = 0
+    """Seed of the drawn order."""
+    top: int = 5
+    """Classes to name per image."""
+    classes: Path | None = None
+    """File that names the outputs of a model without names of classes, one per line in their
+    order."""
+
+    def run(self) -> int:
+        """Load, predict and print."""
+        if self.order is not None and self.modes is not None:
+            raise UsageError("--order and --modes exclude each other", hint="give one of them")
+
+        from layershuffle.core.orders import ExecutionOrder
+        from layershuffle.core.stack import depth_of
+        from layershuffle.models import load, name_classes
+        from layershuffle.predict import order_for, predict
+
+        model = load(self.model)
+        name_classes(model, self.classes, place=self.model)
+        depth = depth_of(model)
+        if self.order is not None:
+            order = ExecutionOrder.parse(self.order, depth=depth)
+        else:
+            order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
+        with self.computing("predict") as progress:
+            model.to(device_of(self.device))
+            predicted = predict(model, self.images, order=order, top=self.top, progress=progress)
+        report, lines = [], []
+        code = 0
+        for image, answer in zip(self.images, predicted, strict=True):
+            if isinstance(answer, DataError):
+                code = answer.exit_code
+                print(f"error: {answer}", file=sys.stderr)
+                error = {"cause": answer.cause, "hint": answer.hint}
+                report.append({"image": str(image), "error": error})
+                continue
+            report.append(asdict(answer))
+            classes = ranked((guess.label, guess.probability) for guess in answer.top)
+            lines.append(f"{image}: {classes}")
+        lines.append(f"{self.model}, {len(order)} of {depth} blocks in the order {order}")
+        document = {"model": self.model, "order": str(order), "images": report}
+        self.show(document, "\n".join(lines))
+        return code

@@ -1,8 +1,8 @@
-"""`layershuffle fit` and, from a recipe alone, `layershuffle pretrain`."""
+"""`layershuffle fit`: refine a model, or train one from random weights."""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
@@ -12,13 +12,20 @@ from cyclopts.argument import update_argument_collection
 from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import Command, Inline
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import FitSettings, check_known, field_value, read_recipe
+from layershuffle.settings import FitSettings, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training(Command):
-    """A training whose settings come from a recipe, from flags, or from both (flags win)."""
+class FitCommand(Command):
+    """Refine a model so that its blocks run in any order.
 
+    The settings come from flags, from a recipe, or from both (flags win): those that are marked as
+    required may be in the recipe. You can stop this command at any time; run it again to continue.
+    """
+
+    recipe: Path | None = None
+    """YAML file of settings with the names of the flags, or the name of a recipe of this package
+    (digits-base trains a base model from random weights)."""
     out: Path
     """Directory of the run: model, results, checkpoints."""
     settings: Inline[FitSettings]
@@ -47,34 +54,6 @@ class _Training(Command):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitCommand(_Training):
-    """Refine a model so that its blocks run in any order.
-
-    Settings that are marked as required may also be in the recipe. You can stop this command at
-    any time; run it again to continue.
-    """
-
-    recipe: Path | None = None
-    """YAML file of settings with the names of the flags, or the name of a recipe of this package;
-    flags override it."""
-
-
-@dataclass(frozen=True)
-class PretrainCommand(_Training):
-    """Train a base model from a recipe, as the shipped digits checkpoint was trained.
-
-    The recipe is one for the method `baseline` whose model starts from random weights, for example
-    digits-base, which is in this package. Settings that are marked as required may be in the
-    recipe. You can stop this command at any time; run it again to continue.
-    """
-
-    recipe: Path
-    """YAML file of settings with the names of the flags, or the name of a recipe of this package;
-    flags override it."""
-    _: KW_ONLY
-
-
 def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Give the arguments that no flag has set their values of the recipe."""
     if not (tokens := arguments["--recipe"].tokens):
@@ -88,15 +67,12 @@ def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection
             hint=f"layershuffle reproduce {quote(str(recipe))}",
         )
     try:
-        # Here, so that the error names the recipe, and before what a misspelt key leaves missing.
-        check_known(FitSettings, fields)
-        for name, value in fields.items():
-            field_value(FitSettings, name, value=value)
+        # Here, so that the error names the recipe. What a recipe need not have, flags may give.
+        FitSettings(**{"model": "", "data": "", **fields})
     except SettingsError as error:
         raise SettingsError(error.cause, place=recipe) from None
     update_argument_collection(fields, str(recipe), arguments, root_keys=(), allow_unknown=False)
 
 
-FIT, PRETRAIN = App(name="fit", config=_add_recipe), App(name="pretrain", config=_add_recipe)
+FIT = App(name="fit", config=_add_recipe)
 FIT.default(FitCommand)
-PRETRAIN.default(PretrainCommand)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from layershuffle.cli.command import ComputingCommand, Inline, Models
+from layershuffle.cli.command import ComputingCommand, Inline, Models, Reporting
 from layershuffle.cli.eval import score_report, score_table
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MergeCommand(ComputingCommand):
+class MergeCommand(ComputingCommand, Reporting):
     """Build models from the blocks of several models.
 
     There are two forms. `merge RECIPE.yaml --out DIR` writes the model whose blocks come from the
@@ -47,8 +46,6 @@ class MergeCommand(ComputingCommand):
     """--random: order mode in which every model runs."""
     base: str | None = None
     """--random: the base checkpoint, for donors that do not name it."""
-    json: bool = False
-    """--random: print JSON with settings, summaries and scores."""
     options: Inline[MergingOptions] = field(default_factory=MergingOptions)
 
     def run(self) -> int:
@@ -107,7 +104,7 @@ class MergeCommand(ComputingCommand):
             "notes": notes,
             "rows": [row.model_dump() for row in rows],
         }
-        print(json.dumps(report, indent=2) if self.json else _merging_text(report))
+        self.show(report, _merging_text(report))
         return 0
 
 
@@ -155,7 +152,7 @@ def _merging_text(report: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class EnsembleCommand(ComputingCommand):
+class EnsembleCommand(ComputingCommand, Reporting):
     """Score the ensemble of several models: the mean of their answers."""
 
     models: Models
@@ -163,8 +160,6 @@ class EnsembleCommand(ComputingCommand):
     _: KW_ONLY
     data: str
     """Images to score; their test split is read."""
-    json: bool = False
-    """Print JSON with every draw and the orders of its members."""
     settings: Inline[EnsembleSettings] = field(default_factory=EnsembleSettings)
 
     def run(self) -> int:
@@ -184,14 +179,11 @@ class EnsembleCommand(ComputingCommand):
         report = score_report(how.modes, scores)
         for shown, score in zip(report["scores"], scores, strict=True):
             shown["orders"] = [str(order) for order in score.member_orders]
-        if self.json:
-            facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}
-            print(json.dumps({**facts, **report, "notes": notes}, indent=2))
-            return 0
+        facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}
         head = (
             f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "
             f"{how.ensemble_combine}, {how.ensemble_orders} orders, {how.precision}"
         )
         scored = score_table([(how.modes, len(models), report)], columns=("mode", "models"))
-        print("\n".join([head, scored, *notes]))
+        self.show({**facts, **report, "notes": notes}, "\n".join([head, scored, *notes]))
         return 0

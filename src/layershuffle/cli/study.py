@@ -10,7 +10,7 @@ from layershuffle.bundled import asset, recipe_file
 from layershuffle.cli.command import AtLeastOne, Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
-from layershuffle.settings import check_known, read_recipe
+from layershuffle.settings import read_recipe
 from layershuffle.study.dry_run import forecast_text, plan_text
 from layershuffle.study.paper.selection import select
 from layershuffle.study.plan import check_plan, plan_of
@@ -114,8 +114,6 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     if data is not None:
         fields["data"] = data
     try:
-        # Check misspelt keys before missing ones, because they are often the cause.
-        check_known(StudySettings, fields)
         study = StudySettings(**fields)
         plan_of(study)  # checks the settings of every run
         return study

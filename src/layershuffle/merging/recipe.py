@@ -26,7 +26,7 @@ from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.merging.scoring import load_group
 from layershuffle.models import save
 from layershuffle.models.output import FILES_OF_A_MODEL, check_output, own_directory
-from layershuffle.settings import BlockId, Settings, check_known, read_recipe
+from layershuffle.settings import BlockId, Settings, read_recipe
 from layershuffle.text import did_you_mean, shortened
 
 
@@ -90,7 +90,6 @@ def read_merge_recipe(path: Path) -> MergeRecipe:
     """The recipe in a YAML file. Raises `SettingsError` or `UsageError` for an invalid file."""
     fields = read_recipe(path)
     try:
-        check_known(MergeRecipe, fields)
         return MergeRecipe(**fields)
     except SettingsError as error:
         form = "slices: [{model: DIR, blocks: [0, 2]}, {model: DIR, blocks: [1, 3]}]"

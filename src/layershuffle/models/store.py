@@ -449,5 +449,5 @@ def _model_directory(place: Path) -> Path:
     if not place.exists():
         cause, hint = "There is no such directory", "check the path"
         if recipe_of_model(place) is not None:
-            hint = f"layershuffle pretrain {place.name} --out {place}"
+            hint = f"layershuffle fit --recipe {place.name} --out {place}"
     raise ModelFileError(cause, place=place, hint=hint)

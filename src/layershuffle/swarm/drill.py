@@ -1,8 +1,8 @@
 """A drill: parts of a swarm fail under load. How do the requests end, and how soon is it whole?
 
-`SCENARIOS` says what fails. Where the swarm has to recover by itself (killed processes are started
-again, liars are shut out), the time counts from the failure; where the failure lasts until it is
-mended, from then. The answers are compared with what the calibration lets expect of each of them.
+`faults.SCENARIOS` says what fails. Where the swarm has to recover by itself (killed processes are
+started again, liars are shut out), the time counts from the failure; where the failure lasts until
+it is mended, from then. The answers are compared with what the calibration lets expect of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from PIL import Image
 from torch import Tensor, nn
@@ -23,20 +23,15 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring import matched
-from layershuffle.stats import quantile
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.expectations import expected_at, expected_over
+from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.operating import Operator
-from layershuffle.swarm.simulation.outcome import ENDED, Ended
+from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
 from layershuffle.text import counted, table
 
-ScenarioName = Literal[
-    "third", "all-but-one", "all", "frozen", "slow", "cut", "lossy", "restless", "leaving", "liar",
-    "rare-liar", "canary-liar",
-]  # fmt: skip
 _LEAST = 4
 _MOST_IMAGES = 1000
 _TOO_MANY = 429
@@ -45,34 +40,6 @@ _RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
 # Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
 # (`Limits.start_ms`), so that hosts of a slow machine that are starting are not given up.
 _BACK = 180.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """`kind` happens to the hosts that `victims` chooses of all.
-
-    `lasts`: until it is mended, after half of the requests.
-    """
-
-    kind: FaultKind
-    victims: Callable[[Sequence[str]], Sequence[str]] = lambda hosts: hosts[-1:]
-    lasts: bool = False
-
-
-SCENARIOS: Mapping[ScenarioName, Scenario] = {
-    "third": Scenario("crash", lambda hosts: hosts[-max(1, len(hosts) // 3) :], lasts=True),
-    "all-but-one": Scenario("kill", lambda hosts: hosts[1:]),
-    "all": Scenario("kill", lambda hosts: hosts),
-    "frozen": Scenario("freeze", lasts=True),
-    "slow": Scenario("slow", lasts=True),
-    "cut": Scenario("cut", lasts=True),
-    "lossy": Scenario("lossy", lasts=True),
-    "restless": Scenario("restless", lasts=True),
-    "leaving": Scenario("leave", lasts=True),
-    "liar": Scenario("wrong"),
-    "rare-liar": Scenario("wrong-rarely"),
-    "canary-liar": Scenario("wrong-but-canaries"),
-}
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -90,7 +57,7 @@ class Labelled:
 class Reply:
     """How one request ended, whether the class was right, milliseconds, and how the blocks ran.
 
-    degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
+    `cell` is that of its answer, if there is one.
     """
 
     ended: Ended
@@ -198,11 +165,6 @@ async def sent(
 # --- results --------------------------------------------------------------------------------------
 
 
-def share(replies: Sequence[Reply], *ended: Ended) -> float:
-    """Share of the requests that ended in one of these ways, in percent."""
-    return 100.0 * sum(reply.ended in ended for reply in replies) / len(replies)
-
-
 @dataclass(frozen=True, slots=True)
 class DrillJudgement:
     """Top-1 over `answers` answers in percent, and the interval in which the calibration lets
@@ -250,25 +212,31 @@ class Played:
     def passed(self) -> bool:
         """Whether the swarm recovered, and lost no request that could have been answered."""
         # Without any host no request can be answered for a while.
-        lost = self.scenario != "all" and share(self.replies, "failed", "late")
+        lost = self.scenario != "all" and any(r.ended in ("failed", "late") for r in self.replies)
         return self.whole is not None and not lost
 
-    def quantile(self, q: float) -> float:
-        """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        # Failed requests count, because clients waited for them too.
-        return quantile([reply.ms for reply in self.replies], q)
-
     def as_json(self) -> dict[str, object]:
-        """The figures of the report, for `json.dumps`: shares and accuracy in percent."""
+        """The figures of the report, for `json.dumps`, by the names that a simulation has."""
         return {
             "scenario": self.scenario,
             "passed": self.passed,
-            "requests": len(self.replies),
-            "percent": {end: share(self.replies, end) for end in ENDED},
-            "ms": {"median": self.quantile(0.5), "p99": self.quantile(0.99)},
+            **ends_and_times(self.replies),
             "accuracy": None if self.judgement is None else asdict(self.judgement),
             "whole_s": self.whole,
         }
+
+
+COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
+
+
+def cells(replies: Sequence[Reply], judgement: DrillJudgement | None) -> tuple[str, ...]:
+    """What became of requests, for a table with `COLUMNS`; shares in percent."""
+    figures = ends_and_times(replies)
+    return (
+        *(f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")),
+        *(f"{figures[ms]:.0f}" for ms in ("ms_median", "ms_p99")),
+        *(("-", "-") if judgement is None else (f"{judgement.top1:.1f}", judgement.text)),
+    )
 
 
 def report(results: Sequence[Played]) -> str:
@@ -276,9 +244,7 @@ def report(results: Sequence[Played]) -> str:
     rows = [
         (
             result.scenario,
-            *(f"{share(result.replies, end):.1f}" for end in ("failed", "late", "degraded")),
-            *(f"{result.quantile(q):.0f}" for q in (0.5, 0.99)),
-            *(("-", "-") if (j := result.judgement) is None else (f"{j.top1:.1f}", j.text)),
+            *cells(result.replies, result.judgement),
             "not seen" if result.whole is None else f"{result.whole:.1f} s",
         )
         for result in results
@@ -286,8 +252,7 @@ def report(results: Sequence[Played]) -> str:
     # Their numbers hardly differ, and a column more would make the table wider than 100 columns.
     least = counted(min(len(result.replies) for result in results), "request")
     heading = f"{least} or more in each scenario; shares in percent"
-    head = ("", "failed", "late", "in part", "ms", "99 %", "right", "expected", "whole after")
-    return f"{heading}\n{table(head, rows)}"
+    return f"{heading}\n{table(('', *COLUMNS, 'whole after'), rows)}"
 
 
 # --- the drill ------------------------------------------------------------------------------------

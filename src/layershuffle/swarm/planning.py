@@ -31,7 +31,7 @@ from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.simulation.scenario import SimulatedDevice
+from layershuffle.swarm.simulation.hosts import SimulatedDevice
 from layershuffle.text import counted, listing
 
 MEGA = 1e6
@@ -206,7 +206,12 @@ def plan_report(planned: Planned, facts: ModelFacts) -> str:
     """The blocks of every host, the most requests per second, and what single hosts hold."""
     devices = planned.devices
     blocks = [(name, ", ".join(map(str, sorted(d.blocks)))) for name, d in devices.items()]
-    lines = [listing(blocks[:_SHOWN])]
+    lines = [
+        # Speeds in the file are relative to this machine.
+        f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that is "
+        "`speed: 1` (block_ms in the file overrides it).\n",
+        listing(blocks[:_SHOWN]),
+    ]
     if len(devices) > _SHOWN:
         lines.append(f"  and {len(devices) - _SHOWN} more hosts")
     lines.append(

@@ -22,8 +22,8 @@ from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
 from layershuffle.swarm.messages import Visit, VisitError

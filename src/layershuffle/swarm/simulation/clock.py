@@ -12,7 +12,7 @@ import selectors
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop that begins at time 0 and never sleeps; `jumps` counts the jumps of its clock.
+    """An event loop that begins at time 0 and never sleeps.
 
     Use it with `asyncio.Runner(loop_factory=VirtualTimeLoop)`, and give `loop.time` to whatever
     needs a clock. It has no input or output: sockets and subprocesses are never ready, and the
@@ -21,7 +21,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self.jumps = 0
         self._now = 0.0
         super().__init__(_Jumping(self))
         self.jump(0.0)
@@ -32,7 +31,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def jump(self, seconds: float) -> None:
         """Move the clock forward."""
-        self.jumps += seconds > 0
         self._now += seconds
         # The base class runs every timer before now + resolution. The smallest step of a float
         # separates all events that differ; a fixed step would be rounded away at a late `now`, and

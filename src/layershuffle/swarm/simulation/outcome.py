@@ -1,22 +1,47 @@
-"""The results of a simulation, as numbers and as text."""
+"""The results of a simulation, as numbers and as text; of drills, too, how requests may end."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from layershuffle.stats import quantile
+from layershuffle.stats import mean, quantile
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.text import table
 
 Ended = Literal["answered", "degraded", "late", "failed"]
+"""answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its
+deadline. failed: no answer."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
+
+
+class EndedRequest(Protocol):
+    """A reply of a drill or of a simulation: how it ended, and after how many milliseconds."""
+
+    @property
+    def ended(self) -> Ended: ...
+    @property
+    def ms(self) -> float: ...
+
+
+def ends_and_times(replies: Sequence[EndedRequest]) -> dict[str, float]:
+    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
+
+    Failed ones count, because clients waited for them, too.
+    """
+    ms, ended = [reply.ms for reply in replies], Counter(reply.ended for reply in replies)
+    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+    return {
+        "requests": len(replies),
+        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
+        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,124 +54,86 @@ class SimulatedReply:
     ended_at: float
     false: bool
 
+    @property
+    def ms(self) -> float:
+        """Milliseconds that it took."""
+        return self.route.ms
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
-    """The results of all requests.
+    """The replies of a simulation, sorted by the time of their end, and what they come to.
 
-    `ended`: answered (all blocks ran, in time), degraded (in time, blocks missing), late (after the
-    deadline), failed (no answer). `blocks`: number of answers by the number of their blocks. `ms`:
-    durations of all requests in milliseconds, ascending. `accuracy`: percent to expect of the
-    answers; `right`: percent to expect of all requests, those without an answer counted as wrong;
-    both `None` without a calibration. `false`: answers in which a host that answers wrongly took
-    part, counted as wrong. `hops`: visits per request, including failed ones. `visited`: visits for
-    requests that each host answered. `seconds`: virtual time; `per_second`: requests that ended per
-    second, over the middle half of them, `None` if these ended at one moment. `visits`: all visits
-    sent, including canaries and audits.
+    `figures`: the rows of the report (`figures_of`). `blocks`: number of answers by the number of
+    their blocks. `visits`: all visits sent, including canaries and audits.
     """
 
     routing: Routing
-    requests: int
-    ended: Mapping[Ended, int]
+    replies: Sequence[SimulatedReply] = field(repr=False)
+    figures: Mapping[str, float | None]
     blocks: Mapping[int, int]
-    ms: tuple[float, ...] = field(repr=False)
-    accuracy: float | None
-    right: float | None
-    false: int
-    hops: float
-    visited: Mapping[str, int] = field(repr=False)
-    seconds: float
-    per_second: float | None
     visits: int
-
-    def share(self, *ended: Ended) -> float:
-        """Share of the requests that ended in one of these ways, in percent."""
-        return 100 * sum(self.ended[end] for end in ended) / self.requests
-
-    def quantile(self, q: float) -> float:
-        """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        return quantile(self.ms, q)
-
-    @property
-    def mean_blocks(self) -> float | None:
-        """Mean number of blocks of an answer; `None` without answers."""
-        answers = sum(self.blocks.values())
-        return sum(k * n for k, n in self.blocks.items()) / answers if answers else None
 
 
 def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
     routing: Routing,
-    accuracy: Mapping[Cell, float] | None,
+    top1: Mapping[Cell, float],
     depth: int,
     visits: int,
 ) -> SimulationOutcome:
-    """The outcome of all replies, which are sorted by the time of their end."""
-    ended = Counter(reply.ended for reply in replies)
-    answers = [reply for reply in replies if reply.ended != "failed"]
-    hops = [hop for reply in replies for hop in reply.route.hops]
-    right = None
-    if accuracy:
-        queue = {cell.kept: top1 for cell, top1 in accuracy.items() if cell == Cell(cell.kept)}
-        # Uncalibrated numbers of blocks lie between calibrated ones.
-        measured = sorted(queue)
-        percent = np.interp(range(depth + 1), measured, [queue[kept] for kept in measured])
-        ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]
-        right = float(sum(accuracy.get(cell, percent[cell.kept]) for cell in ran))
-    # A swarm fills up at first and empties at the end, so its rate is measured in the middle half.
-    quarter = len(replies) // 4
-    first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
+    """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known."""
     return SimulationOutcome(
         routing=routing,
-        requests=len(replies),
-        ended={end: ended[end] for end in ENDED},
-        blocks=dict(sorted(Counter(reply.route.kept for reply in answers).items())),
-        ms=tuple(sorted(reply.route.ms for reply in replies)),
-        accuracy=None if right is None or not answers else right / len(answers),
-        right=None if right is None else right / len(replies),
-        false=sum(reply.false for reply in answers),
-        hops=len(hops) / len(replies),
-        visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
-        seconds=replies[-1].ended_at,
-        # n ends have n - 1 intervals between them.
-        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else None,
+        replies=replies,
+        figures=figures_of(replies, top1, depth=depth),
+        blocks=dict(sorted(Counter(r.route.kept for r in replies if r.ended != "failed").items())),
         visits=visits,
     )
 
 
-# (figure, its name in the table, its format there, its value). What needs answers or a calibration
-# is `None` without them.
-_FIGURES: tuple[tuple[str, str, str, Callable[[SimulationOutcome], float | None]], ...] = (
-    ("requests", "requests", ".0f", lambda o: o.requests),
-    ("seconds", "simulated seconds", ".1f", lambda o: o.seconds),
-    ("per_second", "requests/s", ".1f", lambda o: o.per_second),
-    *((end, f"% {end}", ".2f", lambda o, end=end: o.share(end)) for end in ENDED),
-    ("ms_median", "ms, median", ".1f", lambda o: o.quantile(0.5)),
-    ("ms_p95", "ms, 95 %", ".1f", lambda o: o.quantile(0.95)),
-    ("ms_p99", "ms, 99 %", ".1f", lambda o: o.quantile(0.99)),
-    ("ms_longest", "ms, longest", ".1f", lambda o: o.ms[-1]),
-    ("mean_blocks", "blocks of an answer, mean", ".2f", lambda o: o.mean_blocks),
-    ("right_of_answers", "% right of the answers", ".1f", lambda o: o.accuracy),
-    ("right_of_requests", "% right of all requests", ".1f", lambda o: o.right),
-    ("false_answers", "answers with a false block", ".0f", lambda o: o.false),
-    ("visits_per_request", "visits per request", ".2f", lambda o: o.hops),
-)
+def figures_of(
+    replies: Sequence[SimulatedReply], top1: Mapping[Cell, float], *, depth: int
+) -> dict[str, float | None]:
+    """Shares in percent, times in milliseconds; `None` where answers or a calibration lack."""
+    answers = [reply for reply in replies if reply.ended != "failed"]
+    # Answers with a false block count as wrong, and requests without an answer, too.
+    right = _right([reply.route for reply in answers if not reply.false], top1, depth=depth)
+    # A swarm fills up at first and empties at the end, so its rate is measured in the middle half;
+    # n ends have n - 1 intervals between them.
+    quarter = len(replies) // 4
+    span = replies[-1 - quarter].ended_at - replies[quarter].ended_at
+    return {
+        **ends_and_times(replies),
+        "seconds": replies[-1].ended_at,
+        "per_second": (len(replies) - 2 * quarter - 1) / span if span > 0 else None,
+        "mean_blocks": mean([reply.route.kept for reply in answers]) if answers else None,
+        "right_of_answers": right / len(answers) if top1 and answers else None,
+        "right_of_requests": right / len(replies) if top1 else None,
+        "false_answers": sum(reply.false for reply in answers),
+        "visits_per_request": mean([len(reply.route.hops) for reply in replies]),
+    }
 
 
-def figures(outcome: SimulationOutcome) -> dict[str, float | None]:
-    """The rows of the report, for `json.dumps`: shares in percent, times in milliseconds."""
-    return {key: value(outcome) for key, _, _, value in _FIGURES}
+def _right(routes: Sequence[Route], top1: Mapping[Cell, float], *, depth: int) -> float:
+    """The percents right to expect of these answers, added up."""
+    queue = {cell.kept: percent for cell, percent in top1.items() if cell == Cell(cell.kept)}
+    measured = sorted(queue) or [0]
+    # Uncalibrated numbers of blocks lie between calibrated ones.
+    between = np.interp(range(depth + 1), measured, [queue.get(kept, 0) for kept in measured])
+    ran = [cell_of(route.steps) if route.order else Cell(0) for route in routes]
+    return float(sum(top1.get(cell, between[cell.kept]) for cell in ran))
 
 
 def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:
     """Tables with a column for each outcome, headed by its routing."""
     heads = [outcome.routing for outcome in outcomes]
     rows = [
-        (name, *("-" if (x := value(o)) is None else format(x, form) for o in outcomes))
-        for _, name, form, value in _FIGURES
+        (name, *("-" if (x := o.figures[name]) is None else f"{x:,.5g}" for o in outcomes))
+        for name in outcomes[0].figures
     ]
-    used = sorted({k for outcome in outcomes for k in outcome.blocks}, reverse=True)
+    used = sorted({kept for outcome in outcomes for kept in outcome.blocks}, reverse=True)
     # Where nothing was answered every share is 0.
     pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in outcomes]
     shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]

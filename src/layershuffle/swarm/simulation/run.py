@@ -1,12 +1,13 @@
 """`simulate`: devices under load and failures, with the real router, in virtual time.
 
-`Router`, `HealthMonitor` and the policy are those of the gateway, unchanged; the hosts behind them
-are simulated, and the event loop's clock jumps (`clock`).
+`Router`, `HealthMonitor` and the policy are those of the gateway, the faults those of drills; the
+hosts behind them are simulated, and the event loop's clock jumps (`clock`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 
@@ -14,7 +15,8 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.chaos import SLOW_FACTOR
+from layershuffle.swarm.chaos import RESTLESS, ChaosTransport
+from layershuffle.swarm.faults import Fault
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
@@ -22,23 +24,18 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import SimulatedHosts
+from layershuffle.swarm.simulation.hosts import SimulatedDevice, SimulatedHosts
 from layershuffle.swarm.simulation.outcome import (
     Ended,
     SimulatedReply,
     SimulationOutcome,
     outcome_of,
 )
-from layershuffle.swarm.simulation.scenario import (
-    Arrivals,
-    Churn,
-    Fault,
-    Machines,
-    SimulatedDevice,
-    life,
-)
 from layershuffle.swarm.state import HostView, Swarm, retry_after
 
+Churn = tuple[float, float]
+"""Mean seconds for which a host is up, and is down. Hosts die and return independently, with
+exponential times, starting in the steady state."""
 _MILLI = 1000.0
 _CANARY_STREAM = 2
 _STATE = np.ones((1, 1, 1), dtype=np.float32)  # of one image; honest blocks leave it as it is
@@ -53,53 +50,56 @@ def simulate(
     devices: Mapping[str, SimulatedDevice],
     *,
     requests: int,
-    machines: Machines | None = None,
     limits: Limits | None = None,
     seed: int = 0,
     routing: Routing = "order-free",
-    arrivals: Arrivals | None = None,
+    clients: int = 4,
+    rate: float | None = None,
     churn: Churn | None = None,
     faults: Sequence[Fault] = (),
     min_blocks: int = 1,
-    accuracy: Mapping[Cell, float] | None = None,
+    top1: Mapping[Cell, float] | None = None,
     rounds: Rounds = QUEUE,
+    max_batch: int = 16,
+    delay_ms: float = 0.0,
 ) -> SimulationOutcome:
     """The outcome of all requests; the same for the same arguments.
 
-    `faults` happen before requests by number; `churn` goes on by itself; both depend on the seed
-    and not on the routing. `accuracy`: percent by how the blocks ran; as one after the other for
-    what is not named there. `rounds`: what the router is to run side by side and again. Times are
-    those of the swarm alone, without stem and head. Raises `UsageError` for devices that lack a
-    block, no requests, or more `min_blocks` than there are.
+    Each of `clients` sends its next request when the last one has ended; after a failed one it
+    waits as long as Retry-After says. With a `rate` so many requests a second arrive at random
+    instead. `faults` happen before requests by number; `churn` goes on by itself; both depend on
+    the seed and not on the routing. `top1`: percent by how the blocks ran; as one after the other
+    for what is not named there. `rounds`: what the router is to run side by side and again.
+    `max_batch`: most images that a host runs together. `delay_ms`: median of the random delay of a
+    visit on a busy machine. Times are those of the swarm alone, without stem and head. Raises
+    `UsageError` for more `min_blocks` than there are.
     """
-    if requests < 1:
-        raise UsageError(f"At least one request is needed, got {requests}", hint="--requests 1000")
-    everywhere = {block for device in devices.values() for block in device.blocks}
-    depth = 1 + max(everywhere)
-    if missing := sorted({*range(depth)} - everywhere):
-        raise UsageError(f"No host holds block {missing[0]}", hint="give every block to a host")
+    depth = 1 + max(block for device in devices.values() for block in device.blocks)
     if min_blocks > depth:
         raise UsageError(
             f"An answer is to have {min_blocks} blocks or more, and the model has {depth}",
             hint=f"ask for at most {depth} (--min-blocks)",
         )
-    arrivals, limits = arrivals or Arrivals(), limits or Limits()
 
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
         clock = asyncio.get_running_loop().time
-        hosts = SimulatedHosts(devices, machines=machines or Machines(), seed=seed)
+        hosts = SimulatedHosts(devices, max_batch=max_batch, delay_ms=delay_ms, seed=seed)
+        chaos = ChaosTransport(hosts)
         router = Router(
-            hosts, depth=depth, limits=limits, routing=routing, rounds=rounds, clock=clock
-        )
-        simulation = _Simulation(devices, hosts, router=router, faults=faults, seed=seed)
-        await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
-        return outcome_of(
-            simulation.replies,
-            routing=routing,
-            accuracy=accuracy,
+            chaos if faults else hosts,
             depth=depth,
-            visits=hosts.visits,
+            limits=limits or Limits(),
+            routing=routing,
+            rounds=rounds,
+            clock=clock,
+        )
+        simulation = _Simulation(devices, hosts, chaos, router=router, faults=faults, seed=seed)
+        await simulation.run(
+            requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
+        )
+        return outcome_of(
+            simulation.replies, routing=routing, top1=top1 or {}, depth=depth, visits=hosts.visits
         )
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -112,15 +112,18 @@ class _Simulation:
     def __init__(
         self,
         devices: Mapping[str, SimulatedDevice],
-        transport: SimulatedHosts,
+        hosts: SimulatedHosts,
+        chaos: ChaosTransport,
         *,
         router: Router,
         faults: Sequence[Fault],
         seed: int,
     ) -> None:
-        self.devices, self.transport, self.router, self.seed = devices, transport, router, seed
+        self.devices, self.hosts, self.chaos = devices, hosts, chaos
+        self.router, self.seed = router, seed
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
+        self.restless = set[str]()
         self.loop = asyncio.get_running_loop()
         router.swarm = Swarm(self._view(name) for name in devices)
         self.health = HealthMonitor(router, seed=seed)
@@ -154,7 +157,13 @@ class _Simulation:
     # --- requests ---------------------------------------------------------------------------------
 
     async def run(
-        self, requests: int, *, arrivals: Arrivals, churn: Churn | None, min_blocks: int
+        self,
+        requests: int,
+        *,
+        clients: int,
+        rate: float | None,
+        churn: Churn | None,
+        min_blocks: int,
     ) -> None:
         """Send all requests, and wait until they have ended."""
         async with asyncio.TaskGroup() as background:
@@ -167,11 +176,11 @@ class _Simulation:
                 endless.append(background.create_task(self._churn(changes)))
             async with asyncio.TaskGroup() as senders:
                 numbers = iter(range(requests))
-                if arrivals.rate is None:
-                    for _ in range(arrivals.clients):
+                if rate is None:
+                    for _ in range(clients):
                         senders.create_task(self._client(numbers, min_blocks))
                 else:
-                    times = arrivals.times(requests, seed=self.seed)
+                    times = arrivals(requests, rate, seed=self.seed)
                     for number, time in zip(numbers, times, strict=True):
                         await asyncio.sleep(time - self.loop.time())
                         senders.create_task(self._request(number, min_blocks))
@@ -208,27 +217,40 @@ class _Simulation:
 
     def inject(self, fault: Fault) -> None:
         """Make the fault happen."""
-        host = self.transport.hosts[fault.host]
-        if fault.kind == "crash":
-            host.die()
-        elif fault.kind in ("freeze", "cut"):
-            host.silent = True
-        elif fault.kind == "slow":
-            host.factor = SLOW_FACTOR
-        elif fault.kind == "wrong":
-            host.lying = True
+        if fault.kind in ("crash", "kill"):
+            self.hosts[fault.host].die()
+            if fault.kind == "kill":
+                pause = self.router.limits.restart_ms / _MILLI
+                self.loop.call_later(pause, self.rejoin, fault.host)
         elif fault.kind == "leave":
             self.router.update(fault.host, state.draining)
-        else:
+        elif fault.kind == "rejoin":
             self.rejoin(fault.host)
+        elif fault.kind == "restless":
+            self.restless.add(fault.host)
+            self._come_and_go(fault.host)
+        else:
+            # A process that does not run looks from here like one behind a cut cable.
+            kind = "cut" if fault.kind == "freeze" else fault.kind
+            self.chaos.break_host(fault.host, kind)
+
+    def _come_and_go(self, name: str) -> None:
+        if name in self.restless:
+            self.hosts[name].die()
+            self._start(name)
+            self.loop.call_later(RESTLESS, self._come_and_go, name)
 
     def rejoin(self, name: str) -> None:
-        """Restart a dead, shut-out or leaving host; end the faults of any other."""
-        host, view = self.transport.hosts[name], self.router.swarm[name]
+        """End the faults of a host; start one that is dead, shut out or leaving."""
+        self.chaos.heal(name)
+        self.restless.discard(name)
+        host, view = self.hosts[name], self.router.swarm[name]
         if host.alive and view.condition in ("healthy", "suspect"):
-            host.mend()
             return
-        host.start()
+        self._start(name)
+
+    def _start(self, name: str) -> None:
+        self.hosts[name].start()
         self.router.update(name, lambda _: self._view(name))
         self.health.drop(name)
         self._expect(name)
@@ -244,7 +266,7 @@ class _Simulation:
             up, stays = life(churn, number, seed=self.seed)
             changes.append((next(stays), name, stays))
             if not up:
-                self.transport.hosts[name].die()
+                self.hosts[name].die()
                 absent = self._view(name)._replace(condition="gone", why="it has not come yet")
                 self.router.put(absent)
         heapify(changes)
@@ -255,10 +277,36 @@ class _Simulation:
         while True:
             time, name, times = changes[0]
             await asyncio.sleep(time - self.loop.time())
-            host = self.transport.hosts[name]
+            host = self.hosts[name]
             if host.alive:
                 host.die()
             else:
                 self.rejoin(name)
             # Counted from the planned time, so a host's times depend only on its own draws.
             heapreplace(changes, (time + next(times), name, times))
+
+
+def arrivals(requests: int, rate: float, *, seed: int) -> tuple[float, ...]:
+    """Arrival times of the requests in seconds, ascending, `rate` a second (Poisson)."""
+    gaps = np.random.default_rng((seed, 0)).exponential(1 / rate, size=requests)
+    return tuple(np.cumsum(gaps).tolist())
+
+
+def life(churn: Churn, number: int, *, seed: int) -> tuple[bool, Iterator[float]]:
+    """Whether host `number` is up at first, and the lengths of its stays up and down, in seconds.
+
+    They depend on the seed and the number alone, not on what else is simulated.
+    """
+    # Cheaper to make than one of numpy: there is one for each of 10,000 hosts.
+    draw = random.Random(seed << 32 | number)
+    up_s, down_s = churn
+    # In the steady state: if all hosts were up at first, the first seconds would look too good.
+    up = draw.random() < up_s / (up_s + down_s)
+
+    def stays(there: bool) -> Iterator[float]:
+        # Exponential times have no memory: the rest of a stay is distributed like a whole one.
+        while True:
+            yield draw.expovariate(1 / (up_s if there else down_s))
+            there = not there
+
+    return up, stays(up)

@@ -10,23 +10,29 @@ import json
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, get_args
 
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm import DEFAULT_MODEL, RoutingFlag, WireFlag
-from layershuffle.errors import Interrupted, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.server.doors import Https
     from layershuffle.swarm.server.start import Serving
     from layershuffle.swarm.service import Service
+
+# Flags need these names for --help. The modules that own them (swarm.policy, messages, service)
+# import pydantic and numpy, which take 0.15 to 0.24 s of the half second that --help may take. So
+# they are spelled out once more; a test and mypy compare them.
+DEFAULT_MODEL = "bundled:digits-onnx"
+RoutingFlag = Literal["order-free", "sequential"]
+ROUTINGS: tuple[RoutingFlag, ...] = get_args(RoutingFlag)
 
 
 class JsonLines(logging.Formatter):
@@ -59,22 +65,6 @@ def logged(*, as_json: bool) -> Iterator[None]:
         log.setLevel(logging.NOTSET)
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the `with` block as Ctrl-C does, with cleanup and exit code 143."""
-
-    def stop(number: int, frame: Any) -> None:
-        del number, frame
-        # An exception instead of an exit, so that the surrounding blocks end the hosts.
-        raise Interrupted("The swarm was stopped, together with its hosts")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def state_flag(state: str | None) -> str:
     """The flag for the swarm's directory in a printed command, with a leading space; empty for
     the default directory."""
@@ -83,8 +73,6 @@ def state_flag(state: str | None) -> str:
 
 def steps() -> Callable[[str], None]:
     """A function that prints a step of a start with the seconds since this call."""
-    import time
-
     begun = time.monotonic()
 
     def say(step: str) -> None:
@@ -119,7 +107,7 @@ class UpCommand(Command):
     directory of --state)."""
     routing: RoutingFlag = "order-free"
     """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
-    wire: WireFlag = "fp32"
+    wire: Literal["fp32", "fp16", "int8"] = "fp32"
     """Number format of states on the wire."""
     listen: str = "127.0.0.1"
     """Address on which the server listens; addresses that other machines can reach need --keys.
@@ -176,19 +164,29 @@ class UpCommand(Command):
             shown = key if self.page and sys.stdout.isatty() else ""
             print(self.described(service, url, serving=serving, key=shown), flush=True)
 
-        with logged(as_json=self.log_json), ended_by_signals(), suppress(KeyboardInterrupt):
+        # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with logged(as_json=self.log_json), suppress(KeyboardInterrupt):
             asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
 
     def serving(self) -> Serving:
-        """The settings of the flags. Raises `UsageError` if a swarm uses that state directory."""
-        from layershuffle.swarm.server.doors import Keys
+        """The settings of the flags. Raises `UsageError` for a certificate without its key, and if
+        a swarm uses that state directory."""
+        from layershuffle.swarm.server.doors import Https, Keys
         from layershuffle.swarm.server.operating import Operated, state_directory
         from layershuffle.swarm.server.start import Serving
 
+        certificate, key = self.https_certificate, self.https_key
+        if (certificate is None) != (key is None):
+            raise UsageError(
+                "https needs a certificate and its key",
+                hint="give --https-certificate and --https-key, or neither",
+            )
         state = state_directory(self.state)
         return Serving(
+            https=Https(certificate, key) if certificate and key else None,
             operated=Operated(state),
             token_file=self.token_file or state / "host-token",
             hosts=self.hosts,
@@ -197,26 +195,11 @@ class UpCommand(Command):
             host=self.listen,
             port=self.port,
             public=self.public,
-            https=self.https(),
             keys=Keys(file=self.keys),
             page=self.page,
             trusted_proxies=self.trusted_proxy,
             min_accuracy=self.min_accuracy,
         )
-
-    def https(self) -> Https | None:
-        """The certificate that the flags name; `None` for plain http. Raises `UsageError` for one
-        file without the other, and for files that cannot be used."""
-        from layershuffle.swarm.server.doors import Https
-
-        if self.https_certificate is None and self.https_key is None:
-            return None
-        if self.https_certificate is None or self.https_key is None:
-            raise UsageError(
-                "https needs a certificate and its key",
-                hint="give --https-certificate and --https-key, or neither",
-            )
-        return Https(self.https_certificate, self.https_key)
 
     def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
         """A description of a running swarm for its user, with the next commands.

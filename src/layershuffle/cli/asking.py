@@ -1,16 +1,20 @@
-"""`layershuffle classify IMAGE...` and `layershuffle swarm status`: ask a running swarm."""
+"""`layershuffle classify IMAGE...` and `swarm status` ask a running swarm; `swarm drain`, `readmit`
+and `roll` change it, from its own machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import Command, ImageFiles
+from layershuffle.cli.command import Command, ImageFiles, Reporting
+from layershuffle.cli.serving import state_flag
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -18,13 +22,14 @@ from layershuffle.text import counted, counted_as, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.expectations import Expected
+    from layershuffle.swarm.server.operating import CommandName
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 
 KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Command):
+class ServerOptions(Reporting):
     """Flags about the server that receives the requests."""
 
     address: tuple[str, ...] = ("http://127.0.0.1:8000",)
@@ -32,34 +37,25 @@ class ServerOptions(Command):
     api_key_file: Path | None = None
     """File with the API key, if the server requires one; only its owner may read it (mode 0600).
     Default: the environment variable LAYERSHUFFLE_API_KEY."""
-    api_key: str | None = None
-    """The API key itself. Other users of this machine can see it while the command runs."""
     authority: Path | None = None
     """For https: file of the certificate to trust (default: the well-known authorities)."""
 
+    def client_options(self) -> dict[str, Any]:
+        """The keyword arguments of a client for these flags.
 
-def client_options(server: ServerOptions) -> dict[str, Any]:
-    """The keyword arguments of a client for these flags.
+        Raises `UsageError` for a key file that others may read or that does not hold just one key.
+        """
+        key = os.environ.get(KEY_VARIABLE) or None
+        if self.api_key_file is not None:
+            from layershuffle.swarm.server.doors import read_keys
 
-    Raises `UsageError` for two keys, and for a key file that others may read or that does not hold
-    exactly one key.
-    """
-    # A named file takes precedence over the variable. A key on the command line beside it is
-    # refused, because one of the two would be ignored.
-    key = server.api_key or os.environ.get(KEY_VARIABLE) or None
-    if server.api_key_file is not None:
-        if server.api_key is not None:
-            raise UsageError("The API key is given twice", hint="omit --api-key")
-        from layershuffle.swarm.server.doors import read_keys
-
-        keys = read_keys(server.api_key_file)
-        # The file of a server may hold many keys; we do not guess which of them is meant.
-        if len(keys) != 1:
-            raise UsageError(
-                f"The file holds {len(keys)} keys", place=server.api_key_file, hint="keep one"
-            )
-        key = keys[0].split()[0]  # without its quota
-    return {"api_key": key, "authority": server.authority}
+            keys = read_keys(self.api_key_file)
+            # The file of a server may hold many keys; we do not guess which of them is meant.
+            if len(keys) != 1:
+                cause = f"The file holds {len(keys)} keys"
+                raise UsageError(cause, place=self.api_key_file, hint="keep one")
+            key = keys[0].split()[0]  # without its quota
+        return {"api_key": key, "authority": self.authority}
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class ClassifyCommand(ServerOptions):
     """Classify images by a running swarm, one after the other.
 
     Prints for each the most probable classes, the hosts and blocks that were used, and the accuracy
-    to expect; or an error, and goes on with the next image.
+    to expect; or an error, and goes on with the next image. JSON is a line per image.
     """
 
     images: ImageFiles
@@ -82,8 +78,6 @@ class ClassifyCommand(ServerOptions):
     Default: what lost at most 0.3 points of top-1 when it was measured."""
     top: int = 5
     """Classes to show per image."""
-    json: bool = False
-    """Print the whole answers as JSON, one line per image."""
 
     def run(self) -> int:
         """Ask, and print the classes and how the answers were computed."""
@@ -92,7 +86,7 @@ class ClassifyCommand(ServerOptions):
         from layershuffle.swarm.client import SwarmClient, SwarmError
 
         code = 0
-        with SwarmClient(*self.address, **client_options(self)) as client:
+        with SwarmClient(*self.address, **self.client_options()) as client:
             for image in self.images:
                 try:
                     answer = client.classify(
@@ -117,7 +111,7 @@ class ClassifyCommand(ServerOptions):
         return code
 
 
-def describe_answer(answer: Classification, image: Path) -> str:
+def describe_answer(answer: Classification, image: Path | str) -> str:
     """The classes, the route, the skipped blocks, and the accuracy to expect."""
     lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in answer.top)}"]
     hops = " -> ".join(
@@ -170,18 +164,15 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
 class StatusCommand(ServerOptions):
     """Show the hosts of a running swarm: blocks, waiting work, latency and health."""
 
-    json: bool = False
-    """Print everything as JSON."""
-
     def run(self) -> int:
         """Print a row per host; times are milliseconds."""
         require("swarm")
 
         from layershuffle.swarm.client import SwarmClient
 
-        with SwarmClient(*self.address, **client_options(self)) as client:
+        with SwarmClient(*self.address, **self.client_options()) as client:
             swarm = client.swarm()
-        print(json.dumps(swarm.model_dump(), indent=2) if self.json else status_table(swarm))
+        self.show(swarm.model_dump(), status_table(swarm))
         return 0
 
 
@@ -195,3 +186,69 @@ def status_table(swarm: SwarmAnswer) -> str:
         rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
     columns = ("host", "condition", "waiting", "block ms", "link ms", "blocks")
     return f"{table(columns, rows)}\n\n{_describe_expected(swarm.expected, swarm.expected_why)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCommand(Command):
+    """A change to the running swarm, by the operator's key."""
+
+    state: str | None = None
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+
+    def command(self, name: CommandName, **fields: str) -> dict[str, Any]:
+        """The swarm's answer to a command. Raises `UsageError` if none runs on this machine."""
+        require("swarm")
+
+        from layershuffle.swarm.server.operating import Operator
+
+        with closing(Operator(self.state)) as operator:
+            return operator.command(name, **fields)
+
+
+@dataclass(frozen=True)
+class DrainCommand(OperatorCommand):
+    """Let a host finish its work and take no more; run this on the machine of the server."""
+
+    host: str
+    """Name of the host."""
+
+    def run(self) -> int:
+        """Wait until the host has nothing left to do."""
+        empty = self.command("drain", host=self.host)["empty"]
+        # A drain waits for a while; visits under way end at their own deadlines in any case.
+        end = "is empty" if empty else "still has work, which will end at its deadlines"
+        print(
+            f"Host {self.host} takes no new visits and {end}. "
+            f"Next: layershuffle swarm readmit {quote(self.host)}{state_flag(self.state)}, or take "
+            "its machine away"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class ReadmitCommand(OperatorCommand):
+    """Start an excluded, drained or dead host again; run this on the machine of the server."""
+
+    host: str
+    """Name of the host."""
+
+    def run(self) -> int:
+        """Readmit the host; it serves again once its answers were found correct."""
+        self.command("readmit", host=self.host)
+        print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
+        return 0
+
+
+@dataclass(frozen=True)
+class RollCommand(OperatorCommand):
+    """Serve another export of the model, without a failed request; run this on its machine."""
+
+    directory: Path
+    """Directory of `layershuffle export`, of the same form as the model that is served."""
+
+    def run(self) -> int:
+        """Wait until hosts have loaded it beside the other, and it has taken over."""
+        before = self.command("roll", model=str(self.directory.absolute()))["before"]
+        back = f"layershuffle swarm roll {quote(before)}{state_flag(self.state)}"
+        print(f"{self.directory} is served. To take it back: {back}")
+        return 0

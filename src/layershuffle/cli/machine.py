@@ -1,4 +1,5 @@
-"""`layershuffle doctor`: what this machine has, and what to type next."""
+"""About this machine: `layershuffle bench KIND` measures it, `doctor` looks at it, and `completion`
+prints what its shell needs to complete commands and flags."""
 
 from __future__ import annotations
 
@@ -7,14 +8,54 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from layershuffle.cli.command import Command
+from layershuffle.bench.settings import BenchSettings
+from layershuffle.cli.command import Command, Inline, Reporting
 from layershuffle.extras import EXTRAS, missing
+from layershuffle.machine import torch_threads
 from layershuffle.text import listing, shortened
 
-_NVIDIA = Path("/proc/driver/nvidia/version")
+
+@dataclass(frozen=True)
+class BenchCommand(Reporting):
+    """Measure speed and memory with random weights and generated images, without downloads."""
+
+    kind: Literal["train", "eval"]
+    """train: training steps as fit takes them; eval: forwards, each batch in its own order."""
+    _: KW_ONLY
+    settings: Inline[BenchSettings] = field(default_factory=BenchSettings)
+
+    def run(self) -> int:
+        """Measure and print a report or JSON."""
+        from layershuffle.bench.kinds import bench
+        from layershuffle.bench.report import report_text
+        from layershuffle.bench.settings import resolve
+        from layershuffle.cli.progress import shown_progress
+
+        title = f"bench {self.kind}"
+        with torch_threads(self.settings.threads), shown_progress(title) as progress:
+            report = bench(self.kind, resolve(self.settings), progress=progress)
+        self.show(asdict(report), report_text(report))
+        return 0
+
+
+@dataclass(frozen=True)
+class CompletionCommand(Command):
+    """Print a script by which a shell completes commands and flags at the tab key."""
+
+    shell: Literal["bash", "zsh", "fish"]
+    """Shell that reads the script."""
+
+    def run(self) -> int:
+        """Print the script."""
+        # Not above: it imports this module where this command is chosen.
+        from layershuffle.cli import APP
+
+        print(APP.generate_completion(shell=self.shell))
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +120,6 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
 
 
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
-    driver = _NVIDIA.read_text(encoding="utf-8").splitlines()[0] if _NVIDIA.is_file() else ""
-    yield "gpu driver", True, " ".join(driver.split()) or "none of NVIDIA"
     import torch
 
     from layershuffle.machine import cpu_has_bf16
@@ -93,8 +132,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
     built = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "knows CPUs only"
-    unused = f"none that torch can use, though there is a driver; this torch {built}"
-    yield "gpu", True, unused if driver else "none: the digits recipes need none"
+    yield "gpu", True, f"none that torch can use (it {built}); the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used by default"
 

@@ -1,0 +1,188 @@
+"""`layershuffle swarm drill` rehearses failures on a running swarm, and judges its answers; `swarm
+demo` shows one of them on a swarm of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from layershuffle.cli.asking import ServerOptions, describe_answer
+from layershuffle.cli.command import Command
+from layershuffle.cli.serving import DEFAULT_MODEL
+from layershuffle.errors import UsageError
+from layershuffle.extras import require
+from layershuffle.swarm.faults import SCENARIOS, ScenarioName
+from layershuffle.text import table
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.drill import Labelled
+    from layershuffle.swarm.server.operating import Operator
+    from layershuffle.swarm.service import Service
+
+_HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillCommand(ServerOptions):
+    """Send labelled images to a running swarm while its own hosts fail, in one way after the other.
+
+    Prints how the requests ended, and how soon the swarm was whole again. Run this on the machine
+    of the server.
+    """
+
+    requests: int = 300
+    """Number of requests, per scenario."""
+    scenarios: tuple[ScenarioName, ...] = tuple(SCENARIOS)
+    """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
+    cut off, at the end of a bad link (lossy), back every second (restless) or leaving; one answers
+    wrongly always (liar), in 1 % of its answers, or always except for canaries."""
+    data: str | None = None
+    """Labelled images: the test split of this data. Default: the data of the calibration; the
+    accuracy on other images is not known."""
+    deadline_ms: float = 2000.0
+    """Deadline of every request, in milliseconds."""
+    concurrency: int = 4
+    """Number of requests at a time."""
+    state: str | None = None
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+
+    def run(self) -> int:
+        """Drill; exit code 1 if the swarm did not recover, or lost a request needlessly."""
+        require("swarm")
+
+        from layershuffle.swarm.server.operating import Operator
+
+        with closing(Operator(self.state)) as operator:
+            return asyncio.run(self.drill(operator.command("facts"), operator))
+
+    async def drill(self, facts: dict[str, Any], operator: Operator) -> int:
+        """The drill of the swarm of `operator` with these facts; the exit code."""
+        from layershuffle.models import load
+        from layershuffle.swarm.calibration import calibration_of
+        from layershuffle.swarm.client import AsyncSwarmClient
+        from layershuffle.swarm.drill import Drill, asking, labelled_images, report
+        from layershuffle.swarm.served import ServedModel, served_directory
+
+        hosts, spec = facts["hosts"], facts["model"]
+        if not hosts:
+            raise UsageError(
+                "The swarm has started no hosts, and others' are not broken",
+                hint="layershuffle swarm up --hosts 4",
+            )
+        calibration = calibration_of(ServedModel(served_directory(spec)))
+        data = self.data or (calibration and calibration.data)
+        if not data:
+            raise UsageError(
+                "The model was never calibrated, so it is not known which images it is for",
+                place=spec,
+                hint="name some (--data SPEC), or calibrate it: layershuffle swarm calibrate "
+                f"{quote(spec)} --data SPEC",
+            )
+        if calibration is None or calibration.data != data:
+            print("Accuracy not judged: these images were not calibrated", file=sys.stderr)
+            calibration = None
+        images = labelled_images(load(spec), data, count=self.requests)
+        results = []
+        async with AsyncSwarmClient(*self.address, patience=0, **self.client_options()) as client:
+            drill = Drill(
+                hosts=hosts,
+                operator=operator,
+                client=client,
+                ask=asking(client, images, deadline_ms=self.deadline_ms, patient=True),
+                requests=self.requests,
+                calibration=calibration,
+                concurrency=self.concurrency,
+            )
+            for scenario in self.scenarios:
+                print(f"{scenario} ...", file=sys.stderr, flush=True)
+                results.append(await drill.play(scenario))
+        rows = [result.as_json() for result in results]
+        self.show({"hosts": len(hosts), "scenarios": rows}, report(results))
+        return 0 if all(result.passed for result in results) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoCommand(Command):
+    """Show what a swarm does when a third of its hosts dies.
+
+    Starts processes on this machine, sends them handwritten digits, kills a third of the hosts,
+    sends more, then does the same as a classical pipeline. Prints a table.
+    """
+
+    def run(self) -> int:
+        """Run every phase."""
+        require("swarm")
+        # Ctrl-C is a usual end of a demo; the blocks below have ended the hosts by then.
+        with suppress(KeyboardInterrupt):
+            asyncio.run(self._start())
+        return 0
+
+    async def _start(self) -> None:
+        import math
+        import secrets
+
+        from layershuffle.models import load
+        from layershuffle.swarm.drill import labelled_images
+        from layershuffle.swarm.served import ServedModel, served_directory
+        from layershuffle.swarm.server.start import local_hosts
+        from layershuffle.swarm.service import SwarmSettings, running_service
+
+        model = ServedModel(served_directory(DEFAULT_MODEL))
+        images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=_REQUESTS)
+        # Room for each block once, so that a dead host's blocks are lost.
+        memory = math.ceil(model.depth / _HOSTS) * model.weights[0].size
+        print(f"Starting {_HOSTS} hosts, each a process with its own blocks ...", flush=True)
+        settings, token = SwarmSettings(copies=1), secrets.token_hex()
+        async with (
+            running_service(settings, model, token=token) as service,
+            local_hosts(service, _HOSTS, memory=memory),
+        ):
+            await service.coordinator.ready(_HOSTS, within=60, say=lambda _: None)
+            await self._show(service, images)
+        print("The swarm has ended. To keep one running: layershuffle swarm up")
+
+    async def _show(self, service: Service, images: Sequence[Labelled]) -> None:
+        import httpx
+
+        from layershuffle.swarm.client import AsyncSwarmClient
+        from layershuffle.swarm.drill import COLUMNS, asking, cells, judged, sent
+        from layershuffle.swarm.server.admission import GatewayLimits
+        from layershuffle.swarm.server.app import create_app
+        from layershuffle.swarm.server.gateway import Gateway
+
+        # The API without a port, and without a limit on the rate of its one client.
+        limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.calibration
+        gateway = Gateway(
+            service.remote_model, limits=limits, calibration=calibration, model=DEFAULT_MODEL
+        )
+        app = create_app(gateway)
+        transport = httpx.ASGITransport(app=app)
+        victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
+        async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
+            ask = asking(client, images, deadline_ms=2000, patient=False)
+
+            async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
+                print(f"{_REQUESTS} requests: {name} ...", flush=True)
+                replies = await sent(ask, _REQUESTS, before=before)
+                rows.append((name, *cells(replies, judged(replies, service.calibration))))
+
+            async def kill() -> None:
+                for host in victims:
+                    await service.faults.inject(host, "crash")
+
+            await phase("all hosts up")
+            await phase(f"{', '.join(victims)} killed meanwhile", {_REQUESTS // 4: kill})
+            await phase(f"{len(victims)} of {_HOSTS} hosts dead")
+            # The hosts stay dead: a pipeline needs every block, so all its requests fail.
+            service.router.routing = "sequential"
+            await phase("as a fixed-order pipeline")
+            service.router.routing = "order-free"
+            # Asked while hosts are dead, so that the answer shows which blocks were skipped.
+            answer = await client.classify(images[0].image, confidence="off", top=1)
+        print(f"\n{table(('shares in %', *COLUMNS), rows)}\n")
+        print(describe_answer(answer, f"One answer, to {images[0].label:02d}"))
