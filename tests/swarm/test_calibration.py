@@ -36,7 +36,7 @@ from layershuffle.swarm.expectations import (
     useful_blocks,
 )
 from layershuffle.swarm.measuring import calibrate, cells_of, rows_of
-from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.rounds import QUEUE, UNEXPLAINED, Cell, Way, cell_of, late_last, overlapped
 from layershuffle.swarm.sureness import (
     Sureness,
@@ -334,7 +334,7 @@ def test_the_gateway_reports_expected_accuracy():
         async with site(calibration=made_up()) as place:
             full = (await place.classify(file_of(picture()))).json()
             swarm = (await place.client.get("/v1/swarm")).json()
-            place.blocks.faults["a"] = HostGone("dead")
+            place.blocks.faults["a"] = VisitError("dead", outcome="lost")
             return full, (await place.classify(file_of(picture()))).json(), swarm
 
     full, part, swarm = asyncio.run(go())

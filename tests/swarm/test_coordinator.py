@@ -39,7 +39,7 @@ from layershuffle.swarm import members as members_module
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import HostFailed, Outcome, Route, Visited
+from layershuffle.swarm.messages import Outcome, Route, Visited
 from layershuffle.swarm.state import Swarm
 from layershuffle_host.blocks import Block
 from layershuffle_host.host import Host
@@ -495,7 +495,7 @@ def test_lines_of_json() -> None:
     assert time == datetime.fromtimestamp(1_790_000_000.25, UTC)
     assert fields == {"level": "warning", "message": "Host pi has gone", "host": "pi"}
     try:
-        raise HostFailed("it raised")
-    except HostFailed as error:
+        raise OSError("it raised")
+    except OSError as error:
         record.exc_info = (type(error), error, error.__traceback__)
     assert "it raised" in json.loads(JsonLines().format(record))["traceback"]

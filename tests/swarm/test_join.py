@@ -22,7 +22,7 @@ from dial_site import TOKEN, Site, digits, gateway, hosting, replayed, states
 from page_site import CHROMIUM
 from starlette.applications import Starlette
 
-from layershuffle.swarm.messages import HostGone, HostUnavailable
+from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server.page import join_routes
 from once import once
 from waiting import HANGS
@@ -109,8 +109,9 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             answers = await asyncio.gather(*(site.ask(name, *each) for each in many))
             for (block, state), got in zip(many, answers, strict=True):
                 assert np.abs(got - await digits().compute(block, state)).max() <= CLOSE
-            with pytest.raises(HostUnavailable):
+            with pytest.raises(VisitError) as refused:
                 await site.ask(name, 99, states())
+            assert refused.value.outcome == "unavailable"
             assert await page.text_content("#name") == name
             await page.locator("#held", has_text="12").wait_for()
             await page.locator("#state", has_text="is a host").wait_for()
@@ -123,8 +124,9 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
                 )
             # A state that is none ends the connection, and the tab dials again with its blocks.
             first = site.members[name]
-            with pytest.raises(HostGone):
+            with pytest.raises(VisitError) as refused:
                 await site.ask(name, 0, states() * np.float32(np.nan))
+            assert refused.value.outcome == "lost"
             await site.until(lambda: site.members.get(name) not in (None, first))
             second = site.members[name]
             assert len(second.hello["held"]) == 1 + site.model.depth

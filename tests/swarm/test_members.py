@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,7 @@ from websockets.exceptions import ConnectionClosed
 
 from layershuffle.swarm import connections as connections_module
 from layershuffle.swarm import members as members_module
-from layershuffle.swarm.messages import (
-    HostFailed,
-    HostGone,
-    HostUnavailable,
-    VisitError,
-    WorkExpired,
-    WrongAnswer,
-)
+from layershuffle.swarm.messages import Outcome, VisitError
 from layershuffle_host import wire
 from layershuffle_host.wire import FILE_PATH, Close, Dtype, Header, Kind, State, Why
 
@@ -136,40 +129,41 @@ def refusal(header: Header, why: int) -> bytes:
     return wire.frame(header._replace(kind=Kind.REFUSAL, note=why))
 
 
-ODD: dict[str, tuple[Answer, type[VisitError]]] = {
-    "not a number": (lambda h, s: answer(h, np.full_like(s, np.nan)), WrongAnswer),
-    "another shape": (lambda h, s: answer(h, s[:, :-1]), WrongAnswer),
-    "more images": (lambda h, s: answer(h._replace(images=2), np.repeat(s, 2, 0)), WrongAnswer),
-    "another dtype": (lambda h, s: answer(h._replace(dtype=Dtype.FLOAT16), s), WrongAnswer),
-    "another block": (lambda h, s: answer(h._replace(slot=7), s), WrongAnswer),
-    "cut": (lambda h, s: answer(h, s)[:-1], WrongAnswer),
-    "no images together": (lambda h, s: answer(h, s, note=0), WrongAnswer),
-    "a visit": (lambda h, s: answer(h, s, kind=Kind.VISIT), WrongAnswer),
-    "unknown block": (lambda h, _: refusal(h, Why.UNKNOWN_BLOCK), HostUnavailable),
-    "full": (lambda h, _: refusal(h, Why.FULL), HostUnavailable),
-    "late": (lambda h, _: refusal(h, Why.LATE), WorkExpired),
-    "failed": (lambda h, _: refusal(h, Why.FAILED), HostFailed),
-    "draining": (lambda h, _: refusal(h, Why.DRAINING), HostUnavailable),
-    "no reason": (lambda h, _: refusal(h, 77), WrongAnswer),
+ODD: dict[str, tuple[Answer, Outcome]] = {
+    "not a number": (lambda h, s: answer(h, np.full_like(s, np.nan)), "wrong"),
+    "another shape": (lambda h, s: answer(h, s[:, :-1]), "wrong"),
+    "more images": (lambda h, s: answer(h._replace(images=2), np.repeat(s, 2, 0)), "wrong"),
+    "another dtype": (lambda h, s: answer(h._replace(dtype=Dtype.FLOAT16), s), "wrong"),
+    "another block": (lambda h, s: answer(h._replace(slot=7), s), "wrong"),
+    "cut": (lambda h, s: answer(h, s)[:-1], "wrong"),
+    "no images together": (lambda h, s: answer(h, s, note=0), "wrong"),
+    "a visit": (lambda h, s: answer(h, s, kind=Kind.VISIT), "wrong"),
+    "unknown block": (lambda h, _: refusal(h, Why.UNKNOWN_BLOCK), "unavailable"),
+    "full": (lambda h, _: refusal(h, Why.FULL), "unavailable"),
+    "late": (lambda h, _: refusal(h, Why.LATE), "late"),
+    "failed": (lambda h, _: refusal(h, Why.FAILED), "failed"),
+    "draining": (lambda h, _: refusal(h, Why.DRAINING), "unavailable"),
+    "no reason": (lambda h, _: refusal(h, 77), "wrong"),
     # What is no frame, or answers nothing that was asked, ends the connection.
-    "a foreign visit": (lambda h, s: answer(h._replace(visit=h.visit + 9), s), HostGone),
-    "no frame": (lambda _, __: b"\x09" * 30, HostGone),
-    "a short frame": (lambda _, __: b"\x02", HostGone),
+    "a foreign visit": (lambda h, s: answer(h._replace(visit=h.visit + 9), s), "lost"),
+    "no frame": (lambda _, __: b"\x09" * 30, "lost"),
+    "a short frame": (lambda _, __: b"\x02", "lost"),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_answers_that_are_not_believed(name: str) -> None:
-    reply, kind = ODD[name]
+    reply, outcome = ODD[name]
 
     async def work(site: Site) -> None:
         async with odd_host(site) as odd:
             asked = asyncio.create_task(site.ask("odd", 3, states()))
             header, state = await odd.visit()
             await odd.socket.send(reply(header, state))
-            with pytest.raises(kind):
+            with pytest.raises(VisitError) as refused:
                 await asked
-            if kind is HostGone:
+            assert refused.value.outcome == outcome
+            if outcome == "lost":
                 await asyncio.wait_for(odd.socket.wait_closed(), 20)
                 assert odd.socket.close_code == Close.BROKEN
                 assert "odd" not in site.members
@@ -177,6 +171,11 @@ def test_answers_that_are_not_believed(name: str) -> None:
                 assert site.members["odd"].sent == {}
 
     run(work)
+
+
+def outcomes(errors: Iterable[object]) -> list[str]:
+    """Those of failed visits, and the classes of other errors."""
+    return [getattr(error, "outcome", type(error).__name__) for error in errors]
 
 
 @asynccontextmanager
@@ -219,10 +218,11 @@ def test_the_end_of_a_connection_fails_its_visits_at_once() -> None:
             odd.socket.transport.abort()
             # Without waiting for their limits of twenty seconds.
             done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
-            assert [type(error) for error in done] == [HostGone] * 5
+            assert outcomes(done) == ["lost"] * 5
             assert site.router.swarm["odd"].condition == "gone"
-            with pytest.raises(HostGone):
+            with pytest.raises(VisitError) as refused:
                 await site.ask("odd", 3, states())
+            assert refused.value.outcome == "lost"
 
     run(work)
 
@@ -239,8 +239,8 @@ def test_a_host_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -
                 asked.append(asyncio.create_task(site.ask("odd", 3, large, limit=0.3)))
                 await asyncio.sleep(0.02)
             done = await asyncio.gather(*asked, return_exceptions=True)
-            assert {type(error) for error in done} <= {HostGone, TimeoutError}
-            assert HostGone in {type(error) for error in done}
+            assert "lost" in outcomes(done)
+            assert {*outcomes(done)} <= {"lost", "TimeoutError"}
             odd.socket.transport.abort()
 
     run(work)

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.errors import UsageError
-from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
 from layershuffle.swarm.server.doors import Keys, Rate, check_secret
@@ -181,7 +181,7 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
     deadline and is answered then; a request that names its own fewest gets no answer with less."""
 
     async def go(place):
-        place.blocks.faults["b"] = HostGone("its process is dead")
+        place.blocks.faults["b"] = VisitError("its process is dead", outcome="lost")
         few = await place.classify(FILE, deadline_ms=1500)
         refused = await place.classify(FILE, deadline_ms=1500, min_blocks=2)
         content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)

@@ -14,7 +14,7 @@ from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.models import image_view
-from layershuffle.swarm.messages import HostFailed, HostGone
+from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.server.run import listening
@@ -62,7 +62,7 @@ def test_answer_equals_the_in_process_forward():
 
 def test_a_dead_host_degrades_the_answer():
     async def go(place):
-        place.blocks.faults["b"] = HostGone("its process is dead")
+        place.blocks.faults["b"] = VisitError("its process is dead", outcome="lost")
         first = (await place.classify(file_of(picture()))).json()
         second = await place.classify(file_of(picture()), min_blocks=4, deadline_ms=2000)
         swarm = (await place.client.get("/v1/swarm")).json()
@@ -95,7 +95,7 @@ def test_errors_of_hosts_that_cannot_be_encoded():
     """A file name that is no UTF-8 stands in the error of a host as half a surrogate pair."""
 
     async def go(place):
-        place.blocks.faults["b"] = HostGone("no file /\udcff")
+        place.blocks.faults["b"] = VisitError("no file /\udcff", outcome="lost")
         answers = await place.classify(file_of(picture())), await place.client.get("/v1/swarm")
         refused = await place.classify(file_of(picture()), min_blocks=4, deadline_ms=2000)
         return [(answer.status_code, "no file /?" in answer.text) for answer in (*answers, refused)]
@@ -369,7 +369,7 @@ FILE = file_of(picture())
 def test_metrics():
     async def go(place):
         await place.classify(FILE)
-        place.blocks.faults["b"] = HostFailed("it raised")
+        place.blocks.faults["b"] = VisitError("it raised", outcome="failed")
         await place.classify(FILE)
         await place.classify(b"no image")
         await place.client.get("/v1/classify")

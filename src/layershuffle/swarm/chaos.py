@@ -18,7 +18,7 @@ import numpy as np
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.faults import FaultKind
-from layershuffle.swarm.messages import Answer, State, Transport, Visit, Wire, WorkExpired
+from layershuffle.swarm.messages import Answer, State, Transport, Visit, VisitError, Wire
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
@@ -92,7 +92,8 @@ class ChaosTransport:
             waited = clock() - arrived
             # As real hosts do, it drops work whose budget has run out before its turn.
             if 1000 * waited > visit.budget_ms:
-                raise WorkExpired(f"Host {visit.host} had no time for it in its budget")
+                cause = f"Host {visit.host} had no time for it in its budget"
+                raise VisitError(cause, outcome="late")
             answer = await self.inner.visit(visit, state, form=form)
             await asyncio.sleep((_SLOW_FACTOR - 1) * answer.compute_ms / 1000)
         return replace(

@@ -28,16 +28,7 @@ from layershuffle.swarm import policy, state
 from layershuffle.swarm.audits import Habit
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import rounded
-from layershuffle.swarm.messages import (
-    HostFailed,
-    State,
-    Visit,
-    Visited,
-    VisitError,
-    Wire,
-    WorkExpired,
-    WrongAnswer,
-)
+from layershuffle.swarm.messages import State, Visit, Visited, VisitError, Wire
 from layershuffle.swarm.router import Router, refuse_odd
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -252,18 +243,19 @@ class HealthMonitor:
             ms = (router.clock() - begun) * _MILLI
             refuse_odd(answer, before=start, ms=ms)
             if not agrees(answer.state, expected, tolerance=router.limits.tolerance):
-                raise WrongAnswer(f"it failed its canary on block {visit.block}")
+                raise VisitError(f"it failed its canary on block {visit.block}", outcome="wrong")
             return hop._replace(
                 ms=ms, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
             )
         except TimeoutError:
-            failure: VisitError = WorkExpired("it did not answer a canary in time")
+            failure = VisitError("it did not answer a canary in time", outcome="late")
         except VisitError as error:
             failure = error
         # Unexpected; nothing that a host does may end the watch.
         except Exception as error:  # noqa: BLE001 -- it is logged, and counts as a failure
             _log.exception("A canary of host %s broke", visit.host)
-            failure = HostFailed(f"its canary broke ({type(error).__name__}: {error})")
+            cause = f"its canary broke ({type(error).__name__}: {error})"
+            failure = VisitError(cause, outcome="failed")
         ms = (router.clock() - begun) * _MILLI
         return hop._replace(outcome=failure.outcome, why=failure.cause, ms=ms)
 

@@ -23,18 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.connections import HostConnection
-from layershuffle.swarm.messages import (
-    Answer,
-    HostFailed,
-    HostGone,
-    HostUnavailable,
-    State,
-    Visit,
-    VisitError,
-    Wire,
-    WorkExpired,
-    WrongAnswer,
-)
+from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError, Wire
 from layershuffle.swarm.served import ServedModel
 from layershuffle_host import wire
 from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
@@ -48,12 +37,12 @@ _SLOTS = 1 << 16
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
-_REFUSALS: Mapping[Why, type[VisitError]] = {
-    Why.UNKNOWN_BLOCK: HostUnavailable,
-    Why.FULL: HostUnavailable,
-    Why.LATE: WorkExpired,
-    Why.FAILED: HostFailed,
-    Why.DRAINING: HostUnavailable,
+_REFUSALS: Mapping[Why, Outcome] = {
+    Why.UNKNOWN_BLOCK: "unavailable",
+    Why.FULL: "unavailable",
+    Why.LATE: "late",
+    Why.FAILED: "failed",
+    Why.DRAINING: "unavailable",
 }
 _log = logging.getLogger(__name__)
 
@@ -154,7 +143,8 @@ class Members(Mapping[str, Member]):
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         member = self._members.get(visit.host)
         if member is None:
-            answer.set_exception(HostGone(f"Host {visit.host} is not connected"))
+            why = f"Host {visit.host} is not connected"
+            answer.set_exception(VisitError(why, outcome="lost"))
             return answer
         number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
@@ -246,7 +236,8 @@ class Members(Mapping[str, Member]):
         del self._members[member.name]
         for sent in member.sent.values():
             if not sent.answer.done():
-                sent.answer.set_exception(HostGone(f"Host {member.name} has gone: {why}"))
+                cause = f"Host {member.name} has gone: {why}"
+                sent.answer.set_exception(VisitError(cause, outcome="lost"))
         if self.watcher is not None:
             self.watcher.left(member, why)
 
@@ -326,16 +317,17 @@ class Members(Mapping[str, Member]):
         """The answer in a frame. Raises `VisitError` for a refusal, and for what is no answer."""
         if header.kind == Kind.REFUSAL and header.note in _REFUSALS:
             why = Why(header.note)
-            raise _REFUSALS[why](f"Host {member.name} refused: {why.name.lower()}")
-        asked = sent.header
+            cause = f"Host {member.name} refused: {why.name.lower()}"
+            raise VisitError(cause, outcome=_REFUSALS[why])
+        asked, answered = sent.header, f"Host {member.name} answered"
         if (header.kind, header.dtype, header.slot) != (Kind.ANSWER, asked.dtype, asked.slot):
-            raise WrongAnswer(f"Host {member.name} answered with a frame of another kind")
+            raise VisitError(f"{answered} with a frame of another kind", outcome="wrong")
         if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
-            raise WrongAnswer(f"Host {member.name} answered for another number of images")
+            raise VisitError(f"{answered} for another number of images", outcome="wrong")
         try:
             values = wire.state_in(content, header, shape=self._shape)
         except WireError as error:
-            raise WrongAnswer(f"Host {member.name} answered with {error}") from error
+            raise VisitError(f"{answered} with {error}", outcome="wrong") from error
         return Answer(
             values if sent.before is None else sent.before + values,
             compute_ms=header.time / _MILLI,

@@ -57,41 +57,17 @@ class Answer:
 
 
 class VisitError(LayerShuffleError):
-    """A visit without an answer. Transports raise it; clients never see it directly."""
+    """A visit without an answer. Transports raise it; clients never see it directly.
 
-    outcome: Outcome = "failed"
+    `outcome` decides what becomes of the host (`state.failed`). "lost": its process is dead, and
+    only a new one can take its name; "unavailable": it cannot be reached now or takes no more work;
+    "late": the budget ran out before its turn; "failed": it raised; "wrong": it answered what no
+    honest host answers.
+    """
 
-
-# `state.failed` depends on which of these is raised: dead hosts are gone, others become suspects
-# and are tried again later.
-class HostGone(VisitError):
-    """The host's process is dead; only a new process can take its name."""
-
-    outcome: Outcome = "lost"
-
-
-class HostUnavailable(VisitError):
-    """The host cannot be reached now or takes no more work, but may do so again later."""
-
-    outcome: Outcome = "unavailable"
-
-
-class WorkExpired(VisitError):
-    """The host dropped the visit because its budget had run out before its turn."""
-
-    outcome: Outcome = "late"
-
-
-class HostFailed(VisitError):
-    """The host raised while it ran the visit."""
-
-    outcome: Outcome = "failed"
-
-
-class WrongAnswer(VisitError):
-    """The host answered what no honest host answers."""
-
-    outcome: Outcome = "wrong"
+    def __init__(self, cause: str, *, outcome: Outcome) -> None:
+        super().__init__(cause)
+        self.outcome = outcome
 
 
 class Visited(NamedTuple):

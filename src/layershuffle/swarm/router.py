@@ -19,7 +19,6 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
     Ending,
-    HostFailed,
     Outcome,
     Route,
     State,
@@ -28,7 +27,6 @@ from layershuffle.swarm.messages import (
     Visited,
     VisitError,
     Wire,
-    WrongAnswer,
 )
 from layershuffle.swarm.policy import RequestProgress, Routing, UnderWay, Wait, counts, decide
 from layershuffle.swarm.rounds import QUEUE, Rounds
@@ -319,7 +317,7 @@ def refuse_odd(answer: Answer, *, before: State, ms: float) -> None:
     """
     if answer.compute_ms + answer.queue_ms > _SLACK * ms + _SLACK_MS:
         # The router's clock may have stopped, on a machine that was paused.
-        raise HostFailed("it answered that it took longer than its visit")
+        raise VisitError("it answered that it took longer than its visit", outcome="failed")
     # No number is larger than the length of all, which takes a third of the time; NaN is not
     # smaller than anything.
     if np.vdot(answer.state, answer.state) <= _GROWTH**2:
@@ -327,4 +325,4 @@ def refuse_odd(answer: Answer, *, before: State, ms: float) -> None:
     largest = float(np.abs(answer.state).max(initial=0.0))
     # At least 1, because a state of zeros may grow by any factor.
     if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
-        raise WrongAnswer(f"it answered with numbers up to {largest:.1g}")
+        raise VisitError(f"it answered with numbers up to {largest:.1g}", outcome="wrong")

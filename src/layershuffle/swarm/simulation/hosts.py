@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.messages import Answer, HostGone, State, Visit, VisitError, Wire
+from layershuffle.swarm.messages import Answer, State, Visit, VisitError, Wire
 
 NOTICE_MS = 10.0
 """From the death of a process until its callers are told: SIGKILL of one here takes 5 to 11 ms."""
@@ -151,7 +151,7 @@ class SimulatedHost:
     def _lose(self, job: SimulatedVisit) -> None:
         """Tell the caller that the process is dead, as soon as its connection ends."""
         notice = max(self._loop.time(), self._died + NOTICE_MS / _MILLI)
-        self._loop.call_at(notice, job.settle, HostGone("Its process is dead"))
+        self._loop.call_at(notice, job.settle, VisitError("Its process is dead", outcome="lost"))
 
 
 class SimulatedHosts(dict[str, SimulatedHost]):
