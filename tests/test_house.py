@@ -53,7 +53,7 @@ SWARM_LAYERS = (
     ("state", "audits", "rounds", "served", "children"),
     ("policy",),
     ("router", "members"),
-    ("health", "remote_model", "calibration", "measuring", "expectations"),
+    ("health", "remote_model", "calibration", "measuring"),
     ("coordinator", "chaos"),
     ("simulation",),
     ("planning",),

@@ -19,7 +19,7 @@ from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
 from layershuffle.swarm.messages import Route, State, Visit, Wire
-from layershuffle.swarm.rounds import Rounds, Way
+from layershuffle.swarm.rounds import Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.run import listening
@@ -45,7 +45,10 @@ class Site:
     def __init__(self, limits: Limits, parallel: int) -> None:
         self.model = digits()
         self.members = Members(self.model, token=TOKEN)
-        rounds = Rounds(otherwise=Way(parallel), max_age=2 * parallel)
+        rounds = Rounds(
+            {kept: Cell(kept, parallel=parallel) for kept in range(1, self.model.depth + 1)},
+            max_age=2 * parallel,
+        )
         self.router = Router(self.members, depth=self.model.depth, limits=limits, rounds=rounds)
         self.coordinator = Coordinator(self.model, router=self.router, members=self.members)
         self.app: Any = Starlette(routes=self.members.routes())

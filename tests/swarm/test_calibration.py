@@ -27,17 +27,19 @@ from layershuffle.errors import DataError, ModelFileError, StackError, UsageErro
 from layershuffle.models import file_view, image_view, truncate
 from layershuffle.models.files import weights_digest
 from layershuffle.stats import ImageGroups, t_interval, wilson_interval
-from layershuffle.swarm.calibration import calibration_path, read_calibration, write_calibration
-from layershuffle.swarm.expectations import (
+from layershuffle.swarm.calibration import (
+    calibration_path,
     expected_at,
     expected_of_named,
     expected_over,
+    read_calibration,
     rounds_of,
     useful_blocks,
+    write_calibration,
 )
 from layershuffle.swarm.measuring import calibrate, cells_of, rows_of
 from layershuffle.swarm.messages import VisitError
-from layershuffle.swarm.rounds import QUEUE, UNEXPLAINED, Cell, Way, cell_of, late_last, overlapped
+from layershuffle.swarm.rounds import QUEUE, UNEXPLAINED, Cell, cell_of, late_last, overlapped
 from layershuffle.swarm.sureness import (
     Sureness,
     calibration_error,
@@ -150,21 +152,17 @@ GRID = {
 }  # fmt: skip
 
 
-def ways(rounds):
-    return [rounds.way(kept) for kept in (3, 2, 1)]
-
-
 def test_what_pays_is_run():
     """Passes first, as few as are near the best; then as many side by side as cost nothing."""
     rounds = rounds_of(with_rows(GRID, late=(90.0, 80.0, 79.9, 85.0)))
-    assert ways(rounds) == [Way(2, 1), Way(2, 2), Way(3, 2)]
+    assert rounds.cells == {3: Cell(3, 1, 2), 2: Cell(2, 2, 2), 1: Cell(1, 2, 3)}
     assert rounds.max_age == 2, "three versions late it was worse than no third block"
     early = rounds_of(with_rows(GRID, late=(79.9,)))
     assert early.max_age == 2, "a state is as old as that with three under way"
     assert rounds_of(None) == QUEUE
     assert rounds_of(with_rows(GRID, tied=(0, 0, 2))) == QUEUE, "an old file measured these apart"
     alone = rounds_of(made_up())
-    assert ({*alone.ways.values()}, alone.max_age) == ({Way()}, 0), "nothing else was measured"
+    assert (alone.cells[2], alone.max_age) == (Cell(2), 0), "nothing else was measured"
 
 
 def test_expected_of_what_ran():

@@ -18,12 +18,12 @@ from layershuffle.swarm.policy import (
     hop_limit,
     skipped,
 )
-from layershuffle.swarm.rounds import QUEUE, Rounds, Way
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.state import HostView, Swarm
 
 LIMITS = Limits(reserve_ms=10)
-THREE = Rounds(otherwise=Way(3), max_age=4)
-AGAIN = Rounds({2: Way(2, 3)}, otherwise=Way(2), max_age=4)
+THREE = Rounds({kept: Cell(kept, parallel=3) for kept in range(1, 7)}, max_age=4)
+AGAIN = Rounds({kept: Cell(kept, 3 if kept == 2 else 1, 2) for kept in range(1, 7)}, max_age=4)
 
 
 def host(name, *blocks, **fields):
@@ -210,7 +210,7 @@ def test_survivors_run_again_as_far_as_it_helps():
 
 def test_the_width_is_that_of_the_blocks_that_run():
     """Four blocks run two at a time; of three that can be reached, one at a time."""
-    rounds = Rounds({4: Way(2), 3: Way()}, otherwise=Way(3), max_age=4)
+    rounds = Rounds({4: Cell(4, parallel=2), 3: Cell(3)}, max_age=4)
     busy = under_way((2, 0))
     hosts = host("a", 1), B, C
     assert next_of(*hosts, rounds=rounds, under_way=busy) == Wait(0.99, for_hosts=False)

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from clock import loop_time, run_virtual
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.calibration import rounds_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, VisitError
 from layershuffle.swarm.policy import ROUTINGS
-from layershuffle.swarm.rounds import QUEUE, Rounds, Way
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)
 START = np.linspace(-1, 1, 6, dtype=np.float32).reshape(1, 2, 3)
 DEAD = VisitError("dead", outcome="lost")
-THREE = Rounds(otherwise=Way(3), max_age=4)
+THREE = Rounds({kept: Cell(kept, parallel=3) for kept in range(1, 13)}, max_age=4)
 
 
 def computed(block, state):
@@ -252,7 +252,7 @@ def test_a_round_takes_as_long_as_one_visit():
 def test_a_slow_visit_holds_nobody_up_and_runs_again_if_it_is_too_old(max_age, asked):
     """a's block comes after 35 ms: until then two others are under way, and then three."""
     acts = slow_visits(SIX, 0.01) | {"a": [0.035, *[0.01] * 9]}
-    rounds = Rounds(otherwise=Way(3), max_age=max_age)
+    rounds = Rounds(THREE.cells, max_age=max_age)
     route, transport, _ = routed(acts, SIX, depth=12, rounds=rounds)
     assert route.ending == "complete"
     assert sorted(route.order) == list(range(12))
@@ -263,7 +263,7 @@ def test_a_slow_visit_holds_nobody_up_and_runs_again_if_it_is_too_old(max_age, a
 
 def test_a_dead_host_costs_its_blocks_and_the_rest_runs_again():
     acts = slow_visits("ab", 0.01) | {"c": [DEAD]}
-    rounds = Rounds({2: Way(2, 3)}, otherwise=Way(2), max_age=4)
+    rounds = Rounds({kept: Cell(kept, 3 if kept == 2 else 1, 2) for kept in (2, 3, 4)}, max_age=4)
     route, _, _ = routed(acts, {"a": [0], "b": [1], "c": [2, 3]}, rounds=rounds)
     assert (Counter(route.order), route.kept) == ({0: 3, 1: 3}, 2)
     assert (route.ending, set(route.skipped)) == ("unreachable", {2, 3})
@@ -370,9 +370,8 @@ HOSTS = st.lists(
     min_size=2, max_size=8,
 )  # fmt: skip
 ROUNDS = st.builds(
-    lambda ways, parallel, age: Rounds(dict(enumerate(ways, 1)), Way(parallel), max_age=age),
-    st.lists(st.builds(Way, st.integers(1, 4), st.integers(1, 3)), max_size=DEPTH),
-    st.integers(2, 4),
+    lambda ways, age: Rounds({k: Cell(k, *way) for k, way in enumerate(ways, 1)}, max_age=age),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=DEPTH, max_size=DEPTH),
     st.integers(0, 8),
 )
 REQUESTS = st.lists(
@@ -465,7 +464,7 @@ def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back, rou
         if route.order:
             # It refuses a block that runs twice on one version, and versions that are not there.
             ExecutionOrder(route.order, DEPTH, route.versions)
-            passes = max(way.passes for way in (*rounds.ways.values(), rounds.otherwise))
+            passes = max((cell.passes for cell in rounds.cells.values()), default=1)
             assert max(Counter(route.order).values()) <= passes
         ages = [place - version for place, (_, version) in enumerate(route.steps)]
         assert max(ages, default=0) <= rounds.max_age

@@ -27,7 +27,7 @@ from layershuffle.swarm.planning import (
     plan_report,
 )
 from layershuffle.swarm.policy import ROUTINGS
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds, Way
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
@@ -80,7 +80,7 @@ def test_one_client_without_failures(routing, hosts):
 @pytest.mark.parametrize(("parallel", "hosts", "ms"), [(2, 12, 30), (3, 12, 20), (3, 6, 20)])
 def test_blocks_side_by_side(parallel, hosts, ms):
     """A round takes as long as one visit. Busy swarms lose nothing."""
-    rounds = Rounds(otherwise=Way(parallel), max_age=11)
+    rounds = Rounds({12: Cell(12, parallel=parallel)}, max_age=11)
     outcome = run(spread(hosts), rounds=rounds, clients=1)
     np.testing.assert_allclose(times(outcome)[1:-1], ms, atol=1e-6)
     assert outcome.blocks == {12: 100}
@@ -93,7 +93,7 @@ def test_survivors_run_again():
     dead = [Fault(0, f"host-{number}", "crash") for number in range(4, 13)]
     top1 = {Cell(1): 10.0, Cell(12): 90.0, Cell(3, 3, 3): 80.0}
     options = {"faults": dead, "clients": 1, "top1": top1}
-    outcome = run(spread(), rounds=Rounds({3: Way(3, 3)}, max_age=11), **options)
+    outcome = run(spread(), rounds=Rounds({3: Cell(3, 3, 3)}, max_age=11), **options)
     assert outcome.blocks == {3: 100}
     visited = [hop.host for reply in outcome.replies for hop in reply.route.hops]
     assert visited.count("host-1") == 300
@@ -218,7 +218,9 @@ def test_lives_are_exponential_and_steady_from_the_start():
 
 
 @pytest.mark.parametrize(("block_ms", "clients"), [(0.3, 4), (5.0, 4), (30.0, 1)])
-@pytest.mark.parametrize("rounds", [QUEUE, Rounds(otherwise=Way(4), max_age=11)])
+@pytest.mark.parametrize(
+    "rounds", [QUEUE, Rounds({kept: Cell(kept, parallel=4) for kept in range(1, 13)}, max_age=11)]
+)
 def test_a_host_ten_times_slower_is_waited_for(block_ms, rounds, clients):
     """It alone holds two blocks. Every answer has them, also while nobody knows that it is slow."""
     outcome = run(

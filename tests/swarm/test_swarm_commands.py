@@ -17,7 +17,7 @@ from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
 from layershuffle.errors import UsageError
-from layershuffle.swarm.expectations import Expected
+from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.operating import (
     Operated,

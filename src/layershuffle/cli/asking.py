@@ -21,7 +21,7 @@ from layershuffle.extras import require
 from layershuffle.text import counted, counted_as, ranked, table
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.expectations import Expected
+    from layershuffle.swarm.calibration import Expected
     from layershuffle.swarm.server.operating import CommandName
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 

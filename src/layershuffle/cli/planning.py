@@ -169,16 +169,15 @@ class CalibrateCommand(ComputingCommand, Reporting):
 
 def _calibrated(calibration: Calibration) -> str:
     """A row for each number of blocks, from all downwards, as they are lost; and where it stops."""
-    from layershuffle.swarm.expectations import expected_at, rounds_of
-    from layershuffle.swarm.rounds import Cell
+    from layershuffle.swarm.calibration import expected_at, rounds_of
 
     rounds, rows = rounds_of(calibration), []
     for row in reversed(calibration.queue):
-        way = rounds.way(row.kept)
-        chosen = expected_at(calibration, Cell(row.kept, way.passes, way.parallel))
+        cell = rounds.cell(row.kept)
+        chosen = expected_at(calibration, cell)
         then = "-" if chosen is None else f"{chosen.top1:.1f}"
         measured = (f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
-        rows.append((str(row.kept), *measured, str(way.parallel), str(way.passes), then))
+        rows.append((str(row.kept), *measured, str(cell.parallel), str(cell.passes), then))
     columns = ("blocks", "top-1 %", "95 % interval", "side by side", "passes", "then, %")
     independent = counted_as(row.effective for row in calibration.rows)
     lines = [

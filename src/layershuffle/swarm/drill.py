@@ -23,9 +23,8 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring import matched
-from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.calibration import Calibration, expected_at, expected_over
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
-from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.operating import Operator
@@ -187,7 +186,7 @@ def judged(replies: Sequence[Reply], calibration: Calibration | None) -> DrillJu
     """The accuracy of the answers beside its interval; `None` if there is nothing to compare.
 
     Each answer counts with the accuracy of the way in which its blocks ran
-    (`expectations.expected_over`); those that ran in a way that was not measured do not count.
+    (`calibration.expected_over`); those that ran in a way that was not measured do not count.
     """
     if calibration is None:
         return None

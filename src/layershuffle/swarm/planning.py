@@ -27,8 +27,7 @@ from scipy.optimize import linprog
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
 from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
-from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.calibration import calibration_of, rounds_of
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.simulation.hosts import SimulatedDevice

@@ -144,7 +144,7 @@ def decide(
         if hope > now:
             return Wait(min(ends, hope))
     if free and visit is None and busy <= ran:
-        passes = rounds.way(len(ran)).passes
+        passes = rounds.cell(len(ran)).passes
         again = _again(progress, swarm, busy=busy, passes=passes)
         visit = _first_answer(progress, swarm, again, left=left, limits=limits)
     if visit is not None and visit.expected <= left:
@@ -178,7 +178,7 @@ def _nowhere(
 def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
     """The most visits in flight of one of `walks` requests that can reach so many blocks."""
     # More visits would only queue at busy hosts, and each has another state.
-    most = min(rounds.way(reached).parallel, swarm.usable_hosts // walks, reached)
+    most = min(rounds.cell(reached).parallel, swarm.usable_hosts // walks, reached)
     return max(1, most)
 
 

@@ -30,28 +30,19 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a request runs its blocks: the number of visits in flight and of passes."""
-
-    parallel: int = 1
-    passes: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Rounds:
-    """How requests in free order run.
+    """How requests in free order run: as the cell of so many reachable blocks says.
 
-    `ways`: by the number of reachable blocks; `otherwise`: the default. `max_age`: the largest age,
-    in versions, of a state whose answer still counts.
+    `cells`: by the number of blocks; all others run one after the other, each once. `max_age`: the
+    largest age, in versions, of a state whose answer still counts.
     """
 
-    ways: Mapping[int, Way] = field(default_factory=dict)
-    otherwise: Way = Way()
+    cells: Mapping[int, Cell] = field(default_factory=dict)
     max_age: int = 0
 
-    def way(self, reached: int) -> Way:
+    def cell(self, reached: int) -> Cell:
         """How a request runs `reached` blocks."""
-        return self.ways.get(reached, self.otherwise)
+        return self.cells.get(reached, Cell(reached))
 
 
 QUEUE = Rounds()

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from layershuffle.swarm.assignment import COPIES
-from layershuffle.swarm.calibration import Calibration, calibration_of
+from layershuffle.swarm.calibration import Calibration, calibration_of, rounds_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
 from layershuffle.swarm.messages import Wire

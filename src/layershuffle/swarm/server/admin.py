@@ -21,8 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.expectations import rounds_of
+from layershuffle.swarm.calibration import calibration_of, rounds_of
 from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,8 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
+from layershuffle.swarm.calibration import (
+    NEVER,
+    Calibration,
+    Expected,
+    expected_at,
+    useful_blocks,
+)
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -224,13 +229,13 @@ class Gateway:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.router
         reachable = {b for host in router.swarm.values() if host.usable for b in host.blocks}
-        passes, parallel = 1, 1
+        cell = Cell(len(reachable))
         if router.routing == "order-free":
             rounds, walks = router.rounds, router.walks + 1
-            passes = rounds.way(len(reachable)).passes
             # Busy or fast hosts run one visit at a time, whatever the calibration allows.
             parallel = side_by_side(len(reachable), router.swarm, rounds=rounds, walks=walks)
-        return self._expected_with(Cell(len(reachable), passes, parallel) if reachable else None)
+            cell = replace(rounds.cell(len(reachable)), parallel=parallel)
+        return self._expected_with(cell if reachable else None)
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""

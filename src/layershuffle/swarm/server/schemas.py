@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.swarm.calibration import CalibrationFacts
-from layershuffle.swarm.expectations import Expected
+from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Wire
 from layershuffle.swarm.policy import Routing

@@ -39,8 +39,13 @@ from layershuffle.models import (
 )
 from layershuffle.models.files import weights_digest
 from layershuffle.scoring import matched
-from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
-from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
+from layershuffle.swarm.calibration import (
+    NEVER,
+    Calibration,
+    calibration_path,
+    expected_of_named,
+    read_calibration,
+)
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
 
@@ -166,7 +171,7 @@ class Workbench:
             return {"expected": None, "why": NEVER}
         expected = expected_of_named(self.calibration, order)
         if expected is None:
-            return {"expected": None, "why": UNMEASURED}
+            return {"expected": None, "why": "no calibration of such orders"}
         return {"expected": asdict(expected), "why": ""}
 
 
