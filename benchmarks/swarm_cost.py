@@ -34,7 +34,8 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import DEFAULT_MODEL, Service, SwarmSettings, running_service
+from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.settings import DEFAULT_MODEL, SwarmSettings
 
 CLIENTS, PLENTY = 2, 100_000.0
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}

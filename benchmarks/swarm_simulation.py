@@ -14,8 +14,9 @@ from _harness import Bound, Claim, ClaimRow, compare, run_claim
 from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
-from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing, decide
+from layershuffle.swarm.policy import RequestProgress, decide
 from layershuffle.swarm.rounds import QUEUE
+from layershuffle.swarm.settings import ROUTINGS, Routing
 from layershuffle.swarm.simulation.hosts import SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate

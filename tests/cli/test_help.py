@@ -10,10 +10,8 @@ from functools import cache
 import pytest
 
 from layershuffle.analysis import ANALYSES
-from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main, serving
+from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main
 from layershuffle.core.methods import PRESETS
-from layershuffle.swarm.policy import ROUTINGS
-from layershuffle.swarm.service import DEFAULT_MODEL
 
 NAMES = [*COMMANDS, *(f"swarm {name}" for name in SWARM_COMMANDS)]
 FLAG = r"--[a-z][a-z0-9.-]*[a-z0-9]"
@@ -69,7 +67,6 @@ def test_lists_of_names_in_help_texts_are_complete():
     assert [name for name in ANALYSES if name not in analysis] == []
     method = arguments_of("fit")["--method",]
     assert set(PRESETS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
-    assert (serving.DEFAULT_MODEL, serving.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
 
 
 def test_no_help_imports_a_heavy_library():

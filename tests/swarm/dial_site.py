@@ -18,11 +18,12 @@ from layershuffle.bundled import asset
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.messages import Route, State, Visit, Wire
+from layershuffle.swarm.messages import Route, State, Visit
 from layershuffle.swarm.rounds import Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.run import listening
+from layershuffle.swarm.settings import Wire
 from layershuffle_host import wire
 from layershuffle_host.host import Host
 from layershuffle_host.wire import HOST_PATH, Header

@@ -26,8 +26,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.doors import client_context, read_keys, server_context
 from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.server.start import serve_swarm
-from layershuffle.swarm.service import SwarmSettings
+from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
 from waiting import HANGS, until
@@ -325,14 +324,13 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
     )
 
     async def serving(tell):
-        facts = up.serving()
-
         def ready(service, url, key):
             assert key
-            tell((url, up.described(service, url, serving=facts)))
+            tell((url, up.described(service, url, serving=opened)))
 
         model = ServedModel(asset("digits-onnx"))
-        await serve_swarm(SwarmSettings(), model, serving=facts, say=lambda _: None, ready=ready)
+        opened = Serving(up)
+        await serve_swarm(opened, model, say=lambda _: None, ready=ready)
 
     image = tmp_path / "image.png"
     picture().save(image)
@@ -439,7 +437,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
         SwarmClient(URL, authority=papers / "ca.pem")
     for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
         with pytest.raises(UsageError, match="a certificate and its key"):
-            half.serving()
+            Serving(half)
 
 
 @needs_openssl

@@ -158,6 +158,8 @@ class FakeSwarm:
     `refuses`: what fails. Killed hosts come back after three looks, if `recovers`; liars stay out.
     """
 
+    hosts, model = ["a", "b", "c"], "mine"
+
     def __init__(self, *refuses, recovers=True):
         self.told, self.refuses, self.recovers = [], refuses, recovers
         self.conditions = dict.fromkeys("abc", "healthy")
@@ -203,9 +205,8 @@ def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=None, **options):
     for name in ("served.served_directory", "served.ServedModel"):
         monkeypatch.setattr(f"layershuffle.swarm.{name}", lambda _: None)
     monkeypatch.setattr("layershuffle.swarm.calibration.calibration_of", lambda _: stored)
-    facts = {"hosts": ["a", "b", "c"], "model": "mine"}
     command = DrillCommand(scenarios=scenarios, **{"data": "d", "requests": 40, **options})
-    return command.drill(facts, fake)
+    return command.drill(fake)
 
 
 BROKEN = {

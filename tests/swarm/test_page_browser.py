@@ -25,7 +25,8 @@ from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.page import demo_app
 from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.server.workbench import digits_workbench
-from layershuffle.swarm.service import SwarmSettings, running_service
+from layershuffle.swarm.service import running_service
+from layershuffle.swarm.settings import SwarmSettings
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
 SEQUENTIAL = ",".join(map(str, range(12)))

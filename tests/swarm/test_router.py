@@ -15,9 +15,9 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.swarm.calibration import rounds_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, VisitError
-from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.settings import ROUTINGS
 from layershuffle.swarm.state import HostView, Swarm
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)

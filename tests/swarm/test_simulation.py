@@ -26,8 +26,8 @@ from layershuffle.swarm.planning import (
     plan_for,
     plan_report,
 )
-from layershuffle.swarm.policy import ROUTINGS
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
+from layershuffle.swarm.settings import ROUTINGS
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report

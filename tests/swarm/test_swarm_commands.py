@@ -19,14 +19,10 @@ from layershuffle.cli.asking import describe_answer
 from layershuffle.errors import UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.operating import (
-    Operated,
-    Operator,
-    state_directory,
-)
+from layershuffle.swarm.server.operating import Operator, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
-from layershuffle.swarm.service import SwarmSettings
+from layershuffle.swarm.settings import SwarmSettings
 from waiting import wait_for
 
 
@@ -165,21 +161,19 @@ def served(tmp_path, work):
 
     async def go():
         LOOP.set(asyncio.get_running_loop())
-        state, file = state_directory(str(tmp_path / "s")), tmp_path / "token"
+        state = str(tmp_path / "s")
         model, opened = ServedModel(asset("digits-onnx")), LOOP.get().create_future()
-        serving = Serving(operated=Operated(state), token_file=file, hosts=2, port=0, page=False)
-        task = asyncio.create_task(
-            serve_swarm(
-                SwarmSettings(), model, serving=serving, say=lambda _: None,
-                ready=lambda *facts: opened.set_result(facts),
-            )
-        )  # fmt: skip
+        settings = SwarmSettings(
+            state=state, token_file=tmp_path / "token", hosts=2, port=0, page=False
+        )
+        told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
+        task = asyncio.create_task(serve_swarm(Serving(settings), model, **told))
         service, *_ = await opened
-        operator = Operator(str(state))
+        operator = Operator(state)
         try:
             await asyncio.to_thread(work, operator, service)
             with pytest.raises(UsageError, match="runs already"):
-                Operated(state)
+                Serving(settings)
         finally:
             operator.close()
             task.cancel()
@@ -203,8 +197,7 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         code, _, err = run(capsys, *up)
         assert (code, "A swarm of this user runs already" in err) == (2, True)
         names = ["host-1", "host-2"]
-        facts = {"model": "bundled:digits-onnx", "hosts": names}
-        assert operator.command("facts") == facts
+        assert (operator.model, operator.hosts) == ("bundled:digits-onnx", names)
         assert operator.command("drain", host="host-1") == {"empty": True}
         assert service.router.swarm["host-1"].condition == "draining"
         operator.command("readmit", host="host-1")

@@ -41,7 +41,8 @@ from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.service import Service, SwarmSettings, running_service
+from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.sureness import probabilities
 from pictures import file_of
 from refusals import refuses
@@ -246,9 +247,8 @@ def another(directory: Path, **facts: Any) -> Path:
 async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Gateway]]:
     """The shipped model on two hosts, and its gateway."""
     model = ServedModel(asset("digits-onnx"))
-    settings = SwarmSettings(limits=SLOW)
     async with (
-        running_service(settings, model, token=TOKEN) as service,
+        running_service(SwarmSettings(), model, token=TOKEN, limits=SLOW) as service,
         listening(Starlette(routes=service.members.routes()), members=service.members) as (way, _),
         hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "a", name="a", **how),
         hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "b", name="b", **how),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.asking import ServerOptions, describe_answer
 from layershuffle.cli.command import Command
-from layershuffle.cli.serving import DEFAULT_MODEL
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
+from layershuffle.swarm.settings import DEFAULT_MODEL, SwarmSettings
 from layershuffle.text import table
 
 if TYPE_CHECKING:
@@ -58,17 +58,17 @@ class DrillCommand(ServerOptions):
         from layershuffle.swarm.server.operating import Operator
 
         with closing(Operator(self.state)) as operator:
-            return asyncio.run(self.drill(operator.command("facts"), operator))
+            return asyncio.run(self.drill(operator))
 
-    async def drill(self, facts: dict[str, Any], operator: Operator) -> int:
-        """The drill of the swarm of `operator` with these facts; the exit code."""
+    async def drill(self, operator: Operator) -> int:
+        """The drill of the swarm of `operator`; the exit code."""
         from layershuffle.models import load
         from layershuffle.swarm.calibration import calibration_of
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.drill import Drill, asking, labelled_images, report
         from layershuffle.swarm.served import ServedModel, served_directory
 
-        hosts, spec = facts["hosts"], facts["model"]
+        hosts, spec = operator.hosts, operator.model
         if not hosts:
             raise UsageError(
                 "The swarm has started no hosts, and others' are not broken",
@@ -130,7 +130,7 @@ class DemoCommand(Command):
         from layershuffle.swarm.drill import labelled_images
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import local_hosts
-        from layershuffle.swarm.service import SwarmSettings, running_service
+        from layershuffle.swarm.service import running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
         images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=_REQUESTS)

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from layershuffle.cli.command import AtLeastOne, Command, ComputingCommand, Reporting
-from layershuffle.cli.serving import DEFAULT_MODEL, ROUTINGS, RoutingFlag
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
+from layershuffle.swarm.settings import DEFAULT_MODEL, ROUTINGS, Routing
 from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SimulateCommand(DevicesCommand, Reporting):
     clients: AtLeastOne = 4
     """Clients, each of which sends its next request when the last one has ended, and has waited for
     as long as the gateway asks (Retry-After) if that one failed."""
-    routings: tuple[RoutingFlag, ...] = ROUTINGS
+    routings: tuple[Routing, ...] = ROUTINGS
     """Routings to compare."""
     min_blocks: int = 1
     """Fewest blocks of an answer."""

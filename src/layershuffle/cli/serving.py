@@ -15,24 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command
-from layershuffle.errors import UsageError
 from layershuffle.extras import require
+from layershuffle.swarm.settings import SwarmSettings
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.start import Serving
     from layershuffle.swarm.service import Service
-
-# Flags need these names for --help. The modules that own them (swarm.policy, messages, service)
-# import pydantic and numpy, which take 0.15 to 0.24 s of the half second that --help may take. So
-# they are spelled out once more; a test and mypy compare them.
-DEFAULT_MODEL = "bundled:digits-onnx"
-RoutingFlag = Literal["order-free", "sequential"]
-ROUTINGS: tuple[RoutingFlag, ...] = get_args(RoutingFlag)
 
 
 class JsonLines(logging.Formatter):
@@ -82,7 +74,7 @@ def steps() -> Callable[[str], None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpCommand(Command):
+class UpCommand(SwarmSettings, Command):
     """Serve a model from hosts: API, page, and the place where hosts dial in, on one port.
 
     Starts --hosts processes on this machine, which end with it. Hosts on other machines run
@@ -90,52 +82,8 @@ class UpCommand(Command):
     address and the next commands.
     """
 
-    model: str = DEFAULT_MODEL
-    """Model to serve: a directory of `layershuffle export`, or any model, which is exported
-    first."""
-    hosts: int = 4
-    """Hosts to start on this machine; 0 if others dial in."""
-    ray: str | None = None
-    """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
-    and reach --listen."""
-    copies: int = 2
-    """Hosts that hold each block, where they have room."""
-    memory_mb: float = 200.0
-    """Megabytes of weights that each host of this machine, or of Ray, takes."""
-    token_file: Path | None = None
-    """File with what hosts have to know; it is made if it is not there (default: host-token in the
-    directory of --state)."""
-    routing: RoutingFlag = "order-free"
-    """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
-    wire: Literal["fp32", "fp16", "int8"] = "fp32"
-    """Number format of states on the wire."""
-    listen: str = "127.0.0.1"
-    """Address on which the server listens; addresses that other machines can reach need --keys.
-    Without --https-certificate nothing is encrypted on the way there."""
-    port: int = 8000
-    """Port of the server; 0 takes a free one."""
-    https_certificate: Path | None = None
-    """Serve https: the server's certificate (PEM), with the names by which clients call it. It is
-    read again on SIGHUP, as the keys are."""
-    https_key: Path | None = None
-    """Key of that certificate; only its owner may read it (mode 0600)."""
-    keys: Path | None = None
-    """File with the API keys of the clients, one per line, each with a quota if it has one (KEY
-    1000/day); only its owner may read it (mode 0600)."""
-    public: bool = False
-    """Answer every client that reaches --listen, without a key."""
-    state: str | None = None
-    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
     log_json: bool = False
     """Write the log, on standard error, as lines of JSON."""
-    page: bool = True
-    """Show the page at the server's address."""
-    min_accuracy: float | None = None
-    """Say at /readyz that the swarm is not ready while its answers are expected to be less accurate
-    than this, in percent."""
-    trusted_proxy: tuple[str, ...] = ()
-    """Addresses or networks of reverse proxies: for requests from there the client is the one that
-    X-Forwarded-For names."""
 
     def run(self) -> int:
         """Start the swarm, print its address, and wait for Ctrl-C."""
@@ -145,17 +93,12 @@ class UpCommand(Command):
 
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.doors import in_clear
-        from layershuffle.swarm.server.start import serve_swarm
-        from layershuffle.swarm.service import SwarmSettings
+        from layershuffle.swarm.server.start import Serving, serve_swarm
 
-        say = steps()
-        serving = self.serving()
+        say, serving = steps(), Serving(self)
         keyed, encrypted = self.keys is not None, serving.https is not None
-        if warning := in_clear(serving.host, keyed=keyed, encrypted=encrypted):
+        if warning := in_clear(self.listen, keyed=keyed, encrypted=encrypted):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        settings = SwarmSettings(
-            model=self.model, copies=self.copies, routing=self.routing, wire=self.wire
-        )
         model = ServedModel(served_directory(self.model, say=say))
 
         def ready(service: Service, url: str, key: str) -> None:
@@ -167,39 +110,9 @@ class UpCommand(Command):
         # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with logged(as_json=self.log_json), suppress(KeyboardInterrupt):
-            asyncio.run(serve_swarm(settings, model, serving=serving, say=say, ready=ready))
+            asyncio.run(serve_swarm(serving, model, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
-
-    def serving(self) -> Serving:
-        """The settings of the flags. Raises `UsageError` for a certificate without its key, and if
-        a swarm uses that state directory."""
-        from layershuffle.swarm.server.doors import Https, Keys
-        from layershuffle.swarm.server.operating import Operated, state_directory
-        from layershuffle.swarm.server.start import Serving
-
-        certificate, key = self.https_certificate, self.https_key
-        if (certificate is None) != (key is None):
-            raise UsageError(
-                "https needs a certificate and its key",
-                hint="give --https-certificate and --https-key, or neither",
-            )
-        state = state_directory(self.state)
-        return Serving(
-            https=Https(certificate, key) if certificate and key else None,
-            operated=Operated(state),
-            token_file=self.token_file or state / "host-token",
-            hosts=self.hosts,
-            ray=self.ray,
-            memory=int(1e6 * self.memory_mb),
-            host=self.listen,
-            port=self.port,
-            public=self.public,
-            keys=Keys(file=self.keys),
-            page=self.page,
-            trusted_proxies=self.trusted_proxy,
-            min_accuracy=self.min_accuracy,
-        )
 
     def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
         """A description of a running swarm for its user, with the next commands.

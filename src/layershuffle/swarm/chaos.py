@@ -18,7 +18,8 @@ import numpy as np
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.faults import FaultKind
-from layershuffle.swarm.messages import Answer, State, Transport, Visit, VisitError, Wire
+from layershuffle.swarm.messages import Answer, State, Transport, Visit, VisitError
+from layershuffle.swarm.settings import Wire
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator

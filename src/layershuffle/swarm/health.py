@@ -28,8 +28,9 @@ from layershuffle.swarm import policy, state
 from layershuffle.swarm.audits import Habit
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import rounded
-from layershuffle.swarm.messages import State, Visit, Visited, VisitError, Wire
+from layershuffle.swarm.messages import State, Visit, Visited, VisitError
 from layershuffle.swarm.router import Router, refuse_odd
+from layershuffle.swarm.settings import Wire
 from layershuffle.swarm.state import HostView, Swarm
 
 _TICK = 0.05  # seconds between checks of which hosts are due

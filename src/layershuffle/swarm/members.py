@@ -23,8 +23,9 @@ from starlette.routing import BaseRoute, Route
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.connections import HostConnection
-from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError, Wire
+from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.settings import Wire
 from layershuffle_host import wire
 from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
 

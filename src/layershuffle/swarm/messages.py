@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.settings import Wire
 
 State = NDArray[np.float32]
-Wire = Literal["fp32", "fp16", "int8"]
 Outcome = Literal["answered", "late", "lost", "unavailable", "wrong", "failed"]
 
 

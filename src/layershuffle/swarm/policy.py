@@ -27,17 +27,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.rounds import Rounds
+from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
 from layershuffle.text import counted
-
-Routing = Literal["order-free", "sequential"]
-ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 _FEWEST = 2
 """Least number of holders of every block that are compared."""

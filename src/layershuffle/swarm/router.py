@@ -26,10 +26,10 @@ from layershuffle.swarm.messages import (
     Visit,
     Visited,
     VisitError,
-    Wire,
 )
-from layershuffle.swarm.policy import RequestProgress, Routing, UnderWay, Wait, counts, decide
+from layershuffle.swarm.policy import RequestProgress, UnderWay, Wait, counts, decide
 from layershuffle.swarm.rounds import QUEUE, Rounds
+from layershuffle.swarm.settings import Routing, Wire
 from layershuffle.swarm.state import HostView, Swarm
 
 _MILLI = 1000.0

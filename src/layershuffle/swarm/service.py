@@ -6,43 +6,27 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from layershuffle.swarm.assignment import COPIES
 from layershuffle.swarm.calibration import Calibration, calibration_of, rounds_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
-from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.settings import SwarmSettings
 
-DEFAULT_MODEL = "bundled:digits-onnx"
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwarmSettings:
-    """How a gateway serves a model: its name for users, hosts that hold each block where they have
-    room, how blocks are ordered, the type of states on the wire, time-outs and bounds."""
-
-    model: str = DEFAULT_MODEL
-    copies: int = COPIES
-    routing: Routing = "order-free"
-    wire: Wire = "fp32"
-    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
 class Service:
     """A running swarm. `coordinator.watching`: whether its hosts are watched."""
 
-    settings: SwarmSettings
     router: Router
     members: Members
     coordinator: Coordinator
@@ -57,14 +41,14 @@ class Service:
 
 @asynccontextmanager
 async def running_service(
-    settings: SwarmSettings, model: ServedModel, *, token: str
+    settings: SwarmSettings, model: ServedModel, *, token: str, limits: Limits | None = None
 ) -> AsyncIterator[Service]:
     """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
     members, calibration = Members(model, token=token), calibration_of(model)
     router = Router(
         members,
         depth=model.depth,
-        limits=settings.limits,
+        limits=limits or Limits(),
         routing=settings.routing,
         wire=settings.wire,
         rounds=rounds_of(calibration),
@@ -74,7 +58,7 @@ async def running_service(
     remote_model = RemoteModel(model, router, temperatures=temperatures)
     watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
     try:
-        yield Service(settings, router, members, coordinator, remote_model, calibration)
+        yield Service(router, members, coordinator, remote_model, calibration)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

@@ -56,7 +56,7 @@ def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
 
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
     start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
-    fail, by `kind`; `facts`: the model, and the gateway's own hosts; `join`: the address, with the
+    fail, by `kind`; `join`: the address, with the
     token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
     code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
     """
@@ -103,8 +103,6 @@ async def _carry_out(
             raise UsageError(f"This swarm did not start a host {host!r}")
         await service.faults.inject(host, fields.kind)
         return {}
-    if name == "facts":
-        return {"model": service.settings.model, "hosts": list(coordinator.children.names)}
     if name == "join":
         return qr_code(join_address(fields.address, token=service.members.token))
     if name == "roll":

@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
-CommandName = Literal["drain", "readmit", "fault", "facts", "join", "roll"]
+CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
 KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
@@ -59,9 +60,13 @@ class Operated:
                 hint="end it, or name another --state",
             ) from error
 
-    def publish(self, url: str, *, certificate: Path | None) -> None:
-        """Write where the gateway is, with the key and, for https, its certificate."""
+    def publish(
+        self, url: str, *, model: str, hosts: Sequence[str], certificate: Path | None
+    ) -> None:
+        """Write where the gateway is, what it serves from which hosts of its own, the key and, for
+        https, its certificate."""
         facts = {"url": url, "key": self.key, "process": os.getpid()}
+        facts |= {"model": model, "hosts": hosts}
         if certificate is not None:
             facts["certificate"] = str(certificate.absolute())
         write_bytes(self._path, json.dumps(facts).encode(), private=True)
@@ -76,7 +81,8 @@ class Operator:
     """Gives commands to the swarm of the directory `state` (default: this user's). Each may raise
     `LayerShuffleError`.
 
-    `process`: that of the gateway. Raises `UsageError` if no swarm uses the directory.
+    `process`: that of the gateway; `model`: what it serves; `hosts`: its own. Raises
+    `UsageError` if no swarm uses the directory.
     """
 
     def __init__(self, state: str | None = None) -> None:
@@ -90,6 +96,9 @@ class Operator:
                 hint="start one with `layershuffle swarm up`, or name its --state directory",
             ) from error
         self.process: int = facts["process"]
+        # A gateway of before an upgrade has not said it.
+        self.model: str = facts.get("model", "")
+        self.hosts: list[str] = facts.get("hosts", [])
         self._http = httpx.Client(
             base_url=facts["url"],
             headers={KEY_HEADER: facts["key"]},

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Outcome, Wire
-from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.messages import Ending, Outcome
 from layershuffle.swarm.rounds import Cell, cell_of
+from layershuffle.swarm.settings import Routing, Wire
 from layershuffle.swarm.state import Condition, HostView, Swarm
 from layershuffle.swarm.sureness import probabilities
 

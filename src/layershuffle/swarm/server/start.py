@@ -8,7 +8,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -22,47 +21,36 @@ from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.doors import Https, Keys, check_address, check_secret
 from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.operating import Operated, Upkeep
+from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.service import Service, SwarmSettings, running_service
+from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.settings import SwarmSettings
 
 _PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
-_MEMORY = 200_000_000
-"""Bytes of weights that a host of this machine takes."""
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a swarm is served. `operated`: the operator's file.
+    """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
-    `hosts`: hosts of this machine, `ray`: the address of a Ray cluster for a host on each of its
-    nodes; `memory`: bytes of weights of each; `token_file`: what all hosts have to know. `host`,
-    `port`: where to listen, `keys`: the clients' API keys; `public`: no key is needed, also where
-    other machines reach it. `page`: whether to serve the page. `trusted_proxies`: addresses of
-    reverse proxies, whose word on the client is taken; `min_accuracy`: top-1 in percent that
-    /readyz asks for.
-
-    Raises `UsageError` for an address that other machines reach, without a key.
+    Raises `UsageError` for a certificate without its key, for an address that other machines reach
+    without a key of the API, and if a swarm uses the state directory.
     """
 
-    operated: Operated
-    token_file: Path
-    hosts: int = 0
-    ray: str | None = None
-    memory: int = _MEMORY
-    host: str = "127.0.0.1"
-    port: int = 8000
-    public: bool = False
-    https: Https | None = None
-    keys: Keys = field(default_factory=Keys)
-    page: bool = True
-    trusted_proxies: tuple[str, ...] = ()
-    min_accuracy: float | None = None
-
-    def __post_init__(self) -> None:
-        check_address(self.host, keyed=bool(self.keys), public=self.public)
+    def __init__(self, settings: SwarmSettings) -> None:
+        certificate, key = settings.https_certificate, settings.https_key
+        if (certificate is None) != (key is None):
+            raise UsageError(
+                "https needs a certificate and its key",
+                hint="give --https-certificate and --https-key, or neither",
+            )
+        state, self.settings = state_directory(settings.state), settings
+        self.https = Https(certificate, key) if certificate and key else None
+        self.operated = Operated(state)
+        self.token_file = settings.token_file or state / "host-token"
+        self.keys = Keys(file=settings.keys)
+        check_address(settings.listen, keyed=bool(self.keys), public=settings.public)
 
     def reload(self) -> None:
         """Read API keys and certificate again. What cannot be read stays as it was."""
@@ -78,10 +66,9 @@ class Serving:
 
 
 async def serve_swarm(
-    settings: SwarmSettings,
+    serving: Serving,
     model: ServedModel,
     *,
-    serving: Serving,
     say: Callable[[str], None],
     ready: Callable[[Service, str, str], None],
 ) -> None:
@@ -91,16 +78,17 @@ async def serve_swarm(
     it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot be
     listened on.
     """
+    settings, operated, https = serving.settings, serving.operated, serving.https
     # A port that is in use is found before hosts are started.
-    GatewaySocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
-    token, operated, https = token_in(serving.token_file), serving.operated, serving.https
+    GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
+    token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
     upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     async with (
         running_service(settings, model, token=token) as service,
-        local_hosts(service, serving.hosts, memory=serving.memory),
+        local_hosts(service, settings.hosts, memory=memory) as children,
     ):
-        if serving.hosts:
-            await service.coordinator.ready(serving.hosts, within=_PATIENCE, say=say)
+        if settings.hosts:
+            await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
         gateway = Gateway(
             service.remote_model,
             calibration=service.calibration,
@@ -108,9 +96,9 @@ async def serve_swarm(
             model=settings.model,
             coordinator=service.coordinator,
             upkeep=upkeep,
-            min_accuracy=serving.min_accuracy,
+            min_accuracy=settings.min_accuracy,
         )
-        app = create_app(gateway, page=serving.page)
+        app = create_app(gateway, page=settings.page)
         app.router.routes += [*service.members.routes(), *join_routes(runtime())]
         add_operator(app, service, key=operated.key)
         # What is loaded stays, so the collector need not look at it.
@@ -120,20 +108,25 @@ async def serve_swarm(
         try:
             async with listening(
                 app,
-                host=serving.host,
-                port=serving.port,
+                host=settings.listen,
+                port=settings.port,
                 tls=None if https is None else https.context,
-                trusted=serving.trusted_proxies,
+                trusted=settings.trusted_proxy,
                 members=service.members,
             ) as (listener, served):
                 certificate = None if https is None else https.certificate
-                operated.publish(listener.url, certificate=certificate)
-                if serving.ray is not None:
+                operated.publish(
+                    listener.url,
+                    model=settings.model,
+                    hosts=children.names,
+                    certificate=certificate,
+                )
+                if settings.ray is not None:
                     # Not before: the nodes dial to this address.
                     from layershuffle.swarm.on_ray import hosts_on_ray
 
-                    url, memory = listener.url, serving.memory
-                    work = hosts_on_ray(serving.ray, url=url, token=token, memory=memory)
+                    url = listener.url
+                    work = hosts_on_ray(settings.ray, url=url, token=token, memory=memory)
                     tasks.append(asyncio.create_task(work))
                 ready(service, listener.url, operated.key)
                 await served
@@ -146,9 +139,10 @@ async def serve_swarm(
 
 @asynccontextmanager
 async def local_hosts(
-    service: Service, hosts: int, *, memory: int = _MEMORY
+    service: Service, hosts: int, *, memory: int = 200_000_000
 ) -> AsyncIterator[Children]:
-    """`hosts` child processes host-1, host-2 ... that hold blocks of `service`, ended after.
+    """`hosts` child processes host-1, host-2 ... that hold blocks of `service`, each at most
+    `memory` bytes of weights, ended after.
 
     They dial in at a port of their own on the loopback network, which is open while they run: no
     certificate is made for it, and nobody outside can crowd it.

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.messages import Answer, State, Visit, VisitError, Wire
+from layershuffle.swarm.messages import Answer, State, Visit, VisitError
+from layershuffle.swarm.settings import Wire
 
 NOTICE_MS = 10.0
 """From the death of a process until its callers are told: SIGKILL of one here takes 5 to 11 ms."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from layershuffle.stats import mean, quantile
 from layershuffle.swarm.messages import Route
-from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import Cell, cell_of
+from layershuffle.swarm.settings import Routing
 from layershuffle.text import table
 
 Ended = Literal["answered", "degraded", "late", "failed"]

@@ -20,9 +20,9 @@ from layershuffle.swarm.faults import Fault
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
-from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedDevice, SimulatedHosts
 from layershuffle.swarm.simulation.outcome import (

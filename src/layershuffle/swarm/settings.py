@@ -1,0 +1,65 @@
+"""How a swarm is served: the settings of `swarm up`.
+
+It imports nothing, because the command line needs flags and names for `--help`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Routing = Literal["order-free", "sequential"]
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+Wire = Literal["fp32", "fp16", "int8"]
+DEFAULT_MODEL = "bundled:digits-onnx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmSettings:
+    """What is served, from which hosts, and to whom."""
+
+    model: str = DEFAULT_MODEL
+    """Model to serve: a directory of `layershuffle export`, or any model, which is exported
+    first."""
+    hosts: int = 4
+    """Hosts to start on this machine; 0 if others dial in."""
+    ray: str | None = None
+    """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
+    and reach --listen."""
+    copies: int = 2
+    """Hosts that hold each block, where they have room."""
+    memory_mb: float = 200.0
+    """Megabytes of weights that each host of this machine, or of Ray, takes."""
+    token_file: Path | None = None
+    """File with what hosts have to know; it is made if it is not there (default: host-token in the
+    directory of --state)."""
+    routing: Routing = "order-free"
+    """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
+    wire: Wire = "fp32"
+    """Number format of states on the wire."""
+    listen: str = "127.0.0.1"
+    """Address on which the server listens; addresses that other machines can reach need --keys.
+    Without --https-certificate nothing is encrypted on the way there."""
+    port: int = 8000
+    """Port of the server; 0 takes a free one."""
+    https_certificate: Path | None = None
+    """Serve https: the server's certificate (PEM), with the names by which clients call it. It is
+    read again on SIGHUP, as the keys are."""
+    https_key: Path | None = None
+    """Key of that certificate; only its owner may read it (mode 0600)."""
+    keys: Path | None = None
+    """File with the API keys of the clients, one per line, each with a quota if it has one (KEY
+    1000/day); only its owner may read it (mode 0600)."""
+    public: bool = False
+    """Answer every client that reaches --listen, without a key."""
+    state: str | None = None
+    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+    page: bool = True
+    """Show the page at the server's address."""
+    min_accuracy: float | None = None
+    """Say at /readyz that the swarm is not ready while its answers are expected to be less accurate
+    than this, in percent."""
+    trusted_proxy: tuple[str, ...] = ()
+    """Addresses or networks of reverse proxies: for requests from there the client is the one that
+    X-Forwarded-For names."""
