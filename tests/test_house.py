@@ -50,7 +50,7 @@ COMMANDS = ("cli", "__main__")
 SWARM_LAYERS = (
     ("limits", "assignment", "sureness", "connections", "faults", "settings"),
     ("messages",),
-    ("state", "audits", "rounds", "served", "children"),
+    ("state", "rounds", "served", "children"),
     ("policy",),
     ("router", "members"),
     ("health", "remote_model", "calibration", "measuring"),

@@ -13,11 +13,12 @@ import pytest
 
 from clock import loop_time, run_virtual
 from layershuffle.swarm import state
-from layershuffle.swarm.audits import Habit, measures
 from layershuffle.swarm.health import (
+    Habit,
     HealthMonitor,
     Reference,
     agrees,
+    measures,
     patience,
     question_like,
 )

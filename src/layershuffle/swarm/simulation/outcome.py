@@ -64,7 +64,7 @@ class SimulatedReply:
 class SimulationOutcome:
     """The replies of a simulation, sorted by the time of their end, and what they come to.
 
-    `figures`: the rows of the report (`figures_of`). `blocks`: number of answers by the number of
+    `figures`: the rows of the report (`outcome_of`). `blocks`: number of answers by the number of
     their blocks. `visits`: all visits sent, including canaries and audits.
     """
 
@@ -83,20 +83,11 @@ def outcome_of(
     depth: int,
     visits: int,
 ) -> SimulationOutcome:
-    """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known."""
-    return SimulationOutcome(
-        routing=routing,
-        replies=replies,
-        figures=figures_of(replies, top1, depth=depth),
-        blocks=dict(sorted(Counter(r.route.kept for r in replies if r.ended != "failed").items())),
-        visits=visits,
-    )
+    """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known.
 
-
-def figures_of(
-    replies: Sequence[SimulatedReply], top1: Mapping[Cell, float], *, depth: int
-) -> dict[str, float | None]:
-    """Shares in percent, times in milliseconds; `None` where answers or a calibration lack."""
+    Figures are shares in percent, times in milliseconds, and `None` where answers or a calibration
+    lack.
+    """
     answers = [reply for reply in replies if reply.ended != "failed"]
     # Answers with a false block count as wrong, and requests without an answer, too.
     right = _right([reply.route for reply in answers if not reply.false], top1, depth=depth)
@@ -104,7 +95,7 @@ def figures_of(
     # n ends have n - 1 intervals between them.
     quarter = len(replies) // 4
     span = replies[-1 - quarter].ended_at - replies[quarter].ended_at
-    return {
+    figures: dict[str, float | None] = {
         **ends_and_times(replies),
         "seconds": replies[-1].ended_at,
         "per_second": (len(replies) - 2 * quarter - 1) / span if span > 0 else None,
@@ -114,6 +105,14 @@ def figures_of(
         "false_answers": sum(reply.false for reply in answers),
         "visits_per_request": mean([len(reply.route.hops) for reply in replies]),
     }
+    blocks = Counter(reply.route.kept for reply in answers)
+    return SimulationOutcome(
+        routing=routing,
+        replies=replies,
+        figures=figures,
+        blocks=dict(sorted(blocks.items())),
+        visits=visits,
+    )
 
 
 def _right(routes: Sequence[Route], top1: Mapping[Cell, float], *, depth: int) -> float:
