@@ -175,13 +175,6 @@ def states(batch: int, *, seed: int = 0) -> State:
     return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another task does."""
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def hosting(*gateways: Gateway, cache: Path, **how: Any) -> AsyncIterator[Host]:
     """A host in this process, which drains at the end."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gateway_end import SHAPE, TOKEN, Gateway, HostEnd, hosting, states, talk, until
+from gateway_end import SHAPE, TOKEN, Gateway, HostEnd, hosting, states, talk
 
 import layershuffle as ls
 from exported import SHIPPED
@@ -38,6 +38,7 @@ from layershuffle_host.wire import (
     frame,
     header_of,
 )
+from waiting import until
 
 # --- numbers --------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Coordinator:
 
     async def ready(
         self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
-    ) -> frozenset[int]:
+    ) -> list[int]:
         """Wait for this number of hosts and for all blocks; returns the blocks that nobody holds.
 
         It only waits, so `run` must run at the same time. `say` gets a sentence for each host.
@@ -104,9 +104,7 @@ class Coordinator:
             for name in sorted(up - reported):
                 reported.add(name)
                 say(f"{name} is up with {len(self.router.swarm[name].blocks)} blocks")
-            lacking = frozenset(
-                b for b in range(self.model.depth) if not self.router.swarm.usable(b)
-            )
+            lacking = self.router.swarm.lacking(self.model.depth)
             if (len(up) >= hosts and not lacking) or self.router.clock() >= end:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
@@ -235,12 +233,11 @@ class Coordinator:
             for name, member in self.members.items()
             if swarm[name].condition in ("healthy", "suspect")
         }
-        whole = all(swarm.usable(block) for block in range(self.model.depth))
         self._departed = {
             name: (device, since)
             for name, (device, since) in self._departed.items()
             # Requests wait for a block that nobody else holds.
-            if whole and now - since < _GRACE
+            if not swarm.lacking(self.model.depth) and now - since < _GRACE
         }
         devices = [*present.values(), *(device for device, _ in self._departed.values())]
         if devices == self._planned:

@@ -105,6 +105,10 @@ class Swarm(Mapping[str, HostView]):
         """Names of the usable hosts that hold `block`, sorted."""
         return self._names.get(("usable", block), ())
 
+    def lacking(self, depth: int) -> list[int]:
+        """Which of so many blocks no usable host holds."""
+        return [block for block in range(depth) if not self.usable(block)]
+
     @property
     def suspects(self) -> Sequence[str]:
         """Names of the suspect hosts, sorted."""

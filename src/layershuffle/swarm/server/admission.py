@@ -115,11 +115,6 @@ def busy(cause: str, *, wait: float = _SOON) -> HTTPError:
     )
 
 
-def unprocessable(cause: str, *, hint: str) -> HTTPError:
-    """The refusal (422) of a request that can be read but not carried out."""
-    return HTTPError(HTTPStatus.UNPROCESSABLE_ENTITY, cause, hint=hint)
-
-
 def answer_to(
     error: Exception, *, wait: float | None = None, reference: str | None = None
 ) -> Response:
@@ -153,7 +148,8 @@ def answer_to(
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """The HTTP status for `error`; 500 for unexpected errors."""
+    """The HTTP status for `error`: 422 for a request that can be read but not carried out, 500 for
+    unexpected errors."""
     if isinstance(error, HTTPError):
         return error.status
     if isinstance(error, NotAnswered):

@@ -30,13 +30,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from layershuffle._version import __version__
-from layershuffle.errors import LayerShuffleError
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import (
     LOG,
-    HTTPError,
     answer_to,
     status_of,
-    unprocessable,
 )
 from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.gateway import Gateway, Options
@@ -193,8 +191,8 @@ def _with_status(health: Health, response: Response) -> Health:
     return health
 
 
-def _wrong_options(error: RequestValidationError) -> HTTPError:
-    """The refusal (422) of options that are unknown or out of their bounds."""
+def _wrong_options(error: RequestValidationError) -> UsageError:
+    """The refusal of options that are unknown or out of their bounds."""
     names, problems = tuple(Options.model_fields), []
     for problem in error.errors()[:_MAX_PROBLEMS]:
         name = str(problem["loc"][1])[:40]
@@ -203,4 +201,4 @@ def _wrong_options(error: RequestValidationError) -> HTTPError:
             match = nearest(name, names)
             text = f"{name} is unknown" + (f", did you mean {match}?" if match else "")
         problems.append(text)
-    return unprocessable("; ".join(problems), hint=f"a request has the options {', '.join(names)}")
+    return UsageError("; ".join(problems), hint=f"a request has the options {', '.join(names)}")

@@ -32,7 +32,6 @@ from layershuffle.swarm.server.admission import (
     GatewayLimits,
     HTTPError,
     busy,
-    unprocessable,
 )
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.images import batch_of
@@ -150,7 +149,7 @@ class Gateway:
                 self._walks.release()
 
     async def classify(self, request: Request, options: Options) -> Classification:
-        """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`.
+        """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
 
         The deadline counts from the end of the body, and covers the waits for a decoder and for a
         walk, decoding, and the walk.
@@ -181,21 +180,21 @@ class Gateway:
         )
 
     def _check(self, options: Options) -> None:
-        """Raises `HTTPError` (422) for more blocks than there are, and an impossible deadline."""
+        """Raises `UsageError` for more blocks than there are, and an impossible deadline."""
         most = self.remote_model.depth
         if options.min_blocks is not None and options.min_blocks > most:
-            raise unprocessable(
+            raise UsageError(
                 f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
                 hint=f"ask for at most {most} (min_blocks; on a command line --min-blocks)",
             )
         if isinstance(options.confidence, float) and not self.remote_model.temperatures:
-            raise unprocessable(
+            raise UsageError(
                 "How sure its answers are was never measured on this model",
                 hint="run layershuffle swarm calibrate, or leave confidence out",
             )
         low, high = self.limits.min_deadline_ms, self.router.limits.max_deadline_ms
         if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
-            raise unprocessable(
+            raise UsageError(
                 f"deadline_ms is {options.deadline_ms:g}", hint=f"ask for {low:g} to {high:g} ms"
             )
 
@@ -228,13 +227,13 @@ class Gateway:
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.router
-        reachable = {b for host in router.swarm.values() if host.usable for b in host.blocks}
-        cell = Cell(len(reachable))
+        reachable = router.depth - len(router.swarm.lacking(router.depth))
+        cell = Cell(reachable)
         if router.routing == "order-free":
             rounds, walks = router.rounds, router.walks + 1
             # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = side_by_side(len(reachable), router.swarm, rounds=rounds, walks=walks)
-            cell = replace(rounds.cell(len(reachable)), parallel=parallel)
+            parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=walks)
+            cell = replace(rounds.cell(reachable), parallel=parallel)
         return self._expected_with(cell if reachable else None)
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:

@@ -25,7 +25,6 @@ from layershuffle.swarm.server.schemas import (
     Health,
     HostAnswer,
     SwarmAnswer,
-    unreachable,
 )
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
@@ -90,7 +89,7 @@ class Metrics(Collector):
     def health(self) -> Health:
         """Whether requests can be answered now, and what will fail if nobody acts."""
         gateway, router = self._gateway, self._gateway.router
-        missing = unreachable(router.swarm, depth=router.depth)
+        missing = router.swarm.lacking(router.depth)
         watching = None if gateway.coordinator is None else gateway.coordinator.watching
         reasons = []
         if len(missing) == router.depth:
@@ -138,7 +137,7 @@ class Metrics(Collector):
             classes=len(gateway.labels),
             routing=router.routing,
             wire=router.wire,
-            unreachable_blocks=unreachable(router.swarm, depth=router.depth),
+            unreachable_blocks=router.swarm.lacking(router.depth),
             hosts=[
                 HostAnswer.of(
                     host, visits=self.hops.get(host.name, Counter()).total(), now=router.clock()

@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from layershuffle.bundled import asset
-from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_to, unprocessable
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_to
 from layershuffle.swarm.server.images import takes_pairs
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def page_of(gateway: Gateway) -> list[Route]:
 
     async def workbench() -> Workbench:
         if not here:  # it may be large
-            raise unprocessable("This model answers through its hosts alone", hint="/v1/classify")
+            raise UsageError("This model answers through its hosts alone", hint="/v1/classify")
         # Shielded, because a visitor who leaves must not end the loading for all others.
         return await asyncio.shield(loading(gateway.model))
 

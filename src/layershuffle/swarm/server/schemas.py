@@ -16,7 +16,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.settings import Routing, Wire
-from layershuffle.swarm.state import Condition, HostView, Swarm
+from layershuffle.swarm.state import Condition, HostView
 from layershuffle.swarm.sureness import probabilities
 
 if TYPE_CHECKING:
@@ -228,9 +228,3 @@ def classification(
             head=classified.head_ms,
         ),
     )
-
-
-def unreachable(swarm: Swarm, *, depth: int) -> list[int]:
-    """Blocks that no usable host holds."""
-    reachable = {block for host in swarm.values() if host.usable for block in host.blocks}
-    return [block for block in range(depth) if block not in reachable]
