@@ -16,7 +16,6 @@ import pytest
 from dial_site import TOKEN, Site, Stranger, dialled, digits, gateway, hosting, states
 from websockets.exceptions import ConnectionClosed
 
-from layershuffle.swarm import connections as connections_module
 from layershuffle.swarm import members as members_module
 from layershuffle.swarm.messages import Outcome, VisitError
 from layershuffle_host import wire
@@ -248,8 +247,8 @@ def test_a_host_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_gateway_that_stood_still_blames_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by an import of torch beside the loop; a host that is silent for as long is dropped."""
-    monkeypatch.setattr(connections_module, "PING_SECONDS", 0.2)
-    monkeypatch.setattr(connections_module, "PONG_SECONDS", 0.4)
+    monkeypatch.setattr(wire, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "PONG_SECONDS", 0.4)
 
     async def work(site: Site) -> None:
         async with odd_host(site) as odd:

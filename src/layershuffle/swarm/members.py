@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
@@ -20,9 +20,12 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
+from websockets import http11
+from websockets.exceptions import InvalidState
+from websockets.frames import Frame, Opcode
+from websockets.server import ServerProtocol
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.connections import HostConnection
 from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.settings import Wire
@@ -32,6 +35,7 @@ from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
 HELLO_SECONDS = 5.0
 STALLED_SECONDS = 4.0
 """A host that has read nothing for so long is dropped."""
+_MOST_REASON = 100  # bytes; a close frame holds 123
 _MOST_SENT = 4096  # visits of one host, with those that nobody waits for any more
 _GOING_AWAY = 1001  # of WebSocket
 _SLOTS = 1 << 16
@@ -132,7 +136,7 @@ class Members(Mapping[str, Member]):
         return len(self._members)
 
     def routes(self) -> list[BaseRoute]:
-        """The ASGI routes of hosts: the files. Their connections pass ASGI by (`connections`)."""
+        """The ASGI routes of hosts: the files. Their connections pass ASGI by."""
         return [Route(f"{wire.FILE_PATH}{{digest}}", self._file)]
 
     # --- visits -----------------------------------------------------------------------------------
@@ -212,15 +216,15 @@ class Members(Mapping[str, Member]):
         else:
             member.connection.send(content)
 
-    # --- connections (`connections.Receiver`) -----------------------------------------------------
+    # --- what their connections call --------------------------------------------------------------
 
     def opened(self, connection: HostConnection) -> None:
-        """See `connections.Receiver`."""
+        """A host may say hello."""
         self._connections[connection] = None
         asyncio.get_running_loop().call_later(HELLO_SECONDS, self._no_hello, connection)
 
     def received(self, connection: HostConnection, content: str | bytes) -> None:
-        """See `connections.Receiver`."""
+        """A message has come. Raises `WireError` for one that ends the connection."""
         member = self._connections[connection]
         if member is None:
             self._greeted(connection, content)
@@ -230,7 +234,7 @@ class Members(Mapping[str, Member]):
             self._answered(member, content)
 
     def ended(self, connection: HostConnection, why: str) -> None:
-        """See `connections.Receiver`."""
+        """The connection has ended; said once."""
         member = self._connections.pop(connection)
         if member is None or self._members.get(member.name) is not member:
             return
@@ -349,3 +353,134 @@ class Members(Mapping[str, Member]):
         if path is None:
             return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
         return FileResponse(path, media_type="application/octet-stream")
+
+
+class HostConnection(asyncio.Protocol):
+    """A host's WebSocket, which tells `members` what comes; uvicorn hands it over, once it is one.
+
+    uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
+    long as all else that the gateway does for a visit, so this one calls them, and sends at once.
+
+    `accepted` is called with the address of the other end.
+    `unread_since`: since when, in seconds of the event loop, the host does not read what is sent;
+    `None` while it does.
+    """
+
+    def __init__(self, members: Members, *, accepted: Callable[[Any], None]) -> None:
+        self._members, self._accepted = members, accepted
+        self._wire = ServerProtocol(max_size=members.most_bytes)
+        self._parts: list[Any] = []
+        self._is_text, self._open = False, False
+        self._asked_since: float | None = None
+        self._pinging: asyncio.TimerHandle | None = None
+        self.address = ""
+        self.unread_since: float | None = None
+
+    def send(self, content: str | bytes) -> None:
+        """Send a message; to a connection that is closing nothing is sent."""
+        try:
+            if isinstance(content, str):
+                self._wire.send_text(content.encode())
+            else:
+                self._wire.send_binary(content)
+        except InvalidState:
+            return
+        self._flush()
+
+    def close(self, code: int, why: str) -> None:
+        """Close the connection, with a reason that the host reads."""
+        self._wire.fail(code, why.encode()[:_MOST_REASON].decode(errors="ignore"))
+        self._flush()
+        self._transport.close()
+        self._end(why)
+
+    # --- what uvicorn and the event loop call -----------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if peer else ""
+        self._accepted(peer)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._asked_since = None
+        self._wire.receive_data(data)
+        for event in self._wire.events_received():
+            if isinstance(event, Frame):
+                self._take(event)
+            elif isinstance(event, http11.Request):
+                self._answer(event)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        del exc
+        self._end("its connection has ended")
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.unread_since = asyncio.get_running_loop().time()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.unread_since = None
+
+    def _answer(self, request: http11.Request) -> None:
+        if request.path.partition("?")[0] == wire.HOST_PATH:
+            response = self._wire.accept(request)
+        else:
+            response = self._wire.reject(
+                HTTPStatus.NOT_FOUND, f"hosts dial in at {wire.HOST_PATH}\n"
+            )
+        self._wire.send_response(response)
+        if response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            self._open = True
+            self._members.opened(self)
+            self._ping()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
+            self._parts, self._is_text = [frame.data], frame.opcode is Opcode.TEXT
+        elif frame.opcode is Opcode.CONT:
+            self._parts.append(frame.data)
+        else:
+            return  # answered by the library
+        if not frame.fin or not self._open:
+            return
+        content = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = []
+        try:
+            self._members.received(self, str(content, "utf-8") if self._is_text else content)
+        except (WireError, UnicodeDecodeError) as error:
+            self._end(f"it breaks the protocol: {error}")
+            self.close(Close.BROKEN, str(error))
+
+    def _ping(self) -> None:
+        """Ask for a sign of life; the first one asked for in vain may not be too old."""
+        loop = asyncio.get_running_loop()
+        # Not since the last sign: this loop may have stood still, and asked for none.
+        if self._asked_since is None:
+            self._asked_since = loop.time()
+        elif loop.time() - self._asked_since >= wire.PONG_SECONDS:
+            self._end("it answers no pings")
+            self._transport.abort()
+            return
+        self._wire.send_ping(b"")
+        self._flush()
+        self._pinging = loop.call_later(wire.PING_SECONDS, self._ping)
+
+    def _flush(self) -> None:
+        for data in self._wire.data_to_send():
+            if data:
+                self._transport.write(data)
+            else:
+                self._transport.close()
+
+    def _end(self, why: str) -> None:
+        if self._pinging is not None:
+            self._pinging.cancel()
+        if self._open:
+            self._open = False
+            self._members.ended(self, why)

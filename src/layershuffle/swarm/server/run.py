@@ -21,8 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.connections import HostConnection
-from layershuffle.swarm.members import Members
+from layershuffle.swarm.members import HostConnection, Members
 from layershuffle.swarm.server.admission import GatewayLimits, client_of
 
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
@@ -60,7 +59,7 @@ async def listening(
 
     def connection(**_: Any) -> asyncio.Protocol:
         assert members is not None
-        return HostConnection(members, most_bytes=members.most_bytes, accepted=listener.keep)
+        return HostConnection(members, accepted=listener.keep)
 
     limits = limits or GatewayLimits()
     with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
