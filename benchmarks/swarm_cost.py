@@ -110,7 +110,7 @@ async def swarm_of(model: str, hosts: int, *, blocks: int = 64) -> AsyncIterator
 async def gateway_of(service: Service) -> AsyncIterator[int]:
     """The port of a gateway to `service`, which listens inside."""
     limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
-    gateway = Gateway(service.remote_model, calibration=service.calibration, limits=limits)
+    gateway = Gateway(service.remote_model, limits=limits)
     async with listening(create_app(gateway), limits=limits) as (listener, _):
         gc.collect()
         gc.freeze()  # as `swarm up` does

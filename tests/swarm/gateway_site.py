@@ -185,6 +185,7 @@ async def site(
     make: Callable[[], torch.nn.Module] = VIT.wrapped,
     keys: Sequence[str] = (),
     page: bool = False,
+    calibration: Calibration | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """A gateway on this event loop to the model of `make`; `options` go to `Gateway`."""
@@ -192,7 +193,7 @@ async def site(
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
-    remote_model = RemoteModel(PicoModel(make()), router)  # type: ignore[arg-type]
+    remote_model = RemoteModel(PicoModel(make()), router, calibration=calibration)  # type: ignore[arg-type]
     app = create_app(Gateway(remote_model, keys=Keys(keys), **options), page=page)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:

@@ -504,8 +504,6 @@ def sure_at(confidence):
 
 def answer_of(calibration, *, seed=0, **options):
     async def go(place):
-        if calibration is not None:
-            place.remote_model.temperatures = calibration.temperatures
         heads = place.remote_model.model.head
         runs = []
         place.remote_model.model.head = lambda state: runs.append(1) or heads(state)

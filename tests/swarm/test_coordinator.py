@@ -256,7 +256,7 @@ async def family(site: Site, *, hosts: int) -> AsyncIterator[Children]:
     site.coordinator.children = children
     running = asyncio.create_task(children.run())
     try:
-        assert await site.coordinator.ready(hosts, within=60) == frozenset()
+        assert await site.coordinator.ready(hosts, within=60) == []
         yield children
     finally:
         running.cancel()

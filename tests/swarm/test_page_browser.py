@@ -310,11 +310,8 @@ def gateway_address():
             running_service(SwarmSettings(copies=1), model, token="a token") as service,
             local_hosts(service, 4, memory=memory),
         ):
-            assert await service.coordinator.ready(4, within=60) == frozenset()
-            calibration = service.calibration
-            gateway = Gateway(
-                service.remote_model, calibration=calibration, model="bundled:digits-onnx"
-            )
+            assert await service.coordinator.ready(4, within=60) == []
+            gateway = Gateway(service.remote_model, model="bundled:digits-onnx")
             app = create_app(gateway, page=True)
             add_operator(app, service, key=KEY)
             yield app

@@ -255,7 +255,7 @@ async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Gat
     ):
         assert not await service.coordinator.ready(2, within=60)
         limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
-        yield service, Gateway(service.remote_model, calibration=service.calibration, limits=limits)
+        yield service, Gateway(service.remote_model, limits=limits)
 
 
 def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:

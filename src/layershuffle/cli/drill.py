@@ -156,10 +156,8 @@ class DemoCommand(Command):
         from layershuffle.swarm.server.gateway import Gateway
 
         # The API without a port, and without a limit on the rate of its one client.
-        limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.calibration
-        gateway = Gateway(
-            service.remote_model, limits=limits, calibration=calibration, model=DEFAULT_MODEL
-        )
+        limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.remote_model.calibration
+        gateway = Gateway(service.remote_model, limits=limits, model=DEFAULT_MODEL)
         app = create_app(gateway)
         transport = httpx.ASGITransport(app=app)
         victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
@@ -169,7 +167,7 @@ class DemoCommand(Command):
             async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
                 print(f"{_REQUESTS} requests: {name} ...", flush=True)
                 replies = await sent(ask, _REQUESTS, before=before)
-                rows.append((name, *cells(replies, judged(replies, service.calibration))))
+                rows.append((name, *cells(replies, judged(replies, calibration))))
 
             async def kill() -> None:
                 for host in victims:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from layershuffle.swarm.calibration import Calibration, rounds_of, useful_blocks
 from layershuffle.swarm.messages import NotAnswered, Route, State
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
@@ -67,37 +68,42 @@ class _Timed:
 class RemoteModel:
     """A model whose blocks run in the swarm.
 
-    `temperatures`: by the number of blocks (`sureness`). Use it from the router's event loop.
+    `calibration`: the model's, `None` if it has none; `temperatures`: by the number of blocks, as
+    it measured them (`sureness`). Use it from the router's event loop.
     """
 
     def __init__(
-        self,
-        model: ServedModel,
-        router: Router,
-        *,
-        temperatures: Sequence[float] = (),
+        self, model: ServedModel, router: Router, *, calibration: Calibration | None = None
     ) -> None:
-        self.model, self.router, self.depth = model, router, model.depth
-        self.temperatures = temperatures
+        self.router, self.depth = router, model.depth
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
-        self._stem, self._head = _Timed(self._pool), _Timed(self._pool)
+        self._head = _Timed(self._pool)
+        self.take_over(model, calibration)
+
+    def take_over(self, model: ServedModel, calibration: Calibration | None) -> None:
+        """Answer by this model from now on, while no request is under way."""
+        self.model, self.calibration = model, calibration
+        self.temperatures = () if calibration is None else calibration.temperatures
+        self.router.rounds = rounds_of(calibration)
+        self._useful = useful_blocks(calibration)
+        self._stem = _Timed(self._pool)
 
     async def classify(
         self,
         images: NDArray[np.float32],
         *,
         deadline: float,
-        min_blocks: int = 1,
-        useful_blocks: int = 1,
+        min_blocks: int | None = None,
         confidence: float | None = None,
     ) -> Classified:
         """Classify `images` `[n, channels, height, width]`, prepared for the model's view.
 
-        `deadline`: in seconds of the router's clock. With fewer than `useful_blocks` blocks it
-        waits for hosts that may come back, but still answers in time. It ends with fewer blocks
+        `deadline`: in seconds of the router's clock. With too few blocks for half of the accuracy
+        it waits for hosts that may come back, but still answers in time. It ends with fewer blocks
         once the chance of being right reaches `confidence`, which needs temperatures. Raises
-        `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in time, and
-        for a pipeline that broke. Cancellation ends the walk as well.
+        `NotAnswered` for fewer than `min_blocks` blocks, which it then waits for instead, for a
+        stem that could not run in time, and for a pipeline that broke. Cancellation ends the walk
+        as well.
         """
         router, model = self.router, self.model
         answered: tuple[State, NDArray[np.float32]] | None = None
@@ -123,12 +129,12 @@ class RemoteModel:
         state, route = await router.walk(
             start,
             deadline=deadline - late_by,
-            min_blocks=max(min_blocks, useful_blocks),
+            min_blocks=min_blocks or self._useful,
             confidence=confidence,
             chance=chance,
         )
         try:
-            check_enough(route, min_blocks=min_blocks)
+            check_enough(route, min_blocks=min_blocks or 1)
         except NotAnswered:
             # Without this, no head would run and update the average: after one stall of ten seconds
             # every request of two seconds would be refused forever.
@@ -154,11 +160,6 @@ class RemoteModel:
             swarm_ms=(left - entered) * _MILLI,
             head_ms=(time.perf_counter() - left) * _MILLI,
         )
-
-    def take_over(self, model: ServedModel, temperatures: Sequence[float]) -> None:
-        """Answer by another model from now on, while no request is under way."""
-        self.model, self.temperatures = model, temperatures
-        self._stem = _Timed(self._pool)
 
     def close(self) -> None:
         """End the worker threads after their current computations."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from layershuffle.swarm.calibration import Calibration, calibration_of, rounds_of
+from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
@@ -31,7 +31,6 @@ class Service:
     members: Members
     coordinator: Coordinator
     remote_model: RemoteModel
-    calibration: Calibration | None
 
     @cached_property
     def faults(self) -> FaultInjector:
@@ -44,21 +43,19 @@ async def running_service(
     settings: SwarmSettings, model: ServedModel, *, token: str, limits: Limits | None = None
 ) -> AsyncIterator[Service]:
     """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
-    members, calibration = Members(model, token=token), calibration_of(model)
+    members = Members(model, token=token)
     router = Router(
         members,
         depth=model.depth,
         limits=limits or Limits(),
         routing=settings.routing,
         wire=settings.wire,
-        rounds=rounds_of(calibration),
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
-    temperatures = () if calibration is None else calibration.temperatures
-    remote_model = RemoteModel(model, router, temperatures=temperatures)
+    remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
     try:
-        yield Service(router, members, coordinator, remote_model, calibration)
+        yield Service(router, members, coordinator, remote_model)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

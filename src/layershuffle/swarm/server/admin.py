@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.calibration import calibration_of, rounds_of
+from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
@@ -137,10 +137,7 @@ async def roll(service: Service, gateway: Gateway, *, directory: Path) -> None:
                     continue
                 members.take_over()
                 service.coordinator.take_over(model, tested)
-                temperatures = () if calibration is None else calibration.temperatures
-                service.remote_model.take_over(model, temperatures)
-                service.router.rounds = rounds_of(calibration)
-                gateway.take_over(calibration)
+                service.remote_model.take_over(model, calibration)
                 return
         raise LayerShuffleError(
             f"Requests were under way for {PAUSE_SECONDS:g} s, {_TRIES} times",

@@ -19,10 +19,8 @@ from starlette.requests import Request
 from layershuffle.errors import UsageError
 from layershuffle.swarm.calibration import (
     NEVER,
-    Calibration,
     Expected,
     expected_at,
-    useful_blocks,
 )
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
@@ -81,7 +79,6 @@ class Gateway:
     remote_model: RemoteModel
     _: KW_ONLY
     limits: GatewayLimits = field(default_factory=GatewayLimits)
-    calibration: Calibration | None = None
     keys: Keys = field(default_factory=Keys)
     model: str = ""
     coordinator: Coordinator | None = None
@@ -92,12 +89,11 @@ class Gateway:
     def __post_init__(self) -> None:
         self.router, depth = self.remote_model.router, self.remote_model.depth
         manifest, names = self.remote_model.model.manifest, None
-        self.take_over(self.calibration)
-        if self.calibration is not None:
-            names = self.calibration.classes
-            if len(self.calibration.queue) != depth:
+        if (calibration := self.remote_model.calibration) is not None:
+            names = calibration.classes
+            if len(calibration.queue) != depth:
                 raise UsageError(
-                    f"The calibration has {len(self.calibration.queue)} blocks, but the model has "
+                    f"The calibration has {len(calibration.queue)} blocks, but the model has "
                     f"{depth}",
                     hint="layershuffle swarm calibrate MODEL --data SPEC",
                 )
@@ -109,10 +105,6 @@ class Gateway:
             self.limits.decoders, thread_name_prefix="decoder"
         )
         self._walks = asyncio.Semaphore(self.limits.running)
-
-    def take_over(self, calibration: Calibration | None) -> None:
-        """Expect of answers what another `calibration` says."""
-        self.calibration, self._useful = calibration, useful_blocks(calibration)
 
     def close(self) -> None:
         """End the decoder threads when their work is done, and close the remote model."""
@@ -208,8 +200,7 @@ class Gateway:
             return await self.remote_model.classify(
                 image,
                 deadline=deadline,
-                min_blocks=options.min_blocks or 1,
-                useful_blocks=options.min_blocks or self._useful,
+                min_blocks=options.min_blocks,
                 confidence=self._confidence(options),
             )
         finally:
@@ -219,9 +210,10 @@ class Gateway:
         """The chance of being right at which a request may end; `None` if it runs all blocks."""
         if options.confidence == "off" or not self.remote_model.temperatures:
             return None
-        if options.confidence is not None or self.calibration is None:
+        calibration = self.remote_model.calibration
+        if options.confidence is not None or calibration is None:
             return options.confidence
-        sureness = self.calibration.sureness
+        sureness = calibration.sureness
         return None if sureness is None else sureness.confidence
 
     def expected_now(self) -> tuple[Expected | None, str]:
@@ -238,11 +230,11 @@ class Gateway:
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
-        if self.calibration is None:
+        if self.remote_model.calibration is None:
             return None, NEVER
         if cell is None:
             return None, "no block can be run"
-        expected = expected_at(self.calibration, cell)
+        expected = expected_at(self.remote_model.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
 

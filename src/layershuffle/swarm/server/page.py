@@ -150,7 +150,8 @@ def page_of(gateway: Gateway) -> list[Route]:
         from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
 
         beside = ORDINARY if gateway.router.depth == _ORDINARY_DEPTH else None
-        work = partial(workbench_of, model, beside=beside, calibration=gateway.calibration)
+        calibration = gateway.remote_model.calibration
+        work = partial(workbench_of, model, beside=beside, calibration=calibration)
         return asyncio.ensure_future(asyncio.to_thread(work))
 
     async def workbench() -> Workbench:

@@ -91,7 +91,6 @@ async def serve_swarm(
             await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
         gateway = Gateway(
             service.remote_model,
-            calibration=service.calibration,
             keys=serving.keys,
             model=settings.model,
             coordinator=service.coordinator,
