@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -72,9 +72,7 @@ class Site:
         end = self.router.clock() + 20
         return await self.router.walk(state, deadline=end, min_blocks=least)
 
-    async def until(self, true: Callable[[], bool], *, seconds: float = 20.0) -> None:
-        """Wait for something that another task does."""
-        await until(true, seconds=seconds)
+    until = staticmethod(until)
 
     def holders(self) -> list[int]:
         """How many usable hosts hold each block."""
@@ -129,11 +127,6 @@ class Stranger:
             pass
         blocks: list[dict[str, Any]] = json.loads(content)["blocks"]
         return blocks
-
-    async def load(self, blocks: list[dict[str, Any]]) -> None:
-        """Say that these blocks are loaded."""
-        for block in blocks:
-            await self.socket.send(wire.text_of("ready", slot=block["slot"], seconds=0.001))
 
     async def visit(self) -> tuple[Header, State]:
         """The next visit."""

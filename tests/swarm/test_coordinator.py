@@ -22,7 +22,6 @@ from dial_site import (
     TOKEN,
     Site,
     dialled,
-    digits,
     gateway,
     hosting,
     replayed,
@@ -30,7 +29,6 @@ from dial_site import (
 )
 from gateway_site import Site as GatewaySite
 from gateway_site import picture, run
-from test_members import answer
 
 from layershuffle.cli.serving import JsonLines
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -198,51 +196,6 @@ def test_a_host_with_other_weights_never_serves_a_request(
                 assert state.tobytes() == (await replayed(states(), route)).tobytes()
 
     asyncio.run(main())
-
-
-def test_a_wrong_frame_shuts_a_host_out(tmp_path: Path) -> None:
-    """It passes its tests, then answers a request with numbers that are not finite."""
-
-    async def main() -> None:
-        # The honest host has no room for the other half of the blocks.
-        half = 6 * digits().weights[0].size
-        async with (
-            gateway() as site,
-            hosting(site.url, cache=tmp_path, name="pi", memory=half),
-            dialled(site) as odd,
-        ):
-            honest = True
-
-            async def serve() -> None:
-                while True:
-                    header, state = await odd.visit()
-                    after = await digits().compute(header.slot, state)
-                    lie = np.full_like(after, np.inf)
-                    await odd.socket.send(answer(header, after if honest else lie))
-
-            await odd.hello(memory=half)
-            serving = asyncio.create_task(serve())
-            try:
-                await site.until(lambda: min(map(len, assigned(site))) == 6)
-                await odd.load([{"slot": block} for block in site.members["odd"].assigned])
-                await site.until(lambda: min(site.holders()) == 1)
-                honest = False
-                start = states()
-                state, route = await site.walk(start)
-            finally:
-                serving.cancel()
-            assert site.router.swarm["odd"].condition == "shut-out"
-            assert [hop.host for hop in route.hops if hop.outcome == "wrong"] == ["odd"]
-            assert route.kept == 6
-            assert state.tobytes() == (await replayed(start, route)).tobytes()
-
-    asyncio.run(main())
-
-
-def assigned(site: Site) -> list[frozenset[int]]:
-    return [member.assigned for member in site.members.values()] + [frozenset()] * (
-        2 - len(site.members)
-    )
 
 
 # --- child processes ------------------------------------------------------------------------------
