@@ -48,7 +48,7 @@ class PlanCommand(DevicesCommand):
 
         file, facts = read_hosts(self.devices), model_facts(self.model)
         print(plan_report(plan_for(file, facts, copies=self.copies), facts))
-        print(f"Next: layershuffle swarm simulate {self.devices}")
+        print(f"Next: layershuffle swarm simulate {self.devices} --churn 60 30")
         return 0
 
 

@@ -232,7 +232,7 @@ def check_address(host: str, *, keyed: bool, public: bool) -> None:
         return
     raise UsageError(
         f"The gateway would listen on {host}, where other machines reach it, without an API key",
-        hint="give it an API key, listen on 127.0.0.1, or say that it is to be public",
+        hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
     )
 
 

@@ -115,10 +115,11 @@ class GatewaySocket(socket.socket):
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.head_ms))
             self.bind((host.strip("[]"), port))
             self.listen(_BACKLOG)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the second one: no port has this number
             self.close()
+            why = getattr(error, "strerror", None) or error
             raise LayerShuffleError(
-                f"The gateway cannot listen on {host}:{port} ({error.strerror or error})",
+                f"The gateway cannot listen on {host}:{port} ({why})",
                 hint="end what listens there, or name another --port (0: a free one) or address",
             ) from error
 
