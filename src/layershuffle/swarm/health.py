@@ -279,7 +279,7 @@ class HealthMonitor:
         chosen = habit.audits(before, after, share=share, chance=self._chance)
         reference = self._reference_of(hop.host, hop.block)
         if chosen and reference is not None and len(self._audits) < _AUDITS:
-            task = asyncio.ensure_future(self._audit(hop, reference, habit, before, after))
+            task = asyncio.ensure_future(self._audit(hop, reference, before, after, habit=habit))
             self._audits.add(task)
             task.add_done_callback(self._audited)
 
@@ -289,7 +289,7 @@ class HealthMonitor:
             _log.error("An audit broke", exc_info=error)
 
     async def _audit(
-        self, hop: Visited, reference: Reference, habit: Habit, before: State, after: State
+        self, hop: Visited, reference: Reference, before: State, after: State, *, habit: Habit
     ) -> None:
         """Compute the state after the hop again in this process, and compare."""
         wire = self.router.wire
