@@ -115,6 +115,18 @@ def test_flags_may_come_first(capsys, fitted):
     assert [mode["orders"] for mode in json.loads(out)["modes"]] == [1, 1]
 
 
+def test_flags_complete_a_recipe(capsys, tmp_path):
+    """What a recipe alone may not say may be right with the flags."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"method: truncated\nmodel: {MODEL}\ndata: {DATA}\nsteps: 1\nbatch_size: 16\n"
+    )
+    words = ["fit", "--recipe", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out")]
+    code, _, err = run(capsys, *words)
+    assert (code, "kept" in err) == (2, True)
+    assert run(capsys, *words, "--kept", "2")[0] == 0
+    assert ls.depth_of(ls.load(str(tmp_path / "out"))) == 2
+
+
 @pytest.mark.parametrize("form", ["--recipe FILE", "--recipe=FILE"])
 def test_flags_override_the_recipe(tmp_path, form):
     recipe = tmp_path / "r.yaml"

@@ -219,6 +219,18 @@ def test_a_task_that_ends_its_processes_is_given_up(tmp_path):
     assert unfinished([task], tmp_path) == []
 
 
+def test_a_task_is_tried_again_after_a_power_cut(tmp_path):
+    """What tells of its progress is not flushed to the disk, so it may be empty."""
+    write_plan(StudySettings(**RECIPE), tmp_path)
+    run = plan_of(StudySettings(**RECIPE)).runs[0]
+    run.directory(tmp_path).mkdir(parents=True)
+    (run.directory(tmp_path) / "progress.json").touch()
+    assert [state.phase for state in states_of([run], tmp_path)] == ["waiting"]
+    attempt(run, tmp_path)
+    assert unfinished([run], tmp_path) == []
+    assert failure_of(run, tmp_path) == ""
+
+
 def test_a_worker_that_cannot_start_ends_the_study(tmp_path):
     write_plan(StudySettings(**RECIPE), tmp_path)
     team = LocalTeam(tmp_path, plan_of(StudySettings(**RECIPE)).tasks, 1)

@@ -215,6 +215,24 @@ def test_a_host_that_is_dropped_during_its_canary_is_not_remembered():
     trusted(check, LIMITS)
 
 
+def test_a_host_that_leaves_before_its_canary_begins_ends_no_watch():
+    async def check(health, hosts):
+        due = health.due
+
+        def leaving(now):
+            asyncio.get_running_loop().call_soon(health.drop, "a")
+            return due(now)
+
+        health.due = leaving
+        running = asyncio.create_task(health.run())
+        await asyncio.sleep(1.0)
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    trusted(check, LIMITS)
+
+
 def test_an_audit_of_the_process_before_says_nothing_for_the_new_one():
     """The first visit of every process is audited for certain, whatever the one before did."""
 

@@ -4,6 +4,7 @@ go away."""
 import asyncio
 import os
 import threading
+import tracemalloc
 from contextlib import nullcontext
 
 import numpy as np
@@ -292,6 +293,32 @@ def test_one_client_leaves_decoders_for_others(monkeypatch):
 
     result = run(go, loop=SkippingLoop, limits=GatewayLimits(decoders=2))
     assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
+
+
+def test_a_body_is_in_memory_once():
+    async def go():
+        left = 8
+
+        async def receive():
+            nonlocal left
+            left -= 1
+            if left < 0:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": bytes(1 << 20), "more_body": left > 0}
+
+        request = Request({"type": "http", "headers": [], "client": ("10.0.0.1", 1)}, receive)
+        admission = Admission(GatewayLimits(), clock=asyncio.get_running_loop().time)
+        before, _ = tracemalloc.get_traced_memory()
+        async with admission.carried(request) as (_, body):
+            return len(body), tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        size, taken = asyncio.run(go())
+    finally:
+        tracemalloc.stop()
+    assert size == 8 << 20
+    assert taken < 12 << 20
 
 
 def test_bodies_that_trickle_take_no_places():

@@ -8,6 +8,7 @@ from shlex import quote
 
 from cyclopts import App, ArgumentCollection
 from cyclopts.argument import update_argument_collection
+from pydantic import ValidationError
 
 from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import Command, Inline
@@ -70,7 +71,10 @@ def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection
         # Here, so that the error names the recipe. What a recipe need not have, flags may give.
         FitSettings(**{"model": "", "data": "", **fields})
     except SettingsError as error:
-        raise SettingsError(error.cause, place=recipe) from None
+        cause = error.__cause__
+        # What does not fit together without the flags may fit with them.
+        if not isinstance(cause, ValidationError) or any(each["loc"] for each in cause.errors()):
+            raise SettingsError(error.cause, place=recipe) from None
     update_argument_collection(fields, str(recipe), arguments, root_keys=(), allow_unknown=False)
 
 

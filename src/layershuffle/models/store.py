@@ -30,7 +30,7 @@ from layershuffle.bundled import asset, recipe_of_model
 from layershuffle.core.discovery import ISOTROPIC, find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import BlockStack, stack_of, wrap
+from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import refuse_others, staged_directory
@@ -392,11 +392,22 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
     metadata, path = read_metadata(directory), directory / METADATA_FILE
-    backbone = _library(metadata.library).read(directory, seed=seed)
+    library = _library(metadata.library)
+    backbone = library.read(directory, seed=seed)
     try:
         wrap(backbone, metadata.blocks)
     except StackError as error:
         raise ModelFileError(error.cause, place=path, hint=_SAVE_AGAIN) from error
+    # The file of another model would bring its view of images, and be right about nothing else.
+    says = metadata.num_classes, metadata.depth
+    has = library.num_classes(backbone), depth_of(backbone)
+    if says != has:
+        raise ModelFileError(
+            f"It is of {says[0]} classes and {says[1]} blocks, and the model beside it has "
+            f"{has[0]} and {has[1]}",
+            place=path,
+            hint=_SAVE_AGAIN,
+        )
     record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))

@@ -214,10 +214,9 @@ def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
         if failed := [need for need in task.needs if failures.get(need)]:
             return TaskState(task.name, "waiting", f"held back, {failed[0]} failed", weight=weight)
         try:
-            text = (task.directory(out) / PROGRESS_FILE).read_text(encoding="utf-8")
-        except FileNotFoundError:
+            progress = json.loads((task.directory(out) / PROGRESS_FILE).read_bytes())
+        except (FileNotFoundError, ValueError):  # a power cut may leave it empty
             return TaskState(task.name, "waiting", weight=weight)
-        progress = json.loads(text)
         return TaskState(task.name, "running", progress["text"], progress["share"], weight)
 
     return [state(task) for task in tasks]

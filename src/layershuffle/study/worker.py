@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def attempt(task: AnyTask, out: Path) -> None:
     directory = task.directory(out)
     progress = directory / PROGRESS_FILE
     count = 0
-    if progress.exists():  # left behind by a process that was killed
+    with suppress(FileNotFoundError, ValueError):  # a power cut may leave it empty
+        # Left behind by a process that was killed.
         count = json.loads(progress.read_text(encoding="utf-8")).get("attempt", 0)
     if count == _MOST_ATTEMPTS:
         cause = f"It ended {count} processes without a word"

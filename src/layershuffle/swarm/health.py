@@ -213,8 +213,10 @@ class HealthMonitor:
         async with asyncio.TaskGroup() as group:
             while True:
                 for visit in self.due(self.router.clock()):
-                    self._watched[visit.host].busy = True
-                    group.create_task(self._turn(visit))
+                    watched = self._watched[visit.host]
+                    watched.busy = True
+                    # Not by its name: the host may have left before the task begins.
+                    group.create_task(self._turn(visit, watched))
                 await asyncio.sleep(_TICK)
 
     def due(self, now: float) -> list[Visit]:
@@ -255,8 +257,7 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _turn(self, visit: Visit) -> None:
-        watched = self._watched[visit.host]
+    async def _turn(self, visit: Visit, watched: _Watched) -> None:
         try:
             await self.canary(visit)
         finally:
@@ -342,7 +343,7 @@ class HealthMonitor:
         chosen = habit.audits(before, after, share=share, chance=self._chance)
         reference = self._reference_of(hop.host, hop.block)
         if chosen and reference is not None and len(self._audits) < _AUDITS:
-            task = asyncio.ensure_future(self._audit(hop, reference, before, after))
+            task = asyncio.ensure_future(self._audit(hop, reference, before, after, habit=habit))
             self._audits.add(task)
             task.add_done_callback(self._audited)
 
@@ -351,7 +352,9 @@ class HealthMonitor:
         if not task.cancelled() and (error := task.exception()):
             _log.error("An audit broke", exc_info=error)
 
-    async def _audit(self, hop: Visited, reference: Reference, before: State, after: State) -> None:
+    async def _audit(
+        self, hop: Visited, reference: Reference, before: State, after: State, *, habit: Habit
+    ) -> None:
         """Compute the state after the hop again in this process, and compare."""
         wire = self.router.wire
         # The input of the hop's host, rounded by the wire.
@@ -367,7 +370,7 @@ class HealthMonitor:
         if self._reference_of(hop.host, hop.block) is not reference:
             return
         if agreed:
-            self._habits[hop.host].passed += 1
+            habit.passed += 1
         else:
             why = f"it answered wrongly for block {hop.block}"
             self.router.report(hop._replace(outcome="wrong", why=why))

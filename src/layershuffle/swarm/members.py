@@ -155,7 +155,10 @@ class Members(Mapping[str, Member]):
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
         slot = (self._beside if beside else self._turn) * self._depth + visit.block
         header = Header(Kind.VISIT, DTYPES[form], slot, number, len(state), 0, micros)
-        member.sent[number] = _Sent(header, None if form == "fp32" else state, answer)
+        member.sent[number] = sent = _Sent(header, None if form == "fp32" else state, answer)
+        if sent.before is not None:
+            # What nobody waits for any more may stay for long, and states are large.
+            answer.add_done_callback(lambda _: setattr(sent, "before", None))
         oldest = next(iter(member.sent))
         if len(member.sent) > _MOST_SENT and member.sent[oldest].answer.done():
             del member.sent[oldest]

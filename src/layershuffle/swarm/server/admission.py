@@ -200,7 +200,7 @@ class Admission:
 
         If the client disconnects, what runs within is cancelled, and `ClientDisconnect` is raised.
         """
-        client, body = self.client(request), bytearray()
+        client, body, content = self.client(request), bytearray(), b""
         if client.requests >= self.limits.client_requests:
             raise busy("Too many requests from your address are under way")
         client.requests += 1
@@ -209,15 +209,17 @@ class Admission:
             await self._read(request, body)
             # Not before: a body that arrives slowly takes only the places of its own client.
             self._check_room()
+            content = bytes(body)
+            body.clear()  # one of them is counted
             self.open += 1
             try:
                 async with _unless_gone(request):
-                    yield client, bytes(body)
+                    yield client, content
             finally:
                 self.open -= 1
         finally:
             client.requests -= 1
-            self._held_bytes -= len(body)
+            self._held_bytes -= len(body) + len(content)
 
     async def compute(
         self,
