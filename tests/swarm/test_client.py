@@ -190,12 +190,15 @@ def test_what_no_wait_cures_is_not_repeated(monkeypatch):
     assert (len(asked), clock.pauses) == (1, [])
 
 
-def test_the_next_gateway_is_asked_and_kept(monkeypatch):
+@pytest.mark.parametrize("proxied", [False, True])
+def test_the_next_gateway_is_asked_and_kept(monkeypatch, proxied):
     clock, asked = Clock(monkeypatch), []
 
     def answer(request):
         asked.append(request.url.host)
         if request.url.host == "first":
+            if proxied:
+                return httpx.Response(502, text="<h1>Bad Gateway</h1>")
             raise httpx.ConnectError("Connection refused")
         return health()
 
@@ -207,7 +210,7 @@ def test_the_next_gateway_is_asked_and_kept(monkeypatch):
     dead = httpx.MockTransport(lambda _: answer(httpx.Request("GET", "http://first")))
     with (
         SwarmClient("http://a", "http://b", transport=dead) as client,
-        pytest.raises(SwarmError, match="cannot be reached"),
+        pytest.raises(SwarmError, match="is not one of" if proxied else "cannot be reached"),
     ):
         client.health()
 

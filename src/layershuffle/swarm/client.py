@@ -46,8 +46,8 @@ _A = TypeVar("_A", bound=BaseModel)
 class SwarmError(LayerShuffleError):
     """The gateway refused, could not answer, or cannot be reached.
 
-    `status`: the HTTP status, `None` without an answer. `retry_after`: seconds after which a retry
-    may help, if the gateway says so.
+    `status`: the HTTP status, `None` without an answer of a gateway. `retry_after`: seconds after
+    which a retry may help, if the gateway says so.
     """
 
     def __init__(
@@ -337,7 +337,8 @@ def _read(response: httpx.Response, kind: type[_A]) -> _A:
             f"The answer (HTTP {response.status_code}) is not one of a LayerShuffle gateway",
             place=place,
             hint="check the address",
-            status=response.status_code,
+            # Of a proxy without its gateway, or of a server that ends: another gateway may answer.
+            status=None if response.is_server_error else response.status_code,
         ) from error
     # HTTP also allows a date here, which our gateway never sends.
     seconds = response.headers.get("retry-after", "")
