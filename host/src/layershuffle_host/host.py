@@ -191,7 +191,7 @@ class Host:
         for visit in batch:
             state, out = out[: len(visit.state)], out[len(visit.state) :]
             if visit.header.dtype != wire.Dtype.FLOAT32:
-                state = state - visit.state
+                state = np.subtract(state, visit.state, out=state)
             waited = int(1e6 * (begin - visit.arrived))
             header = Header(Kind.ANSWER, *visit.header[1:5], together, micros, waited)
             visit.socket.write(wire.frame(header, state))

@@ -42,8 +42,6 @@ Dtype = IntEnum("Dtype", "FLOAT32 FLOAT16 INT8")
 """How the numbers of a state travel. Beside FLOAT32 an answer is what the block added."""
 Why = IntEnum("Why", "UNKNOWN_BLOCK FULL LATE FAILED DRAINING")
 """Why a visit is refused."""
-
-
 Close = IntEnum(
     "Close",
     {"BROKEN": 4400, "BAD_TOKEN": 4401, "NO_HELLO": 4408, "NAME_IN_USE": 4409, "VERSION": 4426},
@@ -76,10 +74,11 @@ def frame(header: Header, state: State | None = None) -> bytes:
         return head
     if header.dtype == Dtype.INT8:
         # A scale per token, so that one with large numbers does not coarsen the others.
-        largest = np.abs(state).max(axis=2, keepdims=True)
-        scales = np.where(largest == 0, 1, largest / 127).astype("<f4")
-        head += scales.tobytes()
-        state = np.rint(state / scales)
+        whole = np.abs(state)  # used again below: a new array takes longer than the arithmetic
+        scales = whole.max(axis=2, keepdims=True) / 127
+        scales[scales == 0] = 1
+        head += scales.astype("<f4").tobytes()
+        state = np.rint(np.divide(state, scales, out=whole), out=whole)
     if header.dtype == Dtype.FLOAT16:
         state = np.clip(state, -65504, 65504)
     return b"".join((head, np.ascontiguousarray(state, _WIDTHS[header.dtype]).data))
