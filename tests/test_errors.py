@@ -1,26 +1,19 @@
-"""Errors: one paragraph, also from a loader process, and with the next step for new users."""
+"""Errors are one paragraph, also from a loader process; what the machine causes is no fault."""
 
 import errno
 import gc
 import os
-import subprocess
-import sys
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-import layershuffle as ls
-from common import FAMILIES
 from layershuffle.errors import (
     DataError,
     LayerShuffleError,
-    StackError,
     UsageError,
     of_the_machine,
 )
 from layershuffle.machine import collector_paused, cores
-from refusals import refuses
 
 
 class Broken(Dataset):
@@ -104,69 +97,6 @@ def test_what_the_machine_causes(error, cause, place):
 
 def test_other_errors_are_not_the_machine_s():
     assert of_the_machine(KeyError("a")) is None
-
-
-# --- mistakes of new users ------------------------------------------------------------------------
-
-VIT = FAMILIES["timm-vit"]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m: ls.wrap("timm:vit_tiny_patch16_224"),
-        lambda m: ls.depth_of("timm:x"),
-        lambda m: ls.wrap([1]),
-        lambda m: ls.running(m, None).__enter__(),
-        lambda m: ls.running(m, 3).__enter__(),
-        lambda m: ls.running(m, ls.Shuffled()).__enter__(),
-    ],
-)
-def test_invalid_models_and_orders(call):
-    with refuses((StackError, UsageError)):
-        call(VIT.wrapped())
-
-
-@pytest.mark.parametrize("batch", [torch.zeros(2, 3, 8, 8), {"pixel_values": torch.zeros(2)}])
-def test_batches_without_labels(batch):
-    with refuses(DataError):
-        ls.evaluate(VIT.wrapped(), [batch], modes="sequential")
-
-
-# --- types ----------------------------------------------------------------------------------------
-
-TYPED = """
-import layershuffle as ls
-from torch import nn
-
-
-class Mine(nn.Module):
-    pass
-
-
-def keeps_its_type(model: Mine) -> Mine:
-    return ls.unwrap(ls.wrap(model))
-
-
-def misspelt(model: Mine) -> None:
-    ls.wrapp(model)
-
-
-def caught() -> type[Exception]:
-    return ls.StackError
-"""
-
-
-def test_types_are_kept_and_misspelt_names_are_found(repository, tmp_path):
-    file = tmp_path / "user.py"
-    file.write_text(TYPED)
-    # With the settings of `scripts/check`, whose cache has the package already.
-    words = [sys.executable, "-m", "mypy", str(file)]
-    done = subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
-    errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert [line.partition("error: ")[2] for line in errors] == [
-        'Module has no attribute "wrapp"; maybe "wrap"?  [attr-defined]'
-    ], done.stdout
 
 
 # --- the machine ----------------------------------------------------------------------------------
