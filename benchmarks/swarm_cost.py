@@ -254,12 +254,9 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
             assert len(held) == 4
 
             async def visited(number: int) -> float:
-                visit, state = (
-                    Visit("host-1", held[number % 4], 30.0),
-                    service.coordinator.model.sample,
-                )
+                visit = Visit("host-1", held[number % 4], 30.0)
                 begun = time.perf_counter()
-                await service.members.visit(visit, state, form="int8")
+                await service.members.visit(visit, service.coordinator.model.sample, form="int8")
                 return 1000 * (time.perf_counter() - begun)
 
             memory, spent = [], []

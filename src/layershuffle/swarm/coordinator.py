@@ -233,11 +233,12 @@ class Coordinator:
             for name, member in self.members.items()
             if swarm[name].condition in ("healthy", "suspect")
         }
+        whole = not swarm.lacking(self.model.depth)
         self._departed = {
             name: (device, since)
             for name, (device, since) in self._departed.items()
             # Requests wait for a block that nobody else holds.
-            if not swarm.lacking(self.model.depth) and now - since < _GRACE
+            if whole and now - since < _GRACE
         }
         devices = [*present.values(), *(device for device, _ in self._departed.values())]
         if devices == self._planned:

@@ -39,13 +39,12 @@ _MILLI = 1000.0
 _NOISE = 0.1  # in a canary, as a share of the spread of a real state
 # The largest difference due to rounding on the wire, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
-_log = logging.getLogger(__name__)
-
 _TINY = 1e-12
 _WEIGHT = 0.05  # of the newest visit in a host's habits
 _KNOWN = 20  # visits after which oddness is judged; new hosts are audited anyway
 _NARROW = 0.01  # least spread, because after two equal answers any third one would be odd
 _FIRST_BOUND, _STEP = 4.0, 0.5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)

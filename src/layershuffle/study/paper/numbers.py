@@ -67,10 +67,8 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
-    places: dict[tuple[str, str, int], PaperNumber] = {
-        (number.method, number.mode, number.kept): number for number in NUMBERS
-    }
-    return places.get((arm, mode, kept_in_paper))
+    place = arm, mode, kept_in_paper
+    return next((n for n in NUMBERS if (n.method, n.mode, n.kept) == place), None)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _KINDS = MimeTypes()  # of the standard library's own table, whatever this machine's says
-_ORDINARY_DEPTH = 12  # of the bundled model that answers beside one of as many blocks
 _SECONDS = 10.0  # that an answer for the page may take
 _MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
 
@@ -146,13 +145,17 @@ def page_of(gateway: Gateway) -> list[Route]:
 
     @lru_cache(1)  # after a roll another one
     def loading(model: str) -> asyncio.Future[Workbench]:
-        # It imports torch, which the gateway itself does without.
-        from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
+        depth, calibration = gateway.router.depth, gateway.remote_model.calibration
 
-        beside = ORDINARY if gateway.router.depth == _ORDINARY_DEPTH else None
-        calibration = gateway.remote_model.calibration
-        work = partial(workbench_of, model, beside=beside, calibration=calibration)
-        return asyncio.ensure_future(asyncio.to_thread(work))
+        def load() -> Workbench:
+            # In the thread: it imports torch, which takes seconds, and the gateway does without it.
+            from layershuffle.models import read_record
+            from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
+
+            same = read_record(asset(ORDINARY.removeprefix("bundled:")))["depth"] == depth
+            return workbench_of(model, beside=ORDINARY if same else None, calibration=calibration)
+
+        return asyncio.ensure_future(asyncio.to_thread(load))
 
     async def workbench() -> Workbench:
         if not here:  # it may be large
