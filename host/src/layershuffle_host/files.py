@@ -19,10 +19,6 @@ _CHUNK = 1 << 16
 _SECONDS = 10.0  # without a byte
 
 
-class FetchError(OSError):
-    """A file that cannot be fetched now."""
-
-
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """The token is for the gateway alone."""
 
@@ -62,8 +58,8 @@ class Cache:
     def content(self, digest: str, size: int, *, source: Source, stopped: threading.Event) -> bytes:
         """The content of a file of `size` bytes, fetched where it is not there.
 
-        A cut transfer is taken up where it ended. Raises `FetchError`, and `OSError` for a disk
-        that cannot be written; `stopped` ends the transfer.
+        A cut transfer is taken up where it ended. Raises `OSError` for one that fails or is
+        `stopped`, and for a disk that cannot be written.
         """
         path = self._directory / digest
         if (content := self._read(path, digest)) is not None:
@@ -85,7 +81,7 @@ class Cache:
             if hashlib.sha256(content).hexdigest() != digest:
                 # From the beginning next time, because nobody knows which part is wrong.
                 file.truncate(0)
-                raise FetchError(f"what came is not the file {digest[:12]}: other SHA-256")
+                raise OSError(f"what came is not the file {digest[:12]}: other SHA-256")
             os.replace(part, path)
         self._prune(keep=path)
         return content
@@ -124,13 +120,13 @@ def _fetch(file: Any, digest: str, *, size: int, source: Source, stopped: thread
         while chunk := response.read(_CHUNK):
             start += len(chunk)
             if stopped.is_set():
-                raise FetchError("the transfer was stopped")
+                raise OSError("the transfer was stopped")
             if start > size:
                 file.truncate(0)
-                raise FetchError(f"the file {digest[:12]} is longer than the gateway said")
+                raise OSError(f"the file {digest[:12]} is longer than the gateway said")
             file.write(chunk)
     if start < size:
-        raise FetchError(f"the transfer of {digest[:12]} ended after {start} of {size} bytes")
+        raise OSError(f"the transfer of {digest[:12]} ended after {start} of {size} bytes")
 
 
 def _lock(descriptor: int, stopped: threading.Event) -> None:
@@ -139,4 +135,4 @@ def _lock(descriptor: int, stopped: threading.Event) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stopped.wait(0.1)
-    raise FetchError("the transfer was stopped")
+    raise OSError("the transfer was stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import logging
 import os
@@ -38,6 +39,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 3.0
 _MOST_WAITING, _MOST_WAITING_BYTES = 1024, 128 << 20
 # Up to here a block runs where frames are read: changing threads takes as long, and costs more.
 _INLINE_SECONDS = 0.005
+# glibc keeps the memory that loading gave back: as much as the blocks take.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 Key = tuple[str, str]
 """A block by the digests of its graph and of its weights."""
 
@@ -364,6 +367,7 @@ class _Link:
                         )
                         self._host.room_for(loaded.bytes)
                         self._host.blocks[key] = loaded
+                        _trim(0)
                 # Files may be anything, and so may be what their readers raise.
                 except Exception as error:  # noqa: BLE001
                     why = f"{type(error).__name__}: {error}"[: wire.MAX_TEXT]
