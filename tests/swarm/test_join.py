@@ -116,6 +116,7 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             await page.locator("#held", has_text="12").wait_for()
             await page.locator("#state", has_text="is a host").wait_for()
             assert await page.evaluate("() => location.hash") == ""
+            assert await page.evaluate("() => crossOriginIsolated")
             if pictures := os.environ.get("PAGE_PICTURES"):
                 await page.wait_for_timeout(1000)
                 await page.screenshot(
