@@ -401,7 +401,9 @@ def test_hosts_that_are_refused_are_said_now_and_then(lines: Lines) -> None:
 
     asyncio.run(main())
     assert members_module._QUIET == 10
-    assert lines() == ["A host at 127.0.0.1 is refused: another token"]
+    assert lines() == [
+        "A host at 127.0.0.1 is refused: another token: copy the host-token of this gateway"
+    ]
 
 
 def test_a_block_that_cannot_be_loaded_is_said_once(lines: Lines) -> None:

@@ -157,7 +157,7 @@ def test_another_token_and_a_file_that_was_changed_are_said(
     async def work() -> None:
         async with browsing(runtime) as (site, tab):
             page = await tab("another")
-            await page.locator("#why", has_text="Now: another token.").wait_for()
+            await page.locator("#why", has_text="Now: another token:").wait_for()
             await page.close()
             page = await tab("")
             await page.locator("#why", has_text="The address lacks the token").wait_for()
