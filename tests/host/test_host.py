@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import ssl
 import subprocess
@@ -349,6 +350,47 @@ def test_tls_with_a_private_authority(gateway: Gateway, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_proxies_of_the_environment(
+    gateway: Gateway,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Frames go by CONNECT, files by GET; a proxy that cannot be used is said, and does not end
+    the host."""
+    asked = list[str]()
+
+    async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while content := await reader.read(1 << 16):
+            writer.write(content)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head.decode().split()[0])
+        back, there = await asyncio.open_connection("127.0.0.1", gateway.port)
+        if asked[-1] == "CONNECT":
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        else:
+            there.write(re.sub(rb"http://[^/]+", b"", head, count=1))
+        await asyncio.gather(copied(reader, there), copied(back, writer))
+
+    async def main() -> None:
+        proxy = await asyncio.start_server(relay, "127.0.0.1", 0)
+        port = proxy.sockets[0].getsockname()[1]
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv("http_proxy", "gopher://127.0.0.1")
+        async with proxy, gateway.listening(), hosting(gateway, cache=tmp_path):
+            await until(lambda: "isn't a valid proxy" in caplog.text)
+            monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+            end = await asyncio.wait_for(gateway.hosts.get(), 20)
+            await end.load(gateway.blocks[0])
+            assert (await end.visit(0, states(1))).shape == (1, *SHAPE)
+        assert asked == ["CONNECT", "GET", "GET"]
+
+    asyncio.run(main())
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -386,7 +428,13 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     token = tmp_path / "token"
     assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
     token.write_text("x")
-    assert "No such file" in capsys.readouterr().err
+    assert f"No such file or directory: '{token}'. Next: " in capsys.readouterr().err
+    for content, cause in ((None, "ca.pem"), ("x", "does not contain a certificate")):
+        if content is not None:
+            (tmp_path / "ca.pem").write_text(content)
+        words = ["--token-file", str(token), "--ca", str(tmp_path / "ca.pem")]
+        assert command(["wss://127.0.0.1:1", "--cache", str(tmp_path / "c"), *words]) == 2
+        assert cause in capsys.readouterr().err
     for url in ("ftp://x", "gateway:80", "ws://"):
         assert command([url, "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
         assert "no address of a gateway" in capsys.readouterr().err

@@ -401,7 +401,19 @@ def test_hosts_that_are_refused_are_said_now_and_then(lines: Lines) -> None:
 
     asyncio.run(main())
     assert members_module._QUIET == 10
-    assert lines() == ["A host at 127.0.0.1 is refused: another token"]
+    assert lines() == [
+        "A host at 127.0.0.1 is refused: another token: copy the host-token of this gateway"
+    ]
+
+
+def test_a_host_without_room_for_a_block_is_told(lines: Lines) -> None:
+    async def main() -> None:
+        async with gateway() as site, dialled(site) as stranger:
+            await stranger.hello(memory=100_000)
+            await site.until(lambda: len(lines()) > 0)
+
+    asyncio.run(main())
+    assert lines()[0] == "Host odd has joined: its --memory is for no block: one takes 135KB"
 
 
 def test_a_block_that_cannot_be_loaded_is_said_once(lines: Lines) -> None:

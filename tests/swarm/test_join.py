@@ -116,6 +116,7 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             await page.locator("#held", has_text="12").wait_for()
             await page.locator("#state", has_text="is a host").wait_for()
             assert await page.evaluate("() => location.hash") == ""
+            assert await page.evaluate("() => crossOriginIsolated")
             if pictures := os.environ.get("PAGE_PICTURES"):
                 await page.wait_for_timeout(1000)
                 await page.screenshot(
@@ -156,7 +157,7 @@ def test_another_token_and_a_file_that_was_changed_are_said(
     async def work() -> None:
         async with browsing(runtime) as (site, tab):
             page = await tab("another")
-            await page.locator("#why", has_text="Now: another token.").wait_for()
+            await page.locator("#why", has_text="Now: another token:").wait_for()
             await page.close()
             page = await tab("")
             await page.locator("#why", has_text="The address lacks the token").wait_for()

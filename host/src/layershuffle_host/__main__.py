@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(serve())
     except (OSError, ValueError) as error:
-        print(f"layershuffle-host: {error}", file=sys.stderr)
+        print(f"layershuffle-host: {error}. Next: layershuffle-host --help", file=sys.stderr)
         return 2
     return 0
 

@@ -61,14 +61,14 @@ class Cache:
         A cut transfer is taken up where it ended. Raises `OSError` for one that fails or is
         `stopped`, and for a disk that cannot be written.
         """
-        path = self._directory / digest
+        path, part = self._directory / digest, self._directory / f"{digest}.part"
         if (content := self._read(path, digest)) is not None:
             return content
-        with (self._directory / f"{digest}.part").open("ab") as file:
+        with part.open("ab") as file:
             # Another host of this machine may be fetching the same file.
             _lock(file.fileno(), stopped)
             if (content := self._read(path, digest)) is not None:
-                Path(file.name).unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
                 return content
             if file.tell() > size:
                 file.truncate(0)
@@ -76,7 +76,6 @@ class Cache:
                 _fetch(file, digest, size=size, source=source, stopped=stopped)
             file.flush()
             os.fsync(file.fileno())
-            part = Path(file.name)
             content = part.read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
                 # From the beginning next time, because nobody knows which part is wrong.

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import onnxruntime
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidState, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidState, WebSocketException
 from websockets.frames import Frame, Opcode
 
 from layershuffle_host import __version__, wire
@@ -253,7 +253,9 @@ class _Link:
         secure = {"ws": "", "http": "", "wss": "s", "https": "s"}.get(parts.scheme)
         if secure is None or not parts.netloc:
             raise ValueError(f"{url!r} is no address of a gateway: write ws://HOST:PORT")
-        tls = ssl.create_default_context(cafile=ca) if secure else None
+        # Not `cafile`, whose errors name no file.
+        known = None if ca is None else ca.read_text("ascii", "ignore")
+        tls = ssl.create_default_context(cadata=known) if secure else None
         base = f"{parts.netloc}{parts.path.rstrip('/')}"
         self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
         self._source = Source(f"http{secure}://{base}", token, tls)
@@ -290,7 +292,7 @@ class _Link:
                 if self._host.draining:
                     return
                 said = f"closed: {socket.close_code} {socket.close_reason}"
-            except (OSError, InvalidHandshake, InvalidURI, TimeoutError) as error:
+            except (OSError, WebSocketException, ImportError) as error:  # a SOCKS proxy needs more
                 said = f"cannot be reached: {error or type(error).__name__}"
             if said != before:  # once, not for every try of a night
                 _log.warning("%s %s", self._url, said)

@@ -193,4 +193,4 @@ def version_refused(theirs: str) -> str | None:
     major, minor = map(int, PROTOCOL.split("."))
     if match and int(match[1]) == major and abs(int(match[2]) - minor) <= 1:
         return None
-    return f"protocol {theirs[:20]} does not work with {PROTOCOL}"
+    return f"protocol {theirs[:20]} does not work with {PROTOCOL}: upgrade the older end"

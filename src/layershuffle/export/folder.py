@@ -139,6 +139,10 @@ def _opened(spec: str, out: Path) -> nn.Module:
     ours = (MANIFEST, CALIBRATION, "*.onnx", "*.weights")
     refuse_others(out, ours=ours, kind="exported model")
     model = load(spec)
+    if isinstance(blocks_of(model)[0], OnnxGraph):
+        raise UsageError(
+            "This is an export already", place=spec, hint="export the model that its manifest names"
+        )
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise UsageError(
             "The blocks of this model need a position encoding, which depends on the order",

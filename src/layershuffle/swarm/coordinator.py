@@ -147,6 +147,9 @@ class Coordinator:
             view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
             view = view._replace(condition="draining", why=self.away[member.name])
+        elif member.hello["memory"] < (least := min(file.size for file in self.model.weights)):
+            why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
+            view = view._replace(why=why)
         self.router.put(view)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.

@@ -264,11 +264,12 @@ class Members(Mapping[str, Member]):
         if why := wire.version_refused(hello["protocol"]):
             return self._refuse(connection, Close.VERSION, why)
         if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
-            return self._refuse(connection, Close.BAD_TOKEN, "another token")
+            why = "another token: copy the host-token of this gateway"
+            return self._refuse(connection, Close.BAD_TOKEN, why)
         name = hello["name"]
         if (before := self._members.get(name)) is not None:
             if before.hello["instance"] != hello["instance"]:
-                why = f"the name {name} is in use"
+                why = f"the name {name} is in use: give another --name"
                 return self._refuse(connection, Close.NAME_IN_USE, why)
             # The same process, on a new connection: the old one is dead, and may not know it.
             before.connection.close(_GOING_AWAY, "it has dialled in again")

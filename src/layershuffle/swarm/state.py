@@ -37,7 +37,8 @@ class HostView(NamedTuple):
     average number of images that it computes together. `waiting` counts the images of visits
     sent and not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time
     from which a suspect may be probed, or until which requests wait for a host whose process died.
-    `why` explains every condition but "healthy". `loading`: blocks that it will serve soon.
+    `why` explains every condition but "healthy", and that if no block fits. `loading`: blocks that
+    it will serve soon.
     """
 
     name: str

@@ -14,7 +14,7 @@ const SILENT = 15_000; // ms
 const PRODUCT = "CAg6WwoRCgFhCgFiEgFjIgZNYXRNdWwSAWdaFQoBYRIQCg4IARIKCgMIgAIKAwiAAloVCgFiEhAKDggBEgoKAwiAAgoDCIACYhUKAWMSEAoOCAESCgoDCIACCgMIgAJCBAoAEA0=";
 const BROKEN = 4400; // a browser lets us close with 1000 and from 3000 only
 
-ort.env.wasm.numThreads = 1; // more would need an isolated page, and a phone to stay cool
+ort.env.wasm.numThreads = 1; // with more a phone gets hot
 ort.env.wasm.wasmPaths = new URL("./", import.meta.url).href;
 
 const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
