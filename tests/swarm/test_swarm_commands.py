@@ -1,6 +1,7 @@
 """`layershuffle swarm ...` and `classify`, and the operator's endpoint."""
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -16,9 +17,10 @@ import pytest
 from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
-from layershuffle.errors import UsageError
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server import start
 from layershuffle.swarm.server.operating import Operator, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
@@ -168,7 +170,9 @@ def served(tmp_path, work):
         )
         told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
         task = asyncio.create_task(serve_swarm(Serving(settings), model, **told))
+        gc.unfreeze()
         service, *_ = await opened
+        assert gc.get_freeze_count() > 0, "a full collection would hold the gateway up"
         operator = Operator(state)
         try:
             await asyncio.to_thread(work, operator, service)
@@ -219,8 +223,17 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
             operator.command("drain", host="host-1", fast=True)
         with pytest.raises(UsageError, match="The command fault lacks a field"):
             operator.command("fault", host="host-1")
+        nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
+        with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
+            operator.command("roll", model=str(tmp_path / "nothing"))
 
     served(tmp_path, work)
+
+
+def test_blocks_that_no_host_holds_are_said_at_the_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(start, "_PATIENCE", 0.0)  # long before a host is up
+    served(tmp_path, lambda *_: None)
+    assert "No host of this machine holds the blocks 0, 1, 2" in caplog.text
 
 
 def test_nobody_without_the_key_is_an_operator(tmp_path):

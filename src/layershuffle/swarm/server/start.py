@@ -88,7 +88,11 @@ async def serve_swarm(
         local_hosts(service, settings.hosts, memory=memory) as children,
     ):
         if settings.hosts:
-            await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
+            lacking = await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
+            if lacking:
+                blocks = ", ".join(map(str, lacking))
+                why = "answers lack them until other hosts dial in, or these get more --memory-mb"
+                _log.warning("No host of this machine holds the blocks %s: %s", blocks, why)
         gateway = Gateway(
             service.remote_model,
             keys=serving.keys,
