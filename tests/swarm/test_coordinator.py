@@ -90,7 +90,7 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             routes: list[tuple[State, State, Route]] = []
 
             async def client(number: int) -> None:
-                for turn in range(25):
+                for turn in range(38):
                     start = states(seed=100 * number + turn)
                     state, route = await site.walk(start, least=12)
                     routes.append((start, state, route))
@@ -103,7 +103,7 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             breaking = asyncio.create_task(breaker())
             await asyncio.gather(*map(client, range(8)))
             breaking.cancel()
-            assert [route.kept for *_, route in routes] == [12] * 200
+            assert [route.kept for *_, route in routes] == [12] * 304
             failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
             assert failed > 0, "no fault hit a request"
             for start, state, route in routes:

@@ -325,6 +325,14 @@ def test_with_a_second_holder_no_request_is_lost(kind, ms):
     assert times(outcome)[-1] < ms
 
 
+def test_a_storm_of_restarts_makes_no_answer_late():
+    """For a minute one of four hosts is killed every 2.4 s, under 20 requests a second."""
+    faults = [Fault(48 * turn + 1, f"host-{turn % 4 + 1}", "kill") for turn in range(25)]
+    outcome = run(spread(4, replicas=2), 1200, limits=Limits(), faults=faults, rate=20)
+    assert ends(outcome) == [1200, 0, 0, 0]
+    assert times(outcome)[-1] < 500
+
+
 def test_too_few_blocks_are_no_answer():
     dead = [Fault(0, f"host-{i}", "crash") for i in range(1, 7)]
     assert ends(run(spread(), faults=dead, min_blocks=6)) == [0, 100, 0, 0]
