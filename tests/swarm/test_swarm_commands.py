@@ -131,6 +131,10 @@ def test_plan_and_simulate(capsys, tmp_path):
         assert run(capsys, *words, "--churn", *wrong.split())[0] == 2
     for wrong in ("--requests 0", "--rate 0", "--clients 0", "--scenario thirds"):
         assert run(capsys, *words, *wrong.split())[0] == 2
+    assert run(capsys, *words, "--confidence", "0.5")[0] == 2
+    ending = json.loads(run(capsys, *words, "--confidence", "0.98", "--json")[1])["routings"]
+    means = [routing["mean_blocks"] for routing in ending]
+    assert means == [pytest.approx(7.47, abs=0.3), 12]
     code, out, _ = run(capsys, *words, "--churn", "1", "2", "--rate", "5", "--json")
     spans = [routing["seconds"] for routing in json.loads(out)["routings"]]
     assert (code, max(spans) < 1.1 * min(spans)) == (0, True), "they met the same failures"
