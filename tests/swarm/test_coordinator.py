@@ -270,6 +270,20 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_start_does_not_wait_for_blocks_that_no_host_has_room_for() -> None:
+    async def main() -> None:
+        async with gateway() as site:
+            room = 3 * site.model.weights[0].size
+            children = Children(("a", "b"), url=site.url, token=TOKEN, memory=room, limits=BUSY)
+            running = asyncio.create_task(children.run())
+            lacking = await asyncio.wait_for(site.coordinator.ready(2, within=1000), 60)
+            assert len(lacking) == 12 - 2 * 3
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 def test_a_held_host_stays_away_and_others_are_unknown(tmp_path: Path) -> None:
     async def main() -> None:
         async with gateway() as site, family(site, hosts=2) as children:
