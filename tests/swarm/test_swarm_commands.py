@@ -194,6 +194,11 @@ def served(tmp_path, work):
         Operator(str(tmp_path / "s"))
 
 
+def url_of(operator):
+    """The address of the operator's gateway, with a slash at its end."""
+    return f"{str(operator._http.base_url).rstrip('/')}/"
+
+
 def condition_until(service, host, wanted):
     wait_for(lambda: service.router.swarm[host].condition, holds=lambda now: now == wanted)
 
@@ -213,6 +218,10 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         condition_until(service, "host-1", "healthy")
         with pytest.raises(UsageError, match="Host host-1 is healthy, so it was not restarted"):
             operator.command("readmit", host="host-1")
+        # A cleaner of old files: the hosts of this machine come back, and it is said.
+        (tmp_path / "token").unlink()
+        why = httpx.get(f"{url_of(operator)}healthz").json()["why"]
+        assert f"the token file {tmp_path / 'token'} is gone" in why
         operator.command("fault", host="host-2", kind="crash")
         operator.command("fault", host="host-2", kind="rejoin")
         condition_until(service, "host-2", "healthy")
@@ -245,7 +254,7 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
     """Neither by the key of the API nor from this machine, whatever the header `Host` says."""
 
     def work(operator, service):
-        url = f"{str(operator._http.base_url).rstrip('/')}/"
+        url = url_of(operator)
         for headers in (
             {}, {"X-Operator-Key": "x" * 32}, {"X-API-Key": "k" * 16}, {"Host": "127.0.0.1"},
             {"Origin": url, "Sec-Fetch-Site": "same-origin"},
