@@ -90,7 +90,7 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             routes: list[tuple[State, State, Route]] = []
 
             async def client(number: int) -> None:
-                for turn in range(25):
+                for turn in range(38):
                     start = states(seed=100 * number + turn)
                     state, route = await site.walk(start, least=12)
                     routes.append((start, state, route))
@@ -103,7 +103,7 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             breaking = asyncio.create_task(breaker())
             await asyncio.gather(*map(client, range(8)))
             breaking.cancel()
-            assert [route.kept for *_, route in routes] == [12] * 200
+            assert [route.kept for *_, route in routes] == [12] * 304
             failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
             assert failed > 0, "no fault hit a request"
             for start, state, route in routes:
@@ -266,6 +266,20 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
             await site.until(lambda: "host-1" not in site.members)
             with refuses(UsageError):
                 await injector.inject("q", "slow")
+
+    asyncio.run(main())
+
+
+def test_a_start_does_not_wait_for_blocks_that_no_host_has_room_for() -> None:
+    async def main() -> None:
+        async with gateway() as site:
+            room = 3 * site.model.weights[0].size
+            children = Children(("a", "b"), url=site.url, token=TOKEN, memory=room, limits=BUSY)
+            running = asyncio.create_task(children.run())
+            lacking = await asyncio.wait_for(site.coordinator.ready(2, within=1000), 60)
+            assert len(lacking) == 12 - 2 * 3
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +14,16 @@ from typing import Any
 
 import pytest
 import yaml
-from gateway_site import certify, picture, run
+from gateway_site import certify, picture, run, site, started
 
 from layershuffle import cli
 from layershuffle.cli.serving import UpCommand
-from layershuffle.swarm.server.doors import Https
+from layershuffle.swarm.server.doors import Https, pinned
 from layershuffle.swarm.server.operating import Upkeep
+from layershuffle.swarm.server.run import listening
 from layershuffle_host.__main__ import parser
 from pictures import file_of
-from waiting import HANGS
+from waiting import HANGS, wait_for
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 
@@ -185,3 +188,65 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     directories = [re.findall(r"^StateDirectory=(.+)$", text, re.M) for text in units().values()]
     assert sorted(directories) == [["layershuffle-gateway"], ["layershuffle-host"]]
+
+
+NGINX = """daemon off; pid PLACE/pid; error_log PLACE/log; events {}
+http {
+    access_log off; client_body_temp_path PLACE/1; proxy_temp_path PLACE/2;
+    fastcgi_temp_path PLACE/3; uwsgi_temp_path PLACE/4; scgi_temp_path PLACE/5;
+    LINES
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_nginx_passes_requests_on_and_answers_what_is_not_http(tmp_path: Path) -> None:
+    """By the lines of docs/deploy.md; only addresses and the place of the files are others."""
+    certify(tmp_path)
+    page = (DEPLOY.parent / "docs/deploy.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```\n(limit_req_zone.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    async def serving(tell: Any) -> None:
+        async with site() as place, listening(place.app, trusted=["127.0.0.1"]) as (listener, _):
+            tell(listener.port)
+            await asyncio.Event().wait()
+
+    def exchanged(sent: bytes) -> str:
+        """What is answered to these bytes."""
+        tls = pinned(tmp_path / "cert.pem")
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=HANGS) as plain,
+            tls.wrap_socket(plain) as secured,
+        ):
+            secured.sendall(sent)
+            return b"".join(iter(lambda: secured.recv(1 << 16), b"")).decode()
+
+    with started(serving) as gateway, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        for before, after in (
+            ("/etc/ssl/swarm.pem", str(tmp_path / "cert.pem")),
+            ("/etc/ssl/swarm.key", str(tmp_path / "key.pem")),
+            ("listen 443", f"listen 127.0.0.1:{port}"),
+            ("127.0.0.1:8000", f"127.0.0.1:{gateway}"),
+        ):
+            assert lines.count(before) == 1
+            lines = lines.replace(before, after)
+        text = NGINX.replace("LINES", lines).replace("PLACE", str(tmp_path))
+        (tmp_path / "nginx.conf").write_text(text)
+        free.close()
+        words = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+        with subprocess.Popen(words, stderr=subprocess.DEVNULL) as nginx:
+            try:
+                wait_for((tmp_path / "pid").exists)
+                body = file_of(picture())
+                head = f"POST /v1/classify HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+                answer = exchanged(head.encode() + body)
+                broken = [exchanged(b"GARBAGE\r\n\r\n"), exchanged(b"GET / HTTP/1.1\r\nx\r\n\r\n")]
+            finally:
+                nginx.terminate()
+    assert answer.startswith("HTTP/1.1 200 ")
+    for refusal in broken:
+        assert refusal.startswith("HTTP/1.1 400 ")
+        error = json.loads(refusal.partition("\r\n\r\n")[2])["error"]
+        assert error["cause"] == "The request is not HTTP"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import threading
+from dataclasses import replace
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -93,6 +94,16 @@ def test_a_patient_client_waits_as_long_as_the_gateway_asks(patient, asked, seco
     assert run_virtual(drilled()) == (100, seconds)
 
 
+def test_what_the_gateway_does_not_take_ends_the_drill():
+    class Client:
+        async def classify(self, image, **options):
+            raise SwarmError("deadline_ms is 1", place="here", status=422)
+
+    ask = asking(Client(), [Labelled(b"", 0)], deadline_ms=1, patient=True)
+    with refuses(SwarmError, "here"):
+        run_virtual(sent(ask, 3))
+
+
 def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
     for name in ("cat", "dog"):
         folder = tmp_path / "test" / name
@@ -125,6 +136,25 @@ def test_each_answer_counts_with_its_own_number_of_blocks():
     assert (got.answers, got.top1, got.expected) == (40, 25.0, pytest.approx(60.0))
     assert got.text.endswith(", outside")
     assert judged(unknown, calibration(50.0, 90.0)) is judged(replies, None) is None
+
+
+@pytest.mark.parametrize("confidence", [None, 0.9])
+def test_requests_that_end_when_sure_are_judged_by_their_own_chance(confidence):
+    class Client:
+        async def classify(self, image, **options):
+            assert options["confidence"] == (confidence or "off")
+            top = [SimpleNamespace(index=0)]
+            return SimpleNamespace(degraded=False, chance=0.95, cell=ONE, top=top)
+
+    ask = asking(Client(), [Labelled(b"", 0)], deadline_ms=1e9, patient=True, confidence=confidence)
+    replies = run_virtual(sent(ask, 10))
+    got = judged(replies, calibration(70.0))
+    wanted = 95.0 if confidence else 70.0
+    assert (got.top1, got.expected) == (100.0, pytest.approx(wanted))
+    plain = judged([replace(reply, chance=None) for reply in replies], calibration(70.0))
+    assert got.expected - got.low == pytest.approx(plain.expected - plain.low)
+    assert got.high == pytest.approx(min(100.0, plain.high + wanted - 70.0))
+    assert Played("slow", replies, 1.0, got).as_json()["mean_blocks"] == 1
 
 
 def test_the_table():

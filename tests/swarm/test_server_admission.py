@@ -144,12 +144,12 @@ def test_quotas_of_keys():
 
 
 @pytest.mark.parametrize("quota", ["5", "0/day", "5/week", "-1/day", "1/day 2/day"])
-def test_quotas_that_are_none(quota):
-    async def go(place):
-        pass
-
-    with refuses(UsageError):
-        run(go, keys=[f"{KEY} {quota}"])
+def test_quotas_that_are_none(tmp_path, quota):
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(f"{OTHER}\n{KEY} {quota}\n")
+    with refuses(UsageError, keys):
+        Keys(file=keys)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -32,10 +33,12 @@ from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice, in_turn
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
 from layershuffle.swarm.simulation.run import arrivals, life, simulate
+from layershuffle.swarm.sureness import Stop, Sureness
 from refusals import refuses
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
+STOP = Stop(confidence=0.9, blocks=6.5, top1=84.0)
 TOP1 = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
 
 
@@ -325,6 +328,32 @@ def test_with_a_second_holder_no_request_is_lost(kind, ms):
     assert times(outcome)[-1] < ms
 
 
+def test_requests_end_when_they_are_sure_and_a_pipeline_runs_all_blocks():
+    """After 6 or 7 of 12 blocks of 5 ms, as the calibration says on average."""
+    outcomes = [
+        run(spread(), 400, clients=1, routing=routing, top1=TOP1, stop=STOP) for routing in ROUTINGS
+    ]
+    free, pipeline = outcomes
+    assert set(free.blocks) == {6, 7}
+    assert free.figures["mean_blocks"] == pytest.approx(6.5, abs=0.1)
+    assert round(free.figures["ms_median"], 6) in (30, 35)
+    assert ends(free) == [400, 0, 0, 0]
+    assert free.figures["right_of_answers"] == 84.0
+    assert (pipeline.blocks, pipeline.figures["right_of_answers"]) == ({12: 400}, 85.0)
+    # A request that cannot reach so many blocks is answered, and judged, by those that ran.
+    dead = [Fault(0, f"host-{i}", "crash") for i in range(1, 12)]
+    few = run(spread(), 50, faults=dead, top1=TOP1, stop=STOP).figures
+    assert (few["mean_blocks"], few["right_of_answers"]) == (1, 10.0)
+
+
+def test_a_storm_of_restarts_makes_no_answer_late():
+    """For a minute one of four hosts is killed every 2.4 s, under 20 requests a second."""
+    faults = [Fault(48 * turn + 1, f"host-{turn % 4 + 1}", "kill") for turn in range(25)]
+    outcome = run(spread(4, replicas=2), 1200, limits=Limits(), faults=faults, rate=20)
+    assert ends(outcome) == [1200, 0, 0, 0]
+    assert times(outcome)[-1] < 500
+
+
 def test_too_few_blocks_are_no_answer():
     dead = [Fault(0, f"host-{i}", "crash") for i in range(1, 7)]
     assert ends(run(spread(), faults=dead, min_blocks=6)) == [0, 100, 0, 0]
@@ -445,6 +474,12 @@ def test_from_devices_to_figures():
     assert "at most 33.3 requests/s. No plan can give more than 33.3" in text
     assert "With all blocks 96.1 %" in text
     assert "on one host only" not in text
+    sure = Sureness(
+        split="holdout", orders=2, images=9, temperatures=(1.0,) * 12, raw_error=(), error=(),
+        stops=(STOP,), confidence=0.9,
+    )  # fmt: skip
+    text = plan_report(planned, replace(FACTS, sureness=sure))
+    assert "after 6.5 blocks on average: about 61.5 requests/s, 84.0 % right" in text
 
 
 def test_blocks_without_a_second_holder_are_said():
@@ -458,6 +493,8 @@ def test_what_cannot_be_planned():
     twice = {"pi": HostSpec(count=2, memory_mb=9), "pi-2": HostSpec(memory_mb=9)}
     with refuses(UsageError):
         plan_for(HostsFile(hosts=twice), FACTS)
+    with refuses(UsageError):
+        FACTS.stop(0.9)
 
 
 # --- the event loop -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`layershuffle swarm ...` and `classify`, and the operator's endpoint."""
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -16,9 +17,10 @@ import pytest
 from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
-from layershuffle.errors import UsageError
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server import start
 from layershuffle.swarm.server.operating import Operator, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
@@ -65,6 +67,7 @@ def run(capsys, *words):
         (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
+        (["swarm", "up", "--listen", "[::]", "--public", "--ray", "auto"], 2, "cannot dial to"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
     ],
 )
@@ -129,6 +132,10 @@ def test_plan_and_simulate(capsys, tmp_path):
         assert run(capsys, *words, "--churn", *wrong.split())[0] == 2
     for wrong in ("--requests 0", "--rate 0", "--clients 0", "--scenario thirds"):
         assert run(capsys, *words, *wrong.split())[0] == 2
+    assert run(capsys, *words, "--confidence", "0.5")[0] == 2
+    ending = json.loads(run(capsys, *words, "--confidence", "0.98", "--json")[1])["routings"]
+    means = [routing["mean_blocks"] for routing in ending]
+    assert means == [pytest.approx(7.47, abs=0.3), 12]
     code, out, _ = run(capsys, *words, "--churn", "1", "2", "--rate", "5", "--json")
     spans = [routing["seconds"] for routing in json.loads(out)["routings"]]
     assert (code, max(spans) < 1.1 * min(spans)) == (0, True), "they met the same failures"
@@ -168,7 +175,9 @@ def served(tmp_path, work):
         )
         told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
         task = asyncio.create_task(serve_swarm(Serving(settings), model, **told))
+        gc.unfreeze()
         service, *_ = await opened
+        assert gc.get_freeze_count() > 0, "a full collection would hold the gateway up"
         operator = Operator(state)
         try:
             await asyncio.to_thread(work, operator, service)
@@ -183,6 +192,11 @@ def served(tmp_path, work):
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="No swarm of this user runs"):
         Operator(str(tmp_path / "s"))
+
+
+def url_of(operator):
+    """The address of the operator's gateway, with a slash at its end."""
+    return f"{str(operator._http.base_url).rstrip('/')}/"
 
 
 def condition_until(service, host, wanted):
@@ -204,6 +218,10 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         condition_until(service, "host-1", "healthy")
         with pytest.raises(UsageError, match="Host host-1 is healthy, so it was not restarted"):
             operator.command("readmit", host="host-1")
+        # A cleaner of old files: the hosts of this machine come back, and it is said.
+        (tmp_path / "token").unlink()
+        why = httpx.get(f"{url_of(operator)}healthz").json()["why"]
+        assert f"the token file {tmp_path / 'token'} is gone" in why
         operator.command("fault", host="host-2", kind="crash")
         operator.command("fault", host="host-2", kind="rejoin")
         condition_until(service, "host-2", "healthy")
@@ -219,15 +237,24 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
             operator.command("drain", host="host-1", fast=True)
         with pytest.raises(UsageError, match="The command fault lacks a field"):
             operator.command("fault", host="host-1")
+        nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
+        with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
+            operator.command("roll", model=str(tmp_path / "nothing"))
 
     served(tmp_path, work)
+
+
+def test_blocks_that_no_host_holds_are_said_at_the_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(start, "_PATIENCE", 0.0)  # long before a host is up
+    served(tmp_path, lambda *_: None)
+    assert "No host of this machine holds the blocks 0, 1, 2" in caplog.text
 
 
 def test_nobody_without_the_key_is_an_operator(tmp_path):
     """Neither by the key of the API nor from this machine, whatever the header `Host` says."""
 
     def work(operator, service):
-        url = f"{str(operator._http.base_url).rstrip('/')}/"
+        url = url_of(operator)
         for headers in (
             {}, {"X-Operator-Key": "x" * 32}, {"X-API-Key": "k" * 16}, {"Host": "127.0.0.1"},
             {"Origin": url, "Sec-Fetch-Site": "same-origin"},

@@ -48,6 +48,9 @@ class DrillCommand(ServerOptions):
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
     """Number of requests at a time."""
+    confidence: float | None = None
+    """End requests with fewer blocks once the chance of being right is this (0.98). Default: all
+    blocks run."""
     state: str | None = None
     """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
@@ -93,7 +96,13 @@ class DrillCommand(ServerOptions):
                 hosts=hosts,
                 operator=operator,
                 client=client,
-                ask=asking(client, images, deadline_ms=self.deadline_ms, patient=True),
+                ask=asking(
+                    client,
+                    images,
+                    deadline_ms=self.deadline_ms,
+                    patient=True,
+                    confidence=self.confidence,
+                ),
                 requests=self.requests,
                 calibration=calibration,
                 concurrency=self.concurrency,

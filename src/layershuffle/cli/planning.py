@@ -78,6 +78,9 @@ class SimulateCommand(DevicesCommand, Reporting):
     """Routings to compare."""
     min_blocks: int = 1
     """Fewest blocks of an answer."""
+    confidence: float | None = None
+    """End requests at this chance of being right, one that the calibration measured (0.98).
+    Default: all blocks run."""
     seed: int = 0
     """Seed of arrivals and failures."""
 
@@ -91,6 +94,7 @@ class SimulateCommand(DevicesCommand, Reporting):
         from layershuffle.swarm.simulation.run import simulate
 
         file, facts = read_hosts(self.devices), model_facts(self.model)
+        stop = facts.stop(self.confidence)
         devices = plan_for(file, facts, copies=self.copies).devices
         if self.hosts is not None:
             devices = in_turn(devices, self.hosts)
@@ -108,6 +112,7 @@ class SimulateCommand(DevicesCommand, Reporting):
                 min_blocks=self.min_blocks,
                 top1=facts.cells,
                 rounds=facts.rounds,
+                stop=stop,
             )
             for routing in self.routings
         ]

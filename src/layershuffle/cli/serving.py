@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from layershuffle.cli.command import Command
 from layershuffle.extras import require
 from layershuffle.swarm.settings import SwarmSettings
+from layershuffle.text import counted
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.start import Serving
@@ -128,12 +129,12 @@ class UpCommand(SwarmSettings, Command):
             authority = " --ca FILE"
         if serving.keys:
             address += " --api-key-file FILE"
-        hosts = len(service.members)
+        hosts = counted(len(service.members), "host")
         dial = url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
         token = service.members.token if key else "TOKEN"
         lines = [
-            f"{self.model}, {service.router.depth} blocks on {hosts} hosts. It answers at {url} "
+            f"{self.model}, {service.router.depth} blocks on {hosts}. It answers at {url} "
             f"(API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",

@@ -96,7 +96,8 @@ class Coordinator:
     ) -> list[int]:
         """Wait for this number of hosts and for all blocks; returns the blocks that nobody holds.
 
-        It only waits, so `run` must run at the same time. `say` gets a sentence for each host.
+        For blocks that no host has room for it does not wait. It only waits, so `run` must run at
+        the same time. `say` gets a sentence for each host.
         """
         end, reported = self.router.clock() + within, set[str]()
         while True:
@@ -105,7 +106,8 @@ class Coordinator:
                 reported.add(name)
                 say(f"{name} is up with {len(self.router.swarm[name].blocks)} blocks")
             lacking = self.router.swarm.lacking(self.model.depth)
-            if (len(up) >= hosts and not lacking) or self.router.clock() >= end:
+            loading = any(m.assigned.intersection(lacking) for m in self.members.values())
+            if (len(up) >= hosts and not loading) or self.router.clock() >= end:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
 

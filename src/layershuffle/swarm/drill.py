@@ -23,6 +23,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring import matched
+from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration, expected_at, expected_over
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
@@ -33,7 +34,7 @@ from layershuffle.text import counted, table
 
 _LEAST = 4
 _MOST_IMAGES = 1000
-_TOO_MANY = 429
+_UNPROCESSABLE, _TOO_MANY = 422, 429
 _POLL = 0.1  # seconds between looks at the hosts
 _RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
 # Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
@@ -56,13 +57,15 @@ class Labelled:
 class Reply:
     """How one request ended, whether the class was right, milliseconds, and how the blocks ran.
 
-    `cell` is that of its answer, if there is one.
+    `cell` is that of its answer, if there is one; `chance`: that it is right, as it says itself, of
+    requests that end when they are sure.
     """
 
     ended: Ended
     right: bool
     ms: float
     cell: Cell | None = None
+    chance: float | None = None
 
 
 def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
@@ -98,9 +101,17 @@ Ask = Callable[[int], Awaitable[Reply]]
 
 
 def asking(
-    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float, patient: bool
+    client: AsyncSwarmClient,
+    images: Sequence[Labelled],
+    *,
+    deadline_ms: float,
+    patient: bool,
+    confidence: float | None = None,
 ) -> Ask:
     """A function that sends image number i modulo the number of images.
+
+    `confidence`: the chance of being right at which requests end; `None`: all blocks run. Raises
+    `SwarmError` for what the gateway does not take (422), which is no failure of the swarm.
 
     A `patient` client waits after a failure as long as the server asks (Retry-After), and a second
     if nothing answers, before its next request, as simulated clients do.
@@ -112,11 +123,12 @@ def asking(
             # Restarted for every try, because a refusal is not part of the swarm's answer time.
             begun = time.perf_counter()
             try:
-                # All blocks: the accuracy to expect is measured on answers that end by chance.
                 answer = await client.classify(
-                    labelled.image, deadline_ms=deadline_ms, confidence="off", top=1
+                    labelled.image, deadline_ms=deadline_ms, confidence=confidence or "off", top=1
                 )
             except SwarmError as error:
+                if error.status == _UNPROCESSABLE:
+                    raise
                 ms = (time.perf_counter() - begun) * 1000
                 if patient or error.status == _TOO_MANY:
                     await asyncio.sleep(error.retry_after or 1.0)
@@ -126,7 +138,9 @@ def asking(
             ms = (time.perf_counter() - begun) * 1000
             ended: Ended = "degraded" if answer.degraded else "answered"
             right = answer.top[0].index == labelled.label
-            return Reply("late" if ms > deadline_ms else ended, right, ms, answer.cell)
+            ended = "late" if ms > deadline_ms else ended
+            chance = None if confidence is None else answer.chance
+            return Reply(ended, right, ms, answer.cell, chance)
 
     return ask
 
@@ -186,16 +200,21 @@ def judged(replies: Sequence[Reply], calibration: Calibration | None) -> DrillJu
     """The accuracy of the answers beside its interval; `None` if there is nothing to compare.
 
     Each answer counts with the accuracy of the way in which its blocks ran
-    (`calibration.expected_over`); those that ran in a way that was not measured do not count.
+    (`calibration.expected_over`); those that ran in a way that was not measured do not count. Of
+    requests that end when they are sure, each counts with its own chance: the easy ones end first.
     """
     if calibration is None:
         return None
     # Late answers count, because their classes are right or wrong, too.
-    answers = [(r.right, r.cell) for r in replies if r.cell and expected_at(calibration, r.cell)]
+    answers = [(r, r.cell) for r in replies if r.cell and expected_at(calibration, r.cell)]
     if not answers:
         return None
-    interval = expected_over(calibration, [cell for _, cell in answers])
-    return DrillJudgement(len(answers), 100 * sum(r for r, _ in answers) / len(answers), *interval)
+    expected, low, high = expected_over(calibration, [cell for _, cell in answers])
+    if chances := [reply.chance for reply, _ in answers if reply.chance is not None]:
+        more = 100 * mean(chances) - expected
+        expected, low, high = expected + more, low + more, min(100.0, high + more)
+    top1 = 100 * mean([reply.right for reply, _ in answers])
+    return DrillJudgement(len(answers), top1, expected, low, high)
 
 
 @dataclass(frozen=True)
@@ -216,10 +235,12 @@ class Played:
 
     def as_json(self) -> dict[str, object]:
         """The figures of the report, for `json.dumps`, by the names that a simulation has."""
+        kept = [reply.cell.kept for reply in self.replies if reply.cell]
         return {
             "scenario": self.scenario,
             "passed": self.passed,
             **ends_and_times(self.replies),
+            "mean_blocks": mean(kept) if kept else None,
             "accuracy": None if self.judgement is None else asdict(self.judgement),
             "whole_s": self.whole,
         }

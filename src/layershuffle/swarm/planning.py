@@ -31,6 +31,7 @@ from layershuffle.swarm.calibration import calibration_of, rounds_of
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.simulation.hosts import SimulatedDevice
+from layershuffle.swarm.sureness import Stop, Sureness
 from layershuffle.text import counted, listing
 
 MEGA = 1e6
@@ -79,13 +80,30 @@ class ModelFacts:
 
     `blocks`: the weights of every place. `block_ms`: time of a block for one image here. `cells`:
     percent right by how the blocks ran (the calibration), empty without one. `rounds`: how a router
-    runs them.
+    runs them. `sureness`: what ending requests early costs, if it was measured.
     """
 
     blocks: Sequence[BlockFile]
     block_ms: float
     cells: Mapping[Cell, float] = field(default_factory=dict)
     rounds: Rounds = QUEUE
+    sureness: Sureness | None = None
+
+    def stop(self, confidence: float | None) -> Stop | None:
+        """What ending requests at this chance costs; `None`: they run all blocks.
+
+        Raises `UsageError` for a chance that was not measured.
+        """
+        stops = () if self.sureness is None else self.sureness.stops
+        measured = {stop.confidence: stop for stop in stops}
+        if confidence is None or confidence in measured:
+            return None if confidence is None else measured[confidence]
+        raise UsageError(
+            f"What ending requests at a chance of {confidence:g} costs was not measured",
+            hint=f"name one of {', '.join(f'{c:g}' for c in measured)} (--confidence)"
+            if measured
+            else "layershuffle swarm calibrate MODEL --data SPEC measures it",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +128,7 @@ def model_facts(spec: str) -> ModelFacts:
         block_ms=model.manifest.speed.block_ms,
         cells={} if calibration is None else {row.cell: row.top1 for row in calibration.rows},
         rounds=rounds_of(calibration),
+        sureness=None if calibration is None else calibration.sureness,
     )
 
 
@@ -227,4 +246,10 @@ def plan_report(planned: Planned, facts: ModelFacts) -> str:
     if facts.cells:
         top1 = facts.cells[Cell(len(facts.blocks))]
         lines.append(f"With all blocks {top1:.1f} % of the calibration's images are right.")
+    if facts.sureness and (stop := facts.stop(facts.sureness.confidence)):
+        most = planned.most * len(facts.blocks) / stop.blocks
+        lines.append(
+            f"By default requests end when they are sure, after {stop.blocks:.1f} blocks on "
+            f"average: about {most:.1f} requests/s, {stop.top1:.1f} % right."
+        )
     return "\n".join(lines)

@@ -26,7 +26,7 @@ class SwarmSettings:
     """Hosts to start on this machine; 0 if others dial in."""
     ray: str | None = None
     """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
-    and reach --listen."""
+    and reach --listen. With https they have to trust the certificate as it is."""
     copies: int = 2
     """Hosts that hold each block, where they have room."""
     memory_mb: float = 200.0

@@ -76,7 +76,8 @@ def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
         except UsageError:
             raise
         except LayerShuffleError as error:
-            raise HTTPError(HTTPStatus.CONFLICT, error.cause, hint=error.hint or "") from error
+            where, hint = error.place, error.hint or ""
+            raise HTTPError(HTTPStatus.CONFLICT, error.cause, place=where, hint=hint) from error
 
     app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 

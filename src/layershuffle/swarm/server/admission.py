@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -99,9 +100,15 @@ class HTTPError(LayerShuffleError):
     """The refusal of a request; `retry_after` in seconds, where a later try may help."""
 
     def __init__(
-        self, status: HTTPStatus, cause: str, *, hint: str, retry_after: float | None = None
+        self,
+        status: HTTPStatus,
+        cause: str,
+        *,
+        hint: str,
+        place: str | Path | None = None,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(cause, hint=hint)
+        super().__init__(cause, place=place, hint=hint)
         self.status, self.retry_after = status, retry_after
 
 

@@ -68,7 +68,7 @@ class Keys:
         before stay.
         """
         if self._file is not None:
-            self._quotas = dict(map(_parsed, read_keys(self._file)))
+            self._quotas = dict(_parsed(line, place=self._file) for line in read_keys(self._file))
 
     def __bool__(self) -> bool:
         return bool(self._quotas)
@@ -93,12 +93,13 @@ class Keys:
         return match
 
 
-def _parsed(line: str) -> tuple[bytes, Rate | None]:
-    """The digest of a key, and its quota."""
+def _parsed(line: str, *, place: Path | None = None) -> tuple[bytes, Rate | None]:
+    """The digest of a key, and its quota. Raises `UsageError` for another line of `place`."""
     key, _, quota = line.partition(" ")
     if len(key) < _SHORTEST_KEY:
         raise UsageError(
             f"An API key needs at least {_SHORTEST_KEY} characters",
+            place=place,
             hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
         )
     if not quota:
@@ -106,7 +107,9 @@ def _parsed(line: str) -> tuple[bytes, Rate | None]:
     match = re.fullmatch(r"([1-9]\d{0,8})/(second|minute|hour|day)", quota.strip())
     if match is None:
         raise UsageError(
-            f"{quota.strip()[:40]!r} is no quota of an API key", hint="write KEY 1000/day"
+            f"{quota.strip()[:40]!r} is no quota of an API key",
+            place=place,
+            hint="write KEY 1000/day",
         )
     number = int(match[1])
     return _digest(key.encode()), Rate(number / _UNITS[match[2]], number)

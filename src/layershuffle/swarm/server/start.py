@@ -27,6 +27,7 @@ from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.service import Service, running_service
 from layershuffle.swarm.settings import SwarmSettings
 
+_ANY_ADDRESS = ("0.0.0.0", "::")
 _PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Serving:
     """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
     Raises `UsageError` for a certificate without its key, for an address that other machines reach
-    without a key of the API, and if a swarm uses the state directory.
+    without a key of the API, for one that nodes of Ray do not, and if a swarm uses the state
+    directory.
     """
 
     def __init__(self, settings: SwarmSettings) -> None:
@@ -44,6 +46,12 @@ class Serving:
             raise UsageError(
                 "https needs a certificate and its key",
                 hint="give --https-certificate and --https-key, or neither",
+            )
+        if settings.ray is not None and settings.listen.strip("[]") in _ANY_ADDRESS:
+            raise UsageError(
+                f"The nodes of a Ray cluster cannot dial to {settings.listen}",
+                place="--listen",
+                hint="name the address by which they reach this machine",
             )
         state, self.settings = state_directory(settings.state), settings
         self.https = Https(certificate, key) if certificate and key else None
@@ -88,7 +96,11 @@ async def serve_swarm(
         local_hosts(service, settings.hosts, memory=memory) as children,
     ):
         if settings.hosts:
-            await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
+            lacking = await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
+            if lacking:
+                blocks = ", ".join(map(str, lacking))
+                why = "answers lack them until other hosts dial in, or these get more --memory-mb"
+                _log.warning("No host of this machine holds the blocks %s: %s", blocks, why)
         gateway = Gateway(
             service.remote_model,
             keys=serving.keys,

@@ -13,6 +13,7 @@ from layershuffle.stats import mean, quantile
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.settings import Routing
+from layershuffle.swarm.sureness import Stop
 from layershuffle.text import table
 
 Ended = Literal["answered", "degraded", "late", "failed"]
@@ -80,17 +81,23 @@ def outcome_of(
     *,
     routing: Routing,
     top1: Mapping[Cell, float],
+    sure: Stop | None = None,
     depth: int,
     visits: int,
 ) -> SimulationOutcome:
-    """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known.
+    """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known;
+    `sure`: of those that ended when they were sure.
 
     Figures are shares in percent, times in milliseconds, and `None` where answers or a calibration
     lack.
     """
     answers = [reply for reply in replies if reply.ended != "failed"]
     # Answers with a false block count as wrong, and requests without an answer, too.
-    right = _right([reply.route for reply in answers if not reply.false], top1, depth=depth)
+    true = [reply.route for reply in answers if not reply.false]
+    ended = [route for route in true if sure is None or route.ending != "sure"]
+    right = _right(ended, top1, depth=depth)
+    if sure is not None:
+        right += sure.top1 * (len(true) - len(ended))
     # A swarm fills up at first and empties at the end, so its rate is measured in the middle half;
     # n ends have n - 1 intervals between them.
     quarter = len(replies) // 4

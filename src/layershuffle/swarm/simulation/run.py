@@ -32,12 +32,13 @@ from layershuffle.swarm.simulation.outcome import (
     outcome_of,
 )
 from layershuffle.swarm.state import HostView, Swarm, retry_after
+from layershuffle.swarm.sureness import Stop
 
 Churn = tuple[float, float]
 """Mean seconds for which a host is up, and is down. Hosts die and return independently, with
 exponential times, starting in the steady state."""
 _MILLI = 1000.0
-_CANARY_STREAM = 2
+_CANARY_STREAM, _SURE_STREAM = 2, 4
 _STATE = np.ones((1, 1, 1), dtype=np.float32)  # of one image; honest blocks leave it as it is
 
 
@@ -60,6 +61,7 @@ def simulate(
     min_blocks: int = 1,
     top1: Mapping[Cell, float] | None = None,
     rounds: Rounds = QUEUE,
+    stop: Stop | None = None,
     max_batch: int = 16,
     delay_ms: float = 0.0,
 ) -> SimulationOutcome:
@@ -70,6 +72,7 @@ def simulate(
     instead. `faults` happen before requests by number; `churn` goes on by itself; both depend on
     the seed and not on the routing. `top1`: percent by how the blocks ran; as one after the other
     for what is not named there. `rounds`: what the router is to run side by side and again.
+    `stop`: requests end when they are sure, after so many blocks on average (`ends_after`).
     `max_batch`: most images that a host runs together. `delay_ms`: median of the random delay of a
     visit on a busy machine. Times are those of the swarm alone, without stem and head. Raises
     `UsageError` for more `min_blocks` than there are.
@@ -95,11 +98,18 @@ def simulate(
             clock=clock,
         )
         simulation = _Simulation(devices, hosts, chaos, router=router, faults=faults, seed=seed)
+        if stop is not None:
+            simulation.enough = ends_after(stop, requests, seed=seed)
         await simulation.run(
             requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
         )
         return outcome_of(
-            simulation.replies, routing=routing, top1=top1 or {}, depth=depth, visits=hosts.visits
+            simulation.replies,
+            routing=routing,
+            top1=top1 or {},
+            sure=stop,
+            depth=depth,
+            visits=hosts.visits,
         )
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -124,6 +134,7 @@ class _Simulation:
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
         self.restless = set[str]()
+        self.enough: Sequence[int] = ()
         self.loop = asyncio.get_running_loop()
         router.swarm = Swarm(self._view(name) for name in devices)
         self.health = HealthMonitor(router, seed=seed)
@@ -201,7 +212,11 @@ class _Simulation:
             self.inject(self.pending.pop(0))
         deadline_ms = self.router.limits.deadline_ms
         after, route = await self.router.walk(
-            _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
+            _STATE,
+            deadline=self.loop.time() + deadline_ms / _MILLI,
+            min_blocks=min_blocks,
+            confidence=1.0 if self.enough else None,
+            chance=lambda _, blocks: float(blocks >= self.enough[number]),
         )
         ended: Ended = "degraded" if route.degraded else "answered"
         if route.ending == "lost" or route.kept < min_blocks:
@@ -290,6 +305,13 @@ def arrivals(requests: int, rate: float, *, seed: int) -> tuple[float, ...]:
     """Arrival times of the requests in seconds, ascending, `rate` a second (Poisson)."""
     gaps = np.random.default_rng((seed, 0)).exponential(1 / rate, size=requests)
     return tuple(np.cumsum(gaps).tolist())
+
+
+def ends_after(stop: Stop, requests: int, *, seed: int) -> tuple[int, ...]:
+    """The blocks after which each request is sure: `stop.blocks`, up or down to a whole number by a
+    draw that keeps the mean. The calibration does not say how far single requests are from it."""
+    draws = np.random.default_rng((seed, _SURE_STREAM)).random(requests)
+    return tuple(np.floor(stop.blocks + draws).astype(int).tolist())
 
 
 def life(churn: Churn, number: int, *, seed: int) -> tuple[bool, Iterator[float]]:
