@@ -429,7 +429,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
     token.write_text("x")
     assert f"No such file or directory: '{token}'. Next: " in capsys.readouterr().err
-    for content, cause in ((None, "ca.pem"), ("x", "does not contain a certificate")):
+    for content, cause in ((None, "ca.pem"), ("x", "no certificate"), ("", "no certificate")):
         if content is not None:
             (tmp_path / "ca.pem").write_text(content)
         words = ["--token-file", str(token), "--ca", str(tmp_path / "ca.pem")]

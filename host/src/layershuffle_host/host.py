@@ -253,9 +253,8 @@ class _Link:
         secure = {"ws": "", "http": "", "wss": "s", "https": "s"}.get(parts.scheme)
         if secure is None or not parts.netloc:
             raise ValueError(f"{url!r} is no address of a gateway: write ws://HOST:PORT")
-        # Not `cafile`, whose errors name no file.
-        known = None if ca is None else ca.read_text("ascii", "ignore")
-        tls = ssl.create_default_context(cadata=known) if secure else None
+        # OpenSSL names no file that is missing.
+        tls = ssl.create_default_context(cafile=ca and ca.resolve(strict=True)) if secure else None
         base = f"{parts.netloc}{parts.path.rstrip('/')}"
         self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
         self._source = Source(f"http{secure}://{base}", token, tls)
