@@ -229,7 +229,7 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
     def work(operator, service):
         url = f"{str(operator._http.base_url).rstrip('/')}/"
         for headers in (
-            {}, {"X-Operator-Key": "x" * 32}, {"X-API-Key": "k" * 16}, {"Host": "127.0.0.1"},
+            {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Host": "127.0.0.1"},
             {"Origin": url, "Sec-Fetch-Site": "same-origin"},
         ):  # fmt: skip
             fault = {"host": "host-1", "kind": "crash"}

@@ -254,7 +254,7 @@ def _settings(
         settings.append(
             {
                 "base_url": url,
-                "headers": {} if api_key is None else {"X-API-Key": api_key},
+                "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
                 "timeout": timeout,
                 "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
                 "verify": verify,

@@ -27,10 +27,10 @@ from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
 from layershuffle.swarm.messages import Visit, VisitError
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admission import HTTPError
+from layershuffle.swarm.server.admission import HTTPError, key_of
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.operating import KEY_HEADER, CommandName
+from layershuffle.swarm.server.operating import CommandName
 from layershuffle.swarm.server.page import join_address, qr_code
 from layershuffle.swarm.service import Service
 
@@ -65,7 +65,7 @@ def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
 
     async def command(name: CommandName, fields: Fields, request: Request) -> dict[str, Any]:
         await gateway.admission.admit(request)  # before the key, so that guessing is slow
-        if not keys.accept(request.headers.get(KEY_HEADER, "").encode("latin-1", "replace")):
+        if not keys.accept(key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The operator's key is missing or wrong",

@@ -95,6 +95,12 @@ def client_of(address: str) -> str:
     return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
 
 
+def key_of(request: Request) -> bytes:
+    """The key in `Authorization: Bearer KEY`; empty without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
 class HTTPError(LayerShuffleError):
     """The refusal of a request; `retry_after` in seconds, where a later try may help."""
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import APIKeyHeader, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -132,11 +132,8 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
 def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
     guarded, errors = [Depends(gateway.admit)], dict(_ERRORS)
     if gateway.keys:
-        # For the OpenAPI description: `admit` reads the headers itself.
-        guarded += [
-            Depends(HTTPBearer(auto_error=False)),
-            Depends(APIKeyHeader(name="X-API-Key", auto_error=False)),
-        ]
+        # For the OpenAPI description: `admit` reads the header itself.
+        guarded.append(Depends(HTTPBearer(auto_error=False)))
     else:
         del errors[401]
     refusals = {status: errors[status] for status in errors.keys() & {401, 429}}

@@ -73,24 +73,19 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._quotas)
 
-    def accept(self, key: bytes | None) -> bool:
+    def accept(self, key: bytes) -> bool:
         """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
-        return not self._quotas or (key is not None and self._matching(key) is not None)
+        return not self._quotas or bool(self._matching(key))
 
-    def wait(self, key: bytes | None, *, now: float) -> float:
+    def wait(self, key: bytes, *, now: float) -> float:
         """Count a request of a key that is accepted; return the seconds that it has to wait."""
-        match = None if key is None else self._matching(key)
-        quota = None if match is None else self._quotas[match]
-        return 0.0 if quota is None else quota.wait(now)
+        return max((quota.wait(now) for quota in self._matching(key) if quota), default=0.0)
 
-    def _matching(self, key: bytes) -> bytes | None:
-        # Digests have equal length, and the loop never ends early: the time does not depend on the
-        # length of a key, its first letters, or its place in the list.
-        digest, match = _digest(key), None
-        for valid in self._quotas:
-            if hmac.compare_digest(digest, valid):
-                match = valid
-        return match
+    def _matching(self, key: bytes) -> list[Rate | None]:
+        # Digests have equal length, and all are compared: the time does not depend on the length of
+        # a key, its first letters, or its place in the list.
+        digest = _digest(key)
+        return [rate for valid, rate in self._quotas.items() if hmac.compare_digest(digest, valid)]
 
 
 def _parsed(line: str) -> tuple[bytes, Rate | None]:

@@ -30,6 +30,7 @@ from layershuffle.swarm.server.admission import (
     GatewayLimits,
     HTTPError,
     busy,
+    key_of,
 )
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.images import batch_of
@@ -115,11 +116,11 @@ class Gateway:
         """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
         # Rates are checked before keys, so that guessing keys is slow too.
         await self.admission.admit(request)
-        if not self.keys.accept(_key_of(request)):
+        if not self.keys.accept(key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
-                hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+                hint="send it as Authorization: Bearer KEY",
             )
 
     @asynccontextmanager
@@ -147,7 +148,7 @@ class Gateway:
         walk, decoding, and the walk.
         """
         clock = self.router.clock
-        if wait := self.keys.wait(_key_of(request), now=clock()):
+        if wait := self.keys.wait(key_of(request), now=clock()):
             raise busy("The quota of your API key is used up", wait=wait)
         self._check(options)
         async with self.admission.carried(request) as (client, body):
@@ -237,11 +238,3 @@ class Gateway:
         expected = expected_at(self.remote_model.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
-
-
-def _key_of(request: Request) -> bytes | None:
-    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        key = request.headers.get("x-api-key", "")
-    return key.strip().encode("latin-1", "replace") or None

@@ -28,7 +28,6 @@ from layershuffle.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
 CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
-KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
 # Seconds; a roll answers when hosts have loaded another model (`admin.LOAD_SECONDS`).
@@ -101,7 +100,7 @@ class Operator:
         self.hosts: list[str] = facts.get("hosts", [])
         self._http = httpx.Client(
             base_url=facts["url"],
-            headers={KEY_HEADER: facts["key"]},
+            headers={"Authorization": f"Bearer {facts['key']}"},
             timeout=_TIMEOUT,
             trust_env=False,  # a proxy cannot reach this machine's loopback
             verify=pinned(facts["certificate"]) if "certificate" in facts else True,
