@@ -127,7 +127,6 @@ class Metrics(Collector):
         """The answer of /v1/swarm."""
         gateway, router, audits = self._gateway, self._gateway.router, None
         expected, why = gateway.expected_now()
-        calibration = gateway.remote_model.calibration
         if gateway.coordinator is not None:
             health = gateway.coordinator.health
             audits = Audits(audited=health.audited, disagreed=health.disagreed)
@@ -147,7 +146,7 @@ class Metrics(Collector):
             ],
             counters=dict(self.requests),
             audits=audits,
-            calibration=None if calibration is None else calibration.facts,
+            calibration=gateway.remote_model.calibration,
             expected=expected,
             expected_why=why,
             limits=router.limits,

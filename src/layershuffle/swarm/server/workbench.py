@@ -10,7 +10,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -172,7 +172,7 @@ class Workbench:
         expected = expected_of_named(self.calibration, order)
         if expected is None:
             return {"expected": None, "why": "no calibration of such orders"}
-        return {"expected": asdict(expected), "why": ""}
+        return {"expected": expected.model_dump(), "why": ""}
 
 
 def digits_workbench() -> Workbench:
