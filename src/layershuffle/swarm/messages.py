@@ -100,25 +100,24 @@ class Route:
     """The way of a request through the swarm.
 
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
-    of them read, `None` if always the newest (`core.orders`); `skipped`: the other blocks
-    with the reasons. `ending`: complete, sure (the answer was as sure as asked for), deadline (the
-    time was up), unreachable (no healthy host held a missing block) or lost (fixed-order routing
-    could not continue; the request has failed). `ms`: total milliseconds.
+    of them read (`core.orders`); `skipped`: the other blocks with the reasons. `ending`: complete,
+    sure (the answer was as sure as asked for), deadline (the time was up), unreachable (no healthy
+    host held a missing block) or lost (fixed-order routing could not continue; the request has
+    failed). `ms`: total milliseconds.
     """
 
     depth: int
     order: tuple[int, ...]
+    versions: tuple[int, ...]
     skipped: dict[int, str]
     hops: tuple[Visited, ...]
     ending: Ending
     ms: float
-    versions: tuple[int, ...] | None = None
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
         """(block, version that it read) of every step."""
-        versions = range(len(self.order)) if self.versions is None else self.versions
-        return tuple(zip(self.order, versions, strict=True))
+        return tuple(zip(self.order, self.versions, strict=True))
 
     @property
     def kept(self) -> int:

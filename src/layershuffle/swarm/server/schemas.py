@@ -213,7 +213,7 @@ def classification(
         chance=None if classified.temperature is None else guesses[0][1],
         depth=route.depth,
         blocks=list(route.order),
-        versions=[version for _, version in route.steps],
+        versions=list(route.versions),
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=route.degraded,
