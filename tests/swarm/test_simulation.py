@@ -60,7 +60,7 @@ def ends(outcome):
 
 def times(outcome):
     """Milliseconds of all requests, ascending."""
-    return sorted(reply.ms for reply in outcome.replies)
+    return sorted(reply.route.ms for reply in outcome.replies)
 
 
 # --- closed forms ---------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ class Played:
         return {
             "scenario": self.scenario,
             "passed": self.passed,
-            **ends_and_times(self.replies),
+            **ends_and_times([(reply.ended, reply.ms) for reply in self.replies]),
             "accuracy": None if self.judgement is None else asdict(self.judgement),
             "whole_s": self.whole,
         }
@@ -230,7 +230,7 @@ COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
 
 def cells(replies: Sequence[Reply], judgement: DrillJudgement | None) -> tuple[str, ...]:
     """What became of requests, for a table with `COLUMNS`; shares in percent."""
-    figures = ends_and_times(replies)
+    figures = ends_and_times([(reply.ended, reply.ms) for reply in replies])
     return (
         *(f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")),
         *(f"{figures[ms]:.0f}" for ms in ("ms_median", "ms_p99")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,21 +21,13 @@ deadline. failed: no answer."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
-class EndedRequest(Protocol):
-    """A reply of a drill or of a simulation: how it ended, and after how many milliseconds."""
-
-    @property
-    def ended(self) -> Ended: ...
-    @property
-    def ms(self) -> float: ...
-
-
-def ends_and_times(replies: Sequence[EndedRequest]) -> dict[str, float]:
+def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
     """How requests ended, in percent, and the milliseconds within which half of them did, and more.
 
-    Failed ones count, because clients waited for them, too.
+    `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
+    waited for them, too.
     """
-    ms, ended = [reply.ms for reply in replies], Counter(reply.ended for reply in replies)
+    ms, ended = [ms for _, ms in replies], Counter(end for end, _ in replies)
     within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
     return {
         "requests": len(replies),
@@ -53,11 +45,6 @@ class SimulatedReply:
     ended: Ended
     ended_at: float
     false: bool
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds that it took."""
-        return self.route.ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +83,7 @@ def outcome_of(
     quarter = len(replies) // 4
     span = replies[-1 - quarter].ended_at - replies[quarter].ended_at
     figures: dict[str, float | None] = {
-        **ends_and_times(replies),
+        **ends_and_times([(reply.ended, reply.route.ms) for reply in replies]),
         "seconds": replies[-1].ended_at,
         "per_second": (len(replies) - 2 * quarter - 1) / span if span > 0 else None,
         "mean_blocks": mean([reply.route.kept for reply in answers]) if answers else None,
