@@ -22,12 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.doors import client_context, is_loopback
-from layershuffle.swarm.server.schemas import (
-    Classification,
-    ErrorAnswer,
-    Health,
-    SwarmAnswer,
-)
+from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, SwarmAnswer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,8 +33,7 @@ TIMEOUT = 60.0
 """Default seconds that a gateway may stay silent; longer than the longest deadline."""
 PATIENCE = 10.0
 """Default seconds for which a request is repeated that was refused for the moment."""
-_UNAVAILABLE = 503
-_FOR_THE_MOMENT = (429, _UNAVAILABLE)
+_FOR_THE_MOMENT = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
 
 
@@ -108,10 +102,6 @@ class SwarmClient:
         """The current state of the swarm."""
         return self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
 
-    def health(self) -> Health:
-        """Whether requests can be answered; an unhealthy swarm raises no error."""
-        return self._ask(Health, method="GET", url="/healthz")
-
     def close(self) -> None:
         """Close the connections."""
         for gateway in self._gateways:
@@ -162,10 +152,6 @@ class AsyncSwarmClient:
     async def swarm(self) -> SwarmAnswer:
         """See `SwarmClient.swarm`."""
         return await self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
-
-    async def health(self) -> Health:
-        """See `SwarmClient.health`."""
-        return await self._ask(Health, method="GET", url="/healthz")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -325,10 +311,8 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
 def _read(response: httpx.Response, kind: type[_A]) -> _A:
     """The answer in `response`. Raises the gateway's error as `SwarmError`."""
     place = str(response.url)
-    # /healthz answers 503 with the same body when no block can be run.
-    answers = response.is_success or (kind is Health and response.status_code == _UNAVAILABLE)
     try:
-        if answers:
+        if response.is_success:
             return kind.model_validate_json(response.content)
         # Errors of a proxy, in HTML, are not shown as the gateway's.
         problem = ErrorAnswer.model_validate_json(response.content).error
