@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from layershuffle.errors import UsageError
 
@@ -184,18 +183,11 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """
     check_secret(key, what="key", hint="name the key that belongs to the certificate")
 
-    # Otherwise OpenSSL would ask on the terminal, and a service without a terminal would hang.
-    def refuse_password() -> NoReturn:
-        raise UsageError(
-            "The key is encrypted, and the server cannot ask for its password",
-            place=key,
-            hint=f"openssl pkey -in {key} -out NEW.pem, mode 0600",
-        )
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key, password=refuse_password)
+        # OpenSSL would ask for the password of a key on the terminal, which a service has not.
+        context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # ssl's own errors as well
         raise UsageError(
             f"The certificate and its key cannot be used ({error.strerror or error})",

@@ -73,8 +73,7 @@ class Gateway:
     `keys`: the API keys, none for an open gateway; `model`: its name; `coordinator`: that of the
     hosts, which knows of watch and audits; `upkeep`: of the gateway's files; `min_accuracy`: top-1
     in percent that must be expected for /readyz; `decoder_threads`: the executor that decodes
-    images (default: as many threads as the limits allow). Raises `UsageError` for a calibration of
-    another model.
+    images (default: as many threads as the limits allow).
     """
 
     remote_model: RemoteModel
@@ -88,16 +87,10 @@ class Gateway:
     decoder_threads: Executor | None = None
 
     def __post_init__(self) -> None:
-        self.router, depth = self.remote_model.router, self.remote_model.depth
+        self.router = self.remote_model.router
         manifest, names = self.remote_model.model.manifest, None
         if (calibration := self.remote_model.calibration) is not None:
             names = calibration.classes
-            if len(calibration.queue) != depth:
-                raise UsageError(
-                    f"The calibration has {len(calibration.queue)} blocks, but the model has "
-                    f"{depth}",
-                    hint="layershuffle swarm calibrate MODEL --data SPEC",
-                )
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
         self.admission = Admission(self.limits, clock=self.router.clock)
         most = self.limits.max_pixels
@@ -209,13 +202,11 @@ class Gateway:
 
     def _confidence(self, options: Options) -> float | None:
         """The chance of being right at which a request may end; `None` if it runs all blocks."""
-        if options.confidence == "off" or not self.remote_model.temperatures:
-            return None
         calibration = self.remote_model.calibration
-        if options.confidence is not None or calibration is None:
-            return options.confidence
-        sureness = calibration.sureness
-        return None if sureness is None else sureness.confidence
+        sureness = None if calibration is None else calibration.sureness
+        if options.confidence == "off" or sureness is None:
+            return None
+        return options.confidence or sureness.confidence
 
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""

@@ -95,9 +95,8 @@ class Operator:
                 hint="start one with `layershuffle swarm up`, or name its --state directory",
             ) from error
         self.process: int = facts["process"]
-        # A gateway of before an upgrade has not said it.
-        self.model: str = facts.get("model", "")
-        self.hosts: list[str] = facts.get("hosts", [])
+        self.model: str = facts["model"]
+        self.hosts: list[str] = facts["hosts"]
         self._http = httpx.Client(
             base_url=facts["url"],
             headers={"Authorization": f"Bearer {facts['key']}"},
