@@ -229,7 +229,7 @@ FLAGS = {
     "swarm drain": "host state",
     "swarm readmit": "host state",
     "swarm roll": "directory state",
-    "swarm drill": "address api-key-file authority concurrency data deadline-ms json "
+    "swarm drill": "address api-key-file authority concurrency deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",
     "swarm simulate": "churn clients copies devices hosts json min-blocks model rate requests "

@@ -104,8 +104,6 @@ def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
     with refuses(DataError):
         labelled_images(model, f"folder:{tmp_path}", count=4)
     assert len(labelled_images(model, "digit-pairs?test=3&train=5", count=10)) == 3
-    with refuses(UsageError):
-        labelled_images(model, "digit-pairs", count=3)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -192,12 +190,15 @@ class FakeSwarm:
         pass
 
 
+SURE = calibration(50.0, 60.0, 90.0)
+
+
 async def replied(number):
     await asyncio.sleep(0.01 * (number >= 40))
     return Reply("answered", True, 1.0, Cell(3))
 
 
-def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=None, **options):
+def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=SURE, **options):
     """The drill of a fake swarm whose requests are `ask`; `stored`: its calibration."""
     monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
     monkeypatch.setattr("layershuffle.swarm.drill.labelled_images", lambda *_, **__: ())
@@ -206,7 +207,7 @@ def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=None, **options):
     for name in ("served.served_directory", "served.ServedModel"):
         monkeypatch.setattr(f"layershuffle.swarm.{name}", lambda _: None)
     monkeypatch.setattr("layershuffle.swarm.calibration.calibration_of", lambda _: stored)
-    command = DrillCommand(scenarios=scenarios, **{"data": "d", "requests": 40, **options})
+    command = DrillCommand(scenarios=scenarios, **{"requests": 40, **options})
     return command.drill(fake)
 
 
@@ -234,7 +235,7 @@ def test_each_scenario_breaks_what_it_names_and_mends_it(monkeypatch, capsys, sc
         asked.append((number, fake.told.copy()))
         return await replied(number)
 
-    options = {"ask": ask, "stored": calibration(50.0, 60.0, 90.0), "concurrency": 1, "json": True}
+    options = {"ask": ask, "concurrency": 1, "json": True}
     assert asyncio.run(drilled(monkeypatch, fake, scenario, **options)) == 0
     told = dict(asked)
     assert (told[9], sorted(told[10])) == ([], BROKEN[scenario])
@@ -259,20 +260,9 @@ def test_what_never_recovers_or_loses_a_request_is_not_passed(monkeypatch, capsy
     assert asyncio.run(drilled(monkeypatch, FakeSwarm(), "slow", ask=ask)) == 1
 
 
-@pytest.mark.parametrize(
-    ("stored", "data", "error"),
-    [(None, None, True), (None, "d", False), (calibration(9.0), "e", False)],
-)
-def test_accuracy_is_judged_on_images_of_the_calibration(monkeypatch, capsys, stored, data, error):
-    drill = drilled(monkeypatch, FakeSwarm(), "slow", stored=stored, data=data)
-    if error:
-        with refuses(UsageError):
-            asyncio.run(drill)
-        return
-    assert asyncio.run(drill) == 0
-    output = capsys.readouterr()
-    assert "Accuracy not judged" in output.err
-    assert output.out.splitlines()[-1].split()[-4:-2] == ["-", "-"]
+def test_a_model_without_a_calibration_is_refused(monkeypatch):
+    with refuses(UsageError):
+        asyncio.run(drilled(monkeypatch, FakeSwarm(), "slow", stored=None))
 
 
 def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from layershuffle.cli.asking import ServerOptions, describe_answer
 from layershuffle.cli.command import Command
@@ -29,21 +32,19 @@ _HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
 
 @dataclass(frozen=True, kw_only=True)
 class DrillCommand(ServerOptions):
-    """Send labelled images to a running swarm while its own hosts fail, in one way after the other.
+    """Send the images of its calibration to a running swarm while its own hosts fail, in one way
+    after the other.
 
     Prints how the requests ended, and how soon the swarm was whole again. Run this on the machine
     of the server.
     """
 
-    requests: int = 300
+    requests: Annotated[int, Parameter(validator=Number(gte=4))] = 300
     """Number of requests, per scenario."""
     scenarios: tuple[ScenarioName, ...] = tuple(SCENARIOS)
     """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
     cut off, at the end of a bad link (lossy), back every second (restless) or leaving; one answers
     wrongly always (liar), in 1 % of its answers, or always except for canaries."""
-    data: str | None = None
-    """Labelled images: the test split of this data. Default: the data of the calibration; the
-    accuracy on other images is not known."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
@@ -75,18 +76,13 @@ class DrillCommand(ServerOptions):
                 hint="layershuffle swarm up --hosts 4",
             )
         calibration = calibration_of(ServedModel(served_directory(spec)))
-        data = self.data or (calibration and calibration.data)
-        if not data:
+        if calibration is None:
             raise UsageError(
                 "The model was never calibrated, so it is not known which images it is for",
                 place=spec,
-                hint="name some (--data SPEC), or calibrate it: layershuffle swarm calibrate "
-                f"{quote(spec)} --data SPEC",
+                hint=f"layershuffle swarm calibrate {quote(spec)} --data SPEC",
             )
-        if calibration is None or calibration.data != data:
-            print("Accuracy not judged: these images were not calibrated", file=sys.stderr)
-            calibration = None
-        images = labelled_images(load(spec), data, count=self.requests)
+        images = labelled_images(load(spec), calibration.data, count=self.requests)
         results = []
         async with AsyncSwarmClient(*self.address, patience=0, **self.client_options()) as client:
             drill = Drill(
