@@ -49,14 +49,13 @@ def blocking(**options):
 
 
 def test_every_kind_of_image(tmp_path):
-    image = picture(3)
     path = tmp_path / "a.png"
-    image.save(path)
+    path.write_bytes(file_of(picture(3)))
     # One host, so that all answers take one way.
     with blocking(keys=[KEY], hosts={"a": set(range(DEPTH))}) as (client, _):
         answers = [
             client.classify(image_like, top=2, deadline_ms=5000.0, min_blocks=2)
-            for image_like in (image, path, str(path), path.read_bytes())
+            for image_like in (path, str(path), path.read_bytes())
         ]
     assert all(answer.top == answers[0].top for answer in answers)
     assert len(answers[0].top) == 2
@@ -64,7 +63,7 @@ def test_every_kind_of_image(tmp_path):
 
 def test_the_swarm_as_it_is():
     with blocking(keys=[KEY], model="pico") as (client, _):
-        client.classify(picture())
+        client.classify(file_of(picture()))
         swarm = client.swarm()
     assert swarm.model == "pico"
     assert {host.name: set(host.blocks) for host in swarm.hosts} == HOSTS
@@ -77,7 +76,7 @@ def test_errors_have_the_gateways_messages():
             client.classify(b"no image")
         place.router.swarm = Swarm(host for host in place.router.swarm.values() if host.name != "b")
         with pytest.raises(SwarmError) as few:
-            client.classify(picture(), min_blocks=4, deadline_ms=30_000)
+            client.classify(file_of(picture()), min_blocks=4, deadline_ms=30_000)
         with (
             SwarmClient(few.value.place.partition("/v1")[0]) as stranger,
             pytest.raises(SwarmError) as closed,
@@ -118,10 +117,11 @@ def test_addresses_without_a_gateway():
 
 
 def test_wrong_use():
-    with answering(lambda request: httpx.Response(500)) as client:
-        for wrong, words in [(3, "int is not an image"), ("/no/file", "read")]:
-            with pytest.raises(UsageError, match=words):
-                client.classify(wrong)
+    with (
+        answering(lambda request: httpx.Response(500)) as client,
+        pytest.raises(UsageError, match="read"),
+    ):
+        client.classify("/no/file")
     with pytest.raises(UsageError, match="no gateway to ask"):
         SwarmClient()
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://[::", ""):
@@ -155,8 +155,9 @@ def busy(status, seconds):
 
 def answer_of(model="pico"):
     facts = {"model": model, "depth": 4, "classes": 2, "routing": "order-free", "wire": "fp32"}
-    none = {"unreachable_blocks": [], "hosts": [], "counters": {}, "calibration": None}
-    return httpx.Response(200, json={**facts, **none, "limits": {}})
+    return httpx.Response(
+        200, json={**facts, "unreachable_blocks": [], "hosts": [], "counters": {}}
+    )
 
 
 def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):

@@ -7,14 +7,13 @@ with SwarmClient("http://127.0.0.1:8000") as swarm:
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,11 +23,8 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.doors import client_context, is_loopback
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, SwarmAnswer
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    ImageLike = str | Path | bytes | Image
-
+ImageLike = str | Path | bytes
+"""The path of an image file, or its bytes."""
 TIMEOUT = 60.0
 """Default seconds that a gateway may stay silent; longer than the longest deadline."""
 PATIENCE = 10.0
@@ -95,7 +91,7 @@ class SwarmClient:
         self._patience, self._first = patience, 0
 
     def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
-        """The classes of an image: a path, the bytes of an image file, or a Pillow image."""
+        """The classes of an image."""
         return self._ask(Classification, **_classify_request(image, options))
 
     def swarm(self) -> SwarmAnswer:
@@ -250,7 +246,7 @@ def _settings(
 
 
 def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, Any]:
-    """The request with the image as its body. Raises `UsageError` for an invalid image."""
+    """The request with the image as its body. Raises `UsageError` if it cannot be read."""
     # Missing options are not sent, so the defaults of the gateway's version hold.
     fields = {name: value for name, value in options.items() if value is not None}
     return {
@@ -262,29 +258,18 @@ def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, A
     }
 
 
-def _content(image: Any) -> bytes:
-    """The unchanged bytes of an image file, or a Pillow image as PNG."""
+def _content(image: ImageLike) -> bytes:
     # Not decoded here: the gateway must get exactly the pixels of the file.
     if isinstance(image, bytes):
         return image
-    if isinstance(image, str | Path):
-        try:
-            return Path(image).expanduser().read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"The image cannot be read ({error.strerror or error})",
-                place=image,
-                hint="name the file of an image",
-            ) from error
-    # No `isinstance`, because only users of Pillow images need Pillow.
-    if not hasattr(image, "save"):
+    try:
+        return Path(image).expanduser().read_bytes()
+    except OSError as error:
         raise UsageError(
-            f"A {type(image).__name__} is not an image",
-            hint="give a path, the bytes of an image file, or a Pillow image",
-        )
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")  # lossless
-    return buffer.getvalue()
+            f"The image cannot be read ({error.strerror or error})",
+            place=image,
+            hint="name the file of an image",
+        ) from error
 
 
 @contextmanager

@@ -139,17 +139,13 @@ class Metrics(Collector):
             wire=router.wire,
             unreachable_blocks=router.swarm.lacking(router.depth),
             hosts=[
-                HostAnswer.of(
-                    host, visits=self.hops.get(host.name, Counter()).total(), now=router.clock()
-                )
+                HostAnswer.of(host, visits=self.hops.get(host.name, Counter()).total())
                 for host in router.swarm.values()
             ],
             counters=dict(self.requests),
             audits=audits,
-            calibration=gateway.remote_model.calibration,
             expected=expected,
             expected_why=why,
-            limits=router.limits,
         )
 
     def text(self) -> bytes:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.swarm.calibration import CalibrationFacts, Expected
-from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.messages import Ending, Outcome
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.settings import Routing, Wire
@@ -117,13 +116,10 @@ class HostAnswer(BaseModel):
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
     waiting: int = Field(description="Blocks sent to it and not answered yet.")
     visits: int = Field(description="Visits to it since the gateway started.")
-    strikes: int = Field(description="Failures since the last success.")
-    retry_ms: float | None = Field(description="Time until a suspect host is tried again.")
 
     @classmethod
-    def of(cls, host: HostView, *, visits: int, now: float) -> HostAnswer:
-        """That of `host`; `now` in seconds of the router's clock."""
-        left = max(0.0, host.retry_at - now) * _MILLI
+    def of(cls, host: HostView, *, visits: int) -> HostAnswer:
+        """That of `host`."""
         return cls(
             name=host.name,
             condition=host.condition,
@@ -133,8 +129,6 @@ class HostAnswer(BaseModel):
             link_ms=None if host.link is None else host.link * _MILLI,
             waiting=host.waiting,
             visits=visits,
-            strikes=host.strikes,
-            retry_ms=left if host.condition == "suspect" else None,
         )
 
 
@@ -159,12 +153,10 @@ class SwarmAnswer(BaseModel):
     audits: Audits | None = Field(
         None, description="Since the start; `null` if they are not counted."
     )
-    calibration: CalibrationFacts | None
     expected: Expected | None = Field(
         None, description="Of answers with all blocks that are reachable now."
     )
     expected_why: str = Field("", description="Why there is no expected accuracy.")
-    limits: Limits
 
 
 class Health(BaseModel):
