@@ -30,7 +30,6 @@ from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     calibration_path,
     expected_at,
-    expected_of_named,
     expected_over,
     read_calibration,
     rounds_of,
@@ -172,27 +171,6 @@ def test_expected_of_what_ran():
     assert (expected.orders, expected.images, expected.data) == (7, 90, "digit-pairs")
     assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
     assert expected_at(calibration, Cell(3, 1, 4)) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "cell"),
-    [
-        ("2,1,0", Cell(3)),
-        ("2+1", Cell(2, 1, 2)),
-        ("0+1+2", Cell(3, 1, 3)),
-        ("2,1@0,0@1", Cell(3, 1, 2)),
-        ("2,1,2,1", Cell(2, 2)),
-        ("2+1,1+2", Cell(2, 2, 2)),
-        ("2,1,1", None),
-        ("2,2,1,1", None),
-        ("0,1,0,1@0", None),
-        ("0,1,2,0,1,2", None),
-    ],
-)
-def test_named_steps_count_by_the_oldest_state(text, cell):
-    """Whole passes only, and no more of them than were measured."""
-    expected = expected_of_named(with_rows(GRID), ExecutionOrder.parse(text, depth=3))
-    assert (expected and Cell(expected.kept, expected.passes, expected.parallel)) == cell
 
 
 def of_one_block(values, *, images, effective=None):

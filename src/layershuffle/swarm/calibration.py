@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.manifest import CALIBRATION
@@ -188,23 +187,6 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
     row = max(rows, key=lambda row: row.passes)
     facts = calibration.model_dump(include=set(CalibrationFacts.model_fields))
     return Expected(**row.model_dump(), **facts)
-
-
-def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
-    """The accuracy to expect of steps that a client named; `None` if it was not measured, as for
-    all but whole passes through their blocks.
-
-    The age of the oldest state counts. In rounds of n blocks it equals that of n blocks in flight;
-    the other states are newer, but the accuracy is the same.
-    """
-    kept = len(set(order))
-    passes = [set(order.blocks[at : at + kept]) for at in range(0, len(order), kept)]
-    oldest = max(position - version for position, (_, version) in enumerate(order.steps))
-    if oldest >= kept or any(len(blocks) < kept for blocks in passes):
-        return None
-    expected = expected_at(calibration, Cell(kept, len(passes), oldest + 1))
-    # A client may name more passes than were measured, which may be harmful.
-    return expected if expected is not None and expected.passes == len(passes) else None
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
