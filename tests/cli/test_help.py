@@ -233,6 +233,6 @@ FLAGS = {
     "requests scenarios state",
     "swarm plan": "copies devices model",
     "swarm simulate": "churn clients copies devices hosts json min-blocks model rate requests "
-    "routings scenario seed",
+    "scenario seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }
