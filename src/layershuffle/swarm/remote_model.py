@@ -124,7 +124,8 @@ class RemoteModel:
         def chance(state: State, blocks: int) -> float:
             nonlocal answered
             answered = state, self._head.run(model.head, state)
-            return chance_of(answered[1], self.temperatures[blocks - 1])
+            # Of several answers the least sure counts.
+            return float(probabilities(answered[1], self.temperatures[blocks - 1]).max(-1).min())
 
         state, route = await router.walk(
             start,
@@ -164,11 +165,6 @@ class RemoteModel:
     def close(self) -> None:
         """End the worker threads after their current computations."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def chance_of(logits: NDArray[np.float32], temperature: float) -> float:
-    """That the least sure of some answers is right."""
-    return float(probabilities(logits, temperature).max(axis=-1).min())
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:

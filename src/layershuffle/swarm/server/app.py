@@ -1,14 +1,5 @@
 """The HTTP routes of a gateway, and the one handler that turns errors into answers.
 
-POST /v1/classify   an image in, its classes and the route out
-GET  /v1/swarm      hosts, blocks, latencies, counters
-GET  /livez         200 while the gateway answers at all
-GET  /readyz        200 while answers are accurate enough
-GET  /healthz       200 while any block can be run, and what is wrong
-GET  /metrics       for Prometheus
-GET  /              the page, unless it is switched off (`page`)
-GET  /openapi.json  the description of this API
-
 `start` adds those of hosts, which dial in (`members`), of tabs that become hosts (`page`), and of
 the operator (`admin`).
 """

@@ -101,9 +101,8 @@ class Gateway:
         self._walks = asyncio.Semaphore(self.limits.running)
 
     def close(self) -> None:
-        """End the decoder threads when their work is done, and close the remote model."""
+        """End the decoder threads when their work is done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self.remote_model.close()
 
     async def admit(self, request: Request) -> None:
         """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
