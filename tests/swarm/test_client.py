@@ -29,6 +29,7 @@ from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
+from refusals import refuses
 from waiting import HANGS, until
 
 KEY = "a-key-of-some-length"
@@ -425,27 +426,21 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
-        with pytest.raises(UsageError, match="a certificate and its key"):
-            Serving(half)
 
 
 @needs_openssl
-def test_up_warns_of_keys_in_clear(papers, tmp_path, capsys):
-    """Before anything is loaded, where an address without keys is refused, too."""
-    keys = written(tmp_path / "keys", KEY)
-    words = ["swarm", "up", "--model", "dir:/nowhere", "--listen", "0.0.0.0", "--port", "0"]
-    files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
+def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(papers, tmp_path, caplog):
+    keyed = {"keys": written(tmp_path / "keys", KEY)}
+    encrypted = {"https_certificate": papers / "cert.pem", "https_key": papers / "key.pem"}
 
-    def said(*more):
-        state = tmp_path / f"s{len(list(tmp_path.iterdir()))}"  # the end of a process frees it
-        assert main([*words, "--state", str(state), *map(str, more)]) != 0
-        return capsys.readouterr().err
+    def warnings(**options):
+        caplog.clear()
+        opened = Serving(UpCommand(state=str(tmp_path / "state"), listen="0.0.0.0", **options))
+        opened.operated.close()
+        return [record.getMessage() for record in caplog.records]
 
-    clear = said("--keys", keys)
-    assert clear.startswith("warning: API keys, images and answers are sent to and from 0.0.0.0")
-    assert "/nowhere" in clear
-    assert "warning" not in said("--keys", keys, *files)
-    assert "without an API key" in said(*files)
-    Path(keys).chmod(0o604)
-    assert "Other users may read or change the swarm's API keys" in said("--keys", keys)
+    (warning,) = warnings(**keyed)
+    assert warning.startswith("API keys, images and answers are sent to and from 0.0.0.0 unencr")
+    assert warnings(**keyed, **encrypted) == warnings(public=True) == []
+    with refuses(UsageError):
+        warnings(**encrypted)

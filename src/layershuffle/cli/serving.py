@@ -92,13 +92,9 @@ class UpCommand(SwarmSettings, Command):
         import asyncio
 
         from layershuffle.swarm.served import ServedModel, served_directory
-        from layershuffle.swarm.server.doors import in_clear
         from layershuffle.swarm.server.start import Serving, serve_swarm
 
         say, serving = steps(), Serving(self)
-        keyed, encrypted = self.keys is not None, serving.https is not None
-        if warning := in_clear(self.listen, keyed=keyed, encrypted=encrypted):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
         model = ServedModel(served_directory(self.model, say=say))
 
         def ready(service: Service, url: str, key: str) -> None:

@@ -213,27 +213,6 @@ def client_context(authority: Path) -> ssl.SSLContext:
         ) from error
 
 
-def check_address(host: str, *, keyed: bool, public: bool) -> None:
-    """Raises `UsageError` if the gateway would listen to other machines without an API key."""
-    if keyed or public or is_loopback(host):
-        return
-    raise UsageError(
-        f"The gateway would listen on {host}, where other machines reach it, without an API key",
-        hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
-    )
-
-
-def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
-    """A warning if API keys would be sent unencrypted to other machines, else ""."""
-    if encrypted or not keyed or is_loopback(host):
-        return ""
-    return (
-        f"API keys, images and answers are sent to and from {host} unencrypted: anyone who can "
-        "listen on the way can read them and use the keys. Give the gateway a certificate "
-        "(--https-certificate, --https-key), or use a network on which no one else can listen"
-    )
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`, an address or "localhost"."""
     try:

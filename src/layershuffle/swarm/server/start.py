@@ -19,7 +19,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.doors import Https, Keys, check_address, check_secret
+from layershuffle.swarm.server.doors import Https, Keys, check_secret, is_loopback
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
@@ -50,7 +50,22 @@ class Serving:
         self.operated = Operated(state)
         self.token_file = settings.token_file or state / "host-token"
         self.keys = Keys(file=settings.keys)
-        check_address(settings.listen, keyed=bool(self.keys), public=settings.public)
+        if is_loopback(settings.listen):
+            return
+        if not (self.keys or settings.public):
+            raise UsageError(
+                f"The gateway would listen on {settings.listen}, where other machines reach it, "
+                "without an API key",
+                hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
+            )
+        if self.keys and self.https is None:
+            _log.warning(
+                "API keys, images and answers are sent to and from %s unencrypted: anyone who can "
+                "listen on the way can read them and use the keys. Give the gateway a certificate "
+                "(--https-certificate, --https-key), or use a network on which no one else can "
+                "listen",
+                settings.listen,
+            )
 
     def reload(self) -> None:
         """Read API keys and certificate again. What cannot be read stays as it was."""
