@@ -25,8 +25,7 @@ from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Swarm
 
 ImageLike = str | Path | bytes
 """The path of an image file, or its bytes."""
-TIMEOUT = 60.0
-"""Default seconds that a gateway may stay silent; longer than the longest deadline."""
+_TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longest deadline
 PATIENCE = 10.0
 """Default seconds for which a request is repeated that was refused for the moment."""
 _FOR_THE_MOMENT = (429, 503)
@@ -71,7 +70,7 @@ class SwarmClient:
     `SwarmError`. Close it, or use it in a `with`.
 
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
-    trusts). `timeout` in seconds. `patience`: seconds for which a request is repeated that all
+    trusts). `patience`: seconds for which a request is repeated that all
     refuse for the moment, as often as their Retry-After says; 0 for one try at each. `transport`:
     an httpx transport. Raises `UsageError` for an invalid address, for a key that does not fit into
     a header, and for an authority that cannot be read or has no effect.
@@ -82,11 +81,10 @@ class SwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        timeout: float = TIMEOUT,
         patience: float = PATIENCE,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        settings = _settings(urls, api_key=api_key, authority=authority)
         self._gateways = [httpx.Client(transport=transport, **options) for options in settings]
         self._patience, self._first = patience, 0
 
@@ -131,11 +129,10 @@ class AsyncSwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        timeout: float = TIMEOUT,
         patience: float = PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        settings = _settings(urls, api_key=api_key, authority=authority)
         self._gateways = [httpx.AsyncClient(transport=transport, **options) for options in settings]
         self._patience, self._first = patience, 0
 
@@ -203,7 +200,7 @@ class _Turns:
 
 
 def _settings(
-    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None, timeout: float
+    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None
 ) -> list[dict[str, Any]]:
     """The arguments of both clients' httpx clients, one for each address."""
     if not urls:
@@ -237,7 +234,7 @@ def _settings(
             {
                 "base_url": url,
                 "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                "timeout": timeout,
+                "timeout": _TIMEOUT,
                 "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
                 "verify": verify,
             }
@@ -279,7 +276,7 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
         yield
     except httpx.TimeoutException as error:
         raise SwarmError(
-            "The gateway did not answer in time", place=str(url), hint="allow a longer timeout"
+            "The gateway did not answer in time", place=str(url), hint="try again later"
         ) from error
     except httpx.HTTPError as error:
         cause = f"The gateway cannot be reached ({error or type(error).__name__})"

@@ -45,8 +45,8 @@ class Coordinator:
     """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
 
     `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
-    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`, with the
-    reasons; `watching`: whether `run` is active.
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`;
+    `watching`: whether `run` is active.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Coordinator:
         self.children = Children(limits=router.limits)
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
-        self.away: dict[str, str] = {}
+        self.away = set[str]()
         self._references = _references_of(model)
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
@@ -146,7 +146,7 @@ class Coordinator:
             # A new connection is no proof of honesty.
             view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
-            view = view._replace(condition="draining", why=self.away[member.name])
+            view = state.draining(view)
         self.router.put(view)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
@@ -265,7 +265,7 @@ class Coordinator:
         It waits at most as long as a request may take; others take over its blocks.
         """
         self.check_known(name)
-        self.away[name] = "it is leaving"
+        self.away.add(name)
         self.router.update(name, state.draining)
         self._changed.set()
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
@@ -285,7 +285,7 @@ class Coordinator:
     def readmit(self, name: str) -> None:
         """Bring back a host that was shut out, drained or ended."""
         self.check_known(name)
-        self.away.pop(name, None)
+        self.away.discard(name)
         if name in self.children.names:
             self.children.release(name)
         self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))

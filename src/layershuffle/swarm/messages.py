@@ -144,8 +144,4 @@ class Transport(Protocol):
 
 
 class NotAnswered(LayerShuffleError):
-    """The swarm could not answer a request; `route` is its route so far, if it began."""
-
-    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
-        super().__init__(cause, hint=hint)
-        self.route = route
+    """The swarm could not answer a request."""

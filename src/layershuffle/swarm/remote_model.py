@@ -150,7 +150,6 @@ class RemoteModel:
         if not np.isfinite(logits).all():
             raise NotAnswered(
                 "The model's head gave numbers that are not finite",
-                route=route,
                 hint="the weights are broken: score the model by layershuffle eval",
             )
         return Classified(
@@ -173,7 +172,6 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
         first = min(route.skipped, default=0)
         raise NotAnswered(
             f"The pipeline broke at block {first}: {route.skipped.get(first, 'no reason known')}",
-            route=route,
             hint="order-free routing would go on without it",
         )
     if route.kept < min_blocks:
@@ -181,7 +179,6 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
         raise NotAnswered(
             f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
-            route=route,
             hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks; on "
             "a command line --min-blocks)",
         )
