@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
-
 from layershuffle.stats import mean, quantile
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -67,7 +65,6 @@ def outcome_of(
     *,
     routing: Routing,
     top1: Mapping[Cell, float],
-    depth: int,
     visits: int,
 ) -> SimulationOutcome:
     """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known.
@@ -77,7 +74,7 @@ def outcome_of(
     """
     answers = [reply for reply in replies if reply.ended != "failed"]
     # Answers with a false block count as wrong, and requests without an answer, too.
-    right = _right([reply.route for reply in answers if not reply.false], top1, depth=depth)
+    right = _right([reply.route for reply in answers if not reply.false], top1)
     # A swarm fills up at first and empties at the end, so its rate is measured in the middle half;
     # n ends have n - 1 intervals between them.
     quarter = len(replies) // 4
@@ -102,14 +99,11 @@ def outcome_of(
     )
 
 
-def _right(routes: Sequence[Route], top1: Mapping[Cell, float], *, depth: int) -> float:
+def _right(routes: Sequence[Route], top1: Mapping[Cell, float]) -> float:
     """The percents right to expect of these answers, added up."""
-    queue = {cell.kept: percent for cell, percent in top1.items() if cell == Cell(cell.kept)}
-    measured = sorted(queue) or [0]
-    # Uncalibrated numbers of blocks lie between calibrated ones.
-    between = np.interp(range(depth + 1), measured, [queue.get(kept, 0) for kept in measured])
-    ran = [cell_of(route.steps) if route.order else Cell(0) for route in routes]
-    return float(sum(top1.get(cell, between[cell.kept]) for cell in ran))
+    ran = [cell_of(route.steps) for route in routes if route.order]
+    # What was not measured counts as one block after the other.
+    return sum(top1.get(cell, top1.get(Cell(cell.kept), 0.0)) for cell in ran)
 
 
 def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:

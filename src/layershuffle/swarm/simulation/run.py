@@ -98,9 +98,7 @@ def simulate(
         await simulation.run(
             requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
         )
-        return outcome_of(
-            simulation.replies, routing=routing, top1=top1 or {}, depth=depth, visits=hosts.visits
-        )
+        return outcome_of(simulation.replies, routing=routing, top1=top1 or {}, visits=hosts.visits)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(play())
