@@ -26,7 +26,7 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
-from layershuffle.swarm.server.doors import Keys, Rate, check_secret
+from layershuffle.swarm.server.doors import Keys, Rate, secret_in
 from layershuffle.swarm.state import HostView
 from pictures import file_of
 from refusals import refuses
@@ -152,10 +152,10 @@ def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
     path.chmod(mode)
     os.chown(path, owner, 0)
     if taken:
-        check_secret(path, what="token", hint="")
+        assert secret_in(path, what="token", hint="") == "a token"
     else:
         with pytest.raises(UsageError, match="Other users may read"):
-            check_secret(path, what="token", hint="")
+            secret_in(path, what="token", hint="")
 
 
 # --- requests among others ------------------------------------------------------------------------

@@ -111,14 +111,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
-    # Checked before they are read, because keys that others can read are not secret.
-    check_secret(path, what="API keys", hint="one key per line, mode 0600")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"The API keys cannot be read ({error})", place=path, hint="one key per line, in ASCII"
-        ) from error
+    lines = secret_in(path, what="API keys", hint="one key per line, mode 0600").splitlines()
     return tuple(" ".join(line.split()) for line in lines if line.strip())
 
 
@@ -181,7 +174,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
-    check_secret(key, what="key", hint="name the key that belongs to the certificate")
+    secret_in(key, what="key", hint="name the key that belongs to the certificate")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -222,18 +215,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_secret(path: Path, *, what: str, hint: str) -> None:
-    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others.
+def secret_in(path: Path, *, what: str, hint: str) -> str:
+    """The text of a file; raises `UsageError` for one that is missing, unreadable, empty or open to
+    others.
 
     The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
     """
     try:
-        content = path.read_bytes()
+        content = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
+            f"The swarm's {what} cannot be read ({why})", place=path, hint=hint
         ) from error
     if not content.strip():
         raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
@@ -244,3 +239,4 @@ def check_secret(path: Path, *, what: str, hint: str) -> None:
             place=path,
             hint=f"chmod 600 {path}; if others use this machine, make a new one",
         )
+    return content

@@ -19,7 +19,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.doors import Https, Keys, check_secret, is_loopback
+from layershuffle.swarm.server.doors import Https, Keys, is_loopback, secret_in
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
@@ -187,5 +187,4 @@ def token_in(path: Path) -> str:
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
-    check_secret(path, what="token", hint="name another --token-file, or remove it")
-    return path.read_text(encoding="utf-8").strip()
+    return secret_in(path, what="token", hint="name another --token-file, or remove it").strip()
