@@ -155,10 +155,8 @@ def busy(status, seconds):
 
 
 def answer_of(model="pico"):
-    facts = {"model": model, "depth": 4, "classes": 2, "routing": "order-free", "wire": "fp32"}
-    return httpx.Response(
-        200, json={**facts, "unreachable_blocks": [], "hosts": [], "counters": {}}
-    )
+    facts = {"model": model, "depth": 4, "unreachable_blocks": [], "hosts": [], "counters": {}}
+    return httpx.Response(200, json={**facts, "audits": None, "expected": None})
 
 
 def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):

@@ -87,7 +87,6 @@ def test_a_dead_host_degrades_the_answer():
     ]  # fmt: skip
     assert swarm["counters"] == {"degraded": 1, "unanswered": 1}
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.5)
-    assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
 
 
 def test_errors_of_hosts_that_cannot_be_encoded():
@@ -128,10 +127,7 @@ def test_the_doors_for_machines():
 
     whole, part, empty = run(go, calibration=made_up(), min_accuracy=70.0)
     assert [answer.status_code for answer in whole] == [200, 200, 200]
-    assert whole[2].json() == {
-        "ok": True, "why": "", "usable_hosts": 3, "reachable_blocks": 4, "depth": 4,
-        "watching": None,
-    }  # fmt: skip
+    assert whole[2].json() == {"ok": True, "why": ""}
     assert [answer.status_code for answer in part] == [200, 503, 200]
     missing = "no usable host holds block 1"
     low = "the accuracy of answers is below 70 %: 60.0 % are expected"
@@ -398,8 +394,8 @@ def test_a_gateway_knows_of_its_hosts_watch_and_audits():
         return before, *[await place.client.get(p) for p in ("/healthz", "/metrics", "/v1/swarm")]
 
     before, after, metrics, swarm = run(go, coordinator=coordinator)
-    assert (before.status_code, before.json()["watching"], before.json()["why"]) == (200, True, "")
-    assert (after.status_code, after.json()["watching"]) == (200, False)  # requests are answered
+    assert (before.status_code, before.json()["why"]) == (200, "")
+    assert after.status_code == 200, "requests are answered"
     assert after.json()["why"] == "the hosts are not watched now: those that fail do not come back"
     assert {
         "layershuffle_watching 0.0", "layershuffle_audits_total 12.0",

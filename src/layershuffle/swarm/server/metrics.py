@@ -90,13 +90,12 @@ class Metrics(Collector):
         """Whether requests can be answered now, and what will fail if nobody acts."""
         gateway, router = self._gateway, self._gateway.router
         missing = router.swarm.lacking(router.depth)
-        watching = None if gateway.coordinator is None else gateway.coordinator.watching
         reasons = []
         if len(missing) == router.depth:
             reasons.append("no usable host holds a block")
         elif missing:
             reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
-        if watching is False:
+        if gateway.coordinator is not None and not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
             reasons += gateway.upkeep.troubles().values()
@@ -104,10 +103,6 @@ class Metrics(Collector):
             # One block is enough for an answer, though a poor one, and answers need no watch.
             ok=len(missing) < router.depth,
             why="; ".join(reasons),
-            usable_hosts=router.swarm.usable_hosts,
-            reachable_blocks=router.depth - len(missing),
-            depth=router.depth,
-            watching=watching,
         )
 
     def readiness(self) -> Health:
@@ -134,9 +129,6 @@ class Metrics(Collector):
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,
-            classes=len(gateway.labels),
-            routing=router.routing,
-            wire=router.wire,
             unreachable_blocks=router.swarm.lacking(router.depth),
             hosts=[
                 HostAnswer.of(host, visits=self.hops.get(host.name, Counter()).total())
@@ -154,13 +146,17 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
-        swarm, health, upkeep = self.swarm(), self.health(), self._gateway.upkeep
+        swarm, upkeep, coordinator = self.swarm(), self._gateway.upkeep, self._gateway.coordinator
+        reachable = swarm.depth - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
         yield from _of_hosts(swarm.hosts)
         gauges = {
-            "reachable_blocks": ("Blocks that a usable host holds.", health.reachable_blocks),
-            "depth": ("Blocks of the model.", health.depth),
-            "watching": ("1 while hosts are watched and brought back.", health.watching),
+            "reachable_blocks": ("Blocks that a usable host holds.", reachable),
+            "depth": ("Blocks of the model.", swarm.depth),
+            "watching": (
+                "1 while hosts are watched and brought back.",
+                None if coordinator is None else coordinator.watching,
+            ),
             "open_requests": ("Classifications under way.", self._gateway.admission.open),
             "expected_accuracy_ratio": (
                 "Share of right answers to expect now, by the calibration.",

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.messages import Ending, Outcome
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.settings import Routing, Wire
 from layershuffle.swarm.state import Condition, HostView
 from layershuffle.swarm.sureness import probabilities
 
@@ -144,9 +143,6 @@ class SwarmAnswer(BaseModel):
 
     model: str
     depth: int
-    classes: int
-    routing: Routing
-    wire: Wire
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
@@ -164,12 +160,6 @@ class Health(BaseModel):
 
     ok: bool
     why: str
-    usable_hosts: int
-    reachable_blocks: int
-    depth: int
-    watching: bool | None = Field(
-        None, description="Whether hosts are watched and brought back; `null` if not known."
-    )
 
 
 class Problem(BaseModel):
