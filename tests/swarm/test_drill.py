@@ -30,7 +30,7 @@ from layershuffle.swarm.drill import (
     sent,
 )
 from layershuffle.swarm.faults import SCENARIOS
-from layershuffle.swarm.messages import Answer, Visit, VisitError
+from layershuffle.swarm.messages import Answer, Visit
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation.outcome import ends_and_times
 from refusals import refuses
@@ -317,8 +317,8 @@ class Doubling:
         return Answer(2 * state, 20.0, 3.0)
 
 
-def visit_through(transport, *, limit=5.0):
-    return transport.visit(Visit("a", 0, limit), STATE)
+def visit_through(transport):
+    return transport.visit(Visit("a", 0, 5.0), STATE)
 
 
 def test_a_slow_host_computes_ten_times_as_long_and_one_visit_at_a_time():
@@ -329,11 +329,6 @@ def test_a_slow_host_computes_ten_times_as_long_and_one_visit_at_a_time():
         assert loop_time() == pytest.approx(3 * 0.2)
         assert [answer.compute_ms for answer in answers] == [200.0] * 3
         assert [answer.queue_ms for answer in answers] == pytest.approx([3.0, 203.0, 403.0])
-        first, *late = [visit_through(transport, limit=0.1) for _ in range(2)]
-        results = await asyncio.gather(first, *late, return_exceptions=True)
-        assert isinstance(results[0], Answer)
-        assert isinstance(results[1], VisitError)
-        assert results[1].outcome == "late"
         transport.heal("a")
         assert (await visit_through(transport)).compute_ms == 20.0
 

@@ -300,22 +300,6 @@ def test_a_lying_host_is_shut_out_by_its_canary():
     assert run(spread(6), **options).figures["false_answers"] >= 190, "without canaries"
 
 
-def test_audits_alone_find_a_host_that_lies_but_to_canaries():
-    false = {
-        share: run(
-            spread(6, replicas=3),
-            limits=Limits(canary_every_ms=500, audit_share=share),
-            requests=800,
-            faults=[Fault(400, "host-4", "wrong-but-canaries")],
-            rate=100,
-            seed=5,
-        ).figures["false_answers"]
-        for share in (0.0, 0.5)
-    }
-    assert 0 < false[0.5] <= 30
-    assert false[0.0] > 200
-
-
 @pytest.mark.parametrize(("kind", "ms"), [("leave", 200), ("kill", 200), ("lossy", 2000)])
 def test_with_a_second_holder_no_request_is_lost(kind, ms):
     """Also where the host is killed and back soon, or at the end of a bad link."""
