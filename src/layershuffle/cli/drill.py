@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from layershuffle.cli.asking import ServerOptions, describe_answer
+from layershuffle.cli.asking import OperatorCommand, ServerOptions, describe_answer
 from layershuffle.cli.command import Command
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -31,9 +31,9 @@ _HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillCommand(ServerOptions):
-    """Send the images of its calibration to a running swarm while its own hosts fail, in one way
-    after the other.
+class DrillCommand(OperatorCommand, ServerOptions):
+    """Send a running swarm the images of its calibration while its own hosts fail, in one way after
+    the other.
 
     Prints how the requests ended, and how soon the swarm was whole again. Run this on the machine
     of the server.
@@ -49,8 +49,6 @@ class DrillCommand(ServerOptions):
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
     """Number of requests at a time."""
-    state: str | None = None
-    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
     def run(self) -> int:
         """Drill; exit code 1 if the swarm did not recover, or lost a request needlessly."""
