@@ -1,12 +1,14 @@
 """The messages between router, transports and hosts: states, visits, answers and failures.
 
 A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
-ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
+ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -145,3 +147,16 @@ class Transport(Protocol):
 
 class NotAnswered(LayerShuffleError):
     """The swarm could not answer a request."""
+
+
+@asynccontextmanager
+async def until(deadline: float, event: str, *, clock: Callable[[], float]) -> AsyncIterator[None]:
+    """Raise `NotAnswered` within at `deadline`, in seconds of `clock`: it passed before `event`."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline - clock())):
+            yield
+    except TimeoutError as error:
+        raise NotAnswered(
+            f"The deadline passed before {event}",
+            hint="try again later, allow a later deadline, or send a smaller image",
+        ) from error

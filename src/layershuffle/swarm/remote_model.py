@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.swarm.calibration import Calibration, rounds_of, useful_blocks
-from layershuffle.swarm.messages import NotAnswered, Route, State
+from layershuffle.swarm.messages import NotAnswered, Route, State, until
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.sureness import probabilities
@@ -111,14 +111,8 @@ class RemoteModel:
         # earlier.
         late_by = max(0.0, self._head.seconds - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
-        try:
-            async with asyncio.timeout(max(0.0, deadline - router.clock())):
-                start = await self._stem.result(model.stem, images)
-        except TimeoutError as error:
-            raise NotAnswered(
-                "The deadline passed before the model's stem had run",
-                hint="try again later, or allow a later deadline",
-            ) from error
+        async with until(deadline, "the model's stem had run", clock=router.clock):
+            start = await self._stem.result(model.stem, images)
         entered = time.perf_counter()
 
         def chance(state: State, blocks: int) -> float:

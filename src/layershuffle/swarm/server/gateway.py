@@ -22,6 +22,7 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
+from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -186,7 +187,7 @@ class Gateway:
     async def _walk(
         self, image: NDArray[np.float32], options: Options, *, deadline: float
     ) -> Classified:
-        async with self.admission.until(deadline, "it was the request's turn"):
+        async with until(deadline, "it was the request's turn", clock=self.router.clock):
             await self._walks.acquire()
         try:
             # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
