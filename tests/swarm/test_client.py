@@ -156,7 +156,8 @@ def busy(status, seconds):
 
 def answer_of(model="pico"):
     facts = {"model": model, "depth": 4, "unreachable_blocks": [], "hosts": [], "counters": {}}
-    return httpx.Response(200, json={**facts, "audits": None, "expected": None})
+    audits = {"audited": 0, "disagreed": 0}
+    return httpx.Response(200, json={**facts, "audits": audits, "expected": None})
 
 
 def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):
@@ -317,9 +318,9 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
     )
 
     async def serving(tell):
-        def ready(service, url, key):
+        def ready(coordinator, url, key):
             assert key
-            tell((url, up.described(service, url, serving=opened)))
+            tell((url, up.described(coordinator, url, serving=opened)))
 
         model = ServedModel(asset("digits-onnx"))
         opened = Serving(up)

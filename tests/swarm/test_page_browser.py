@@ -302,12 +302,14 @@ def gateway_address():
         memory = 3 * model.weights[0].size
         async with (
             running_service(SwarmSettings(copies=1), model, token="a token") as service,
-            local_hosts(service, 4, memory=memory),
+            local_hosts(service.coordinator, 4, memory=memory),
         ):
             assert await service.coordinator.ready(4, within=60) == []
-            gateway = Gateway(service.remote_model, model="bundled:digits-onnx")
+            gateway = Gateway(
+                service.remote_model, service.coordinator, model="bundled:digits-onnx"
+            )
             app = create_app(gateway, page=True)
-            add_operator(app, service, key=KEY)
+            add_operator(app, key=KEY)
             yield app
 
     with served(making) as url:

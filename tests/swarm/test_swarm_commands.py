@@ -157,7 +157,7 @@ LOOP = ContextVar("LOOP")
 
 
 def served(tmp_path, work):
-    """`work(operator, service)` in a thread, beside a swarm that an operator can reach."""
+    """`work(operator, coordinator)` in a thread, beside a swarm that an operator can reach."""
 
     async def go():
         LOOP.set(asyncio.get_running_loop())
@@ -168,10 +168,10 @@ def served(tmp_path, work):
         )
         told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
         task = asyncio.create_task(serve_swarm(Serving(settings), model, **told))
-        service, *_ = await opened
+        coordinator, *_ = await opened
         operator = Operator(state)
         try:
-            await asyncio.to_thread(work, operator, service)
+            await asyncio.to_thread(work, operator, coordinator)
             with pytest.raises(UsageError, match="runs already"):
                 Serving(settings)
         finally:
@@ -185,28 +185,28 @@ def served(tmp_path, work):
         Operator(str(tmp_path / "s"))
 
 
-def condition_until(service, host, wanted):
-    wait_for(lambda: service.router.swarm[host].condition, holds=lambda now: now == wanted)
+def condition_until(coordinator, host, wanted):
+    wait_for(lambda: coordinator.router.swarm[host].condition, holds=lambda now: now == wanted)
 
 
 def test_the_operator_commands_the_swarm(tmp_path, capsys):
     """A second swarm is refused before its model is loaded."""
 
-    def work(operator, service):
+    def work(operator, coordinator):
         up = ["swarm", "up", "--model", "dir:/nowhere", "--state", str(tmp_path / "s")]
         code, _, err = run(capsys, *up)
         assert (code, "A swarm of this user runs already" in err) == (2, True)
         names = ["host-1", "host-2"]
         assert (operator.model, operator.hosts) == ("bundled:digits-onnx", names)
         assert operator.command("drain", host="host-1") == {"empty": True}
-        assert service.router.swarm["host-1"].condition == "draining"
+        assert coordinator.router.swarm["host-1"].condition == "draining"
         operator.command("readmit", host="host-1")
-        condition_until(service, "host-1", "healthy")
+        condition_until(coordinator, "host-1", "healthy")
         with pytest.raises(UsageError, match="Host host-1 is healthy, so it was not restarted"):
             operator.command("readmit", host="host-1")
         operator.command("fault", host="host-2", kind="crash")
         operator.command("fault", host="host-2", kind="rejoin")
-        condition_until(service, "host-2", "healthy")
+        condition_until(coordinator, "host-2", "healthy")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("drain", host="z")
         with pytest.raises(UsageError, match="no host 'z'"):
@@ -226,7 +226,7 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
 def test_nobody_without_the_key_is_an_operator(tmp_path):
     """Neither by the key of the API nor from this machine, whatever the header `Host` says."""
 
-    def work(operator, service):
+    def work(operator, coordinator):
         url = f"{str(operator._http.base_url).rstrip('/')}/"
         for headers in (
             {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Host": "127.0.0.1"},
@@ -237,6 +237,6 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
             assert answer.status_code == 401
             assert "operator's key" in answer.json()["error"]["cause"]
         assert "operator" not in httpx.get(f"{url}openapi.json").text
-        assert all(host.condition == "healthy" for host in service.router.swarm.values())
+        assert all(host.condition == "healthy" for host in coordinator.router.swarm.values())
 
     served(tmp_path, work)

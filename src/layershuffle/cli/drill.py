@@ -134,7 +134,7 @@ class DemoCommand(Command):
         settings, token = SwarmSettings(copies=1), secrets.token_hex()
         async with (
             running_service(settings, model, token=token) as service,
-            local_hosts(service, _HOSTS, memory=memory),
+            local_hosts(service.coordinator, _HOSTS, memory=memory),
         ):
             await service.coordinator.ready(_HOSTS, within=60, say=lambda _: None)
             await self._show(service, images)
@@ -151,10 +151,10 @@ class DemoCommand(Command):
 
         # The API without a port, and without a limit on the rate of its one client.
         limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.remote_model.calibration
-        gateway = Gateway(service.remote_model, limits=limits, model=DEFAULT_MODEL)
-        app = create_app(gateway)
-        transport = httpx.ASGITransport(app=app)
-        victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
+        coordinator, router = service.coordinator, service.coordinator.router
+        gateway = Gateway(service.remote_model, coordinator, limits=limits, model=DEFAULT_MODEL)
+        transport = httpx.ASGITransport(app=create_app(gateway))
+        victims, rows = SCENARIOS["third"].victims(coordinator.children.names), []
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
             ask = asking(client, images, deadline_ms=2000, patient=False)
 
@@ -165,15 +165,15 @@ class DemoCommand(Command):
 
             async def kill() -> None:
                 for host in victims:
-                    await service.faults.inject(host, "crash")
+                    await gateway.faults.inject(host, "crash")
 
             await phase("all hosts up")
             await phase(f"{', '.join(victims)} killed meanwhile", {_REQUESTS // 4: kill})
             await phase(f"{len(victims)} of {_HOSTS} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
-            service.router.routing = "sequential"
+            router.routing = "sequential"
             await phase("as a fixed-order pipeline")
-            service.router.routing = "order-free"
+            router.routing = "order-free"
             # Asked while hosts are dead, so that the answer shows which blocks were skipped.
             answer = await client.classify(images[0].image, confidence="off", top=1)
         print(f"\n{table(('shares in %', *COLUMNS), rows)}\n")

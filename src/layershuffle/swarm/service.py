@@ -7,10 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
@@ -25,24 +23,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `coordinator.watching`: whether its hosts are watched."""
+    """A running swarm: its hosts, and the model that answers."""
 
-    router: Router
-    members: Members
     coordinator: Coordinator
     remote_model: RemoteModel
-
-    @cached_property
-    def faults(self) -> FaultInjector:
-        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
-        return FaultInjector(self.coordinator)
 
 
 @asynccontextmanager
 async def running_service(
     settings: SwarmSettings, model: ServedModel, *, token: str, limits: Limits | None = None
 ) -> AsyncIterator[Service]:
-    """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
+    """The swarm of `model`, without hosts: they dial in to the routes of its `members`, and know
+    `token`."""
     members = Members(model, token=token)
     router = Router(
         members,
@@ -55,7 +47,7 @@ async def running_service(
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
     try:
-        yield Service(router, members, coordinator, remote_model)
+        yield Service(coordinator, remote_model)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +22,7 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
+from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
@@ -69,20 +70,20 @@ class Options(BaseModel):
 
 @dataclass(eq=False)
 class Gateway:
-    """Answers requests by `remote_model`, as many at a time as the limits allow.
+    """Answers requests by `remote_model`, whose hosts `coordinator` knows, as many at a time as the
+    limits allow.
 
-    `keys`: the API keys, none for an open gateway; `model`: its name; `coordinator`: that of the
-    hosts, which knows of watch and audits; `upkeep`: of the gateway's files; `min_accuracy`: top-1
-    in percent that must be expected for /readyz; `decoder_threads`: the executor that decodes
-    images (default: as many threads as the limits allow).
+    `keys`: the API keys, none for an open gateway; `model`: its name; `upkeep`: of the gateway's
+    files; `min_accuracy`: top-1 in percent that must be expected for /readyz; `decoder_threads`:
+    the executor that decodes images (default: as many threads as the limits allow).
     """
 
     remote_model: RemoteModel
+    coordinator: Coordinator
     _: KW_ONLY
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     keys: Keys = field(default_factory=Keys)
     model: str = ""
-    coordinator: Coordinator | None = None
     upkeep: Upkeep | None = None
     min_accuracy: float | None = None
     decoder_threads: Executor | None = None
@@ -100,6 +101,11 @@ class Gateway:
             self.limits.decoders, thread_name_prefix="decoder"
         )
         self._walks = asyncio.Semaphore(self.limits.running)
+
+    @cached_property
+    def faults(self) -> FaultInjector:
+        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
+        return FaultInjector(self.coordinator)
 
     def close(self) -> None:
         """End the decoder threads when their work is done."""

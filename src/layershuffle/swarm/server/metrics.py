@@ -95,7 +95,7 @@ class Metrics(Collector):
             reasons.append("no usable host holds a block")
         elif missing:
             reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
-        if gateway.coordinator is not None and not gateway.coordinator.watching:
+        if not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
             reasons += gateway.upkeep.troubles().values()
@@ -120,11 +120,9 @@ class Metrics(Collector):
 
     def swarm(self) -> SwarmAnswer:
         """The answer of /v1/swarm."""
-        gateway, router, audits = self._gateway, self._gateway.router, None
+        gateway, router = self._gateway, self._gateway.router
         expected, why = gateway.expected_now()
-        if gateway.coordinator is not None:
-            health = gateway.coordinator.health
-            audits = Audits(audited=health.audited, disagreed=health.disagreed)
+        health = gateway.coordinator.health
         self._forget_hosts()
         return SwarmAnswer(
             model=gateway.model,
@@ -135,7 +133,7 @@ class Metrics(Collector):
                 for host in router.swarm.values()
             ],
             counters=dict(self.requests),
-            audits=audits,
+            audits=Audits(audited=health.audited, disagreed=health.disagreed),
             expected=expected,
             expected_why=why,
         )
@@ -146,7 +144,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
-        swarm, upkeep, coordinator = self.swarm(), self._gateway.upkeep, self._gateway.coordinator
+        swarm, upkeep = self.swarm(), self._gateway.upkeep
         reachable = swarm.depth - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
         yield from _of_hosts(swarm.hosts)
@@ -155,7 +153,7 @@ class Metrics(Collector):
             "depth": ("Blocks of the model.", swarm.depth),
             "watching": (
                 "1 while hosts are watched and brought back.",
-                None if coordinator is None else coordinator.watching,
+                self._gateway.coordinator.watching,
             ),
             "open_requests": ("Classifications under way.", self._gateway.admission.open),
             "expected_accuracy_ratio": (
@@ -190,12 +188,11 @@ def _counters(swarm: SwarmAnswer, visits: dict[str, Counter[Outcome]]) -> Iterat
         for visit_outcome, count in outcomes.items():
             hops.add_metric([host, visit_outcome], count)
     yield from (requests, hops)
-    if (audits := swarm.audits) is not None:
-        for name, text, value in (
-            ("audits", "Visits computed again at the gateway and compared.", audits.audited),
-            ("audits_disagreed", "Those whose answers differed.", audits.disagreed),
-        ):
-            yield CounterMetricFamily(f"layershuffle_{name}", text, value=value)
+    for name, text, value in (
+        ("audits", "Visits computed again at the gateway and compared.", swarm.audits.audited),
+        ("audits_disagreed", "Those whose answers differed.", swarm.audits.disagreed),
+    ):
+        yield CounterMetricFamily(f"layershuffle_{name}", text, value=value)
 
 
 def _of_hosts(hosts: list[HostAnswer]) -> Iterator[Metric]:

@@ -146,9 +146,7 @@ class SwarmAnswer(BaseModel):
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
-    audits: Audits | None = Field(
-        None, description="Since the start; `null` if they are not counted."
-    )
+    audits: Audits = Field(description="Since the start.")
     expected: Expected | None = Field(
         None, description="Of answers with all blocks that are reachable now."
     )
