@@ -108,8 +108,10 @@ class RemoteModel:
         router, model = self.router, self.model
         answered: tuple[State, NDArray[np.float32]] | None = None
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
-        # earlier.
-        late_by = max(0.0, self._head.seconds - router.limits.reserve_ms / _MILLI)
+        # earlier. It has half of the time in any case: after one stall of ten seconds no request of
+        # two would get to its head, which brings the average down.
+        head = min(self._head.seconds, (deadline - router.clock()) / 2)
+        late_by = max(0.0, head - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
         async with until(deadline, "the model's stem had run", clock=router.clock):
             start = await self._stem.result(model.stem, images)
@@ -128,14 +130,7 @@ class RemoteModel:
             confidence=confidence,
             chance=chance,
         )
-        try:
-            check_enough(route, min_blocks=min_blocks or 1)
-        except NotAnswered:
-            # Without this, no head would run and update the average: after one stall of ten seconds
-            # every request of two seconds would be refused forever.
-            if late_by:
-                self._head.seconds *= 1 - _WEIGHT
-            raise
+        check_enough(route, min_blocks=min_blocks or 1)
         left = time.perf_counter()
         if answered is None or answered[0] is not state:
             answered = state, await self._head.result(model.head, state)
