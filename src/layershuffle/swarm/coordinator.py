@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from layershuffle.errors import UsageError
@@ -72,24 +73,20 @@ class Coordinator:
 
     async def run(self) -> None:
         """Give blocks to hosts, and send canaries, until cancelled."""
-        health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
             # If the health check breaks, so does this, and both are started again.
-            while not health.done():
-                self._plan()
-                self._say()
-                try:
-                    async with asyncio.timeout(_LOOK):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
-                self._changed.clear()
-            health.result()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.health.run())
+                while True:
+                    self._plan()
+                    self._say()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK):
+                            await self._changed.wait()
+                    self._changed.clear()
         finally:
             self.watching = False
-            health.cancel()
-            await asyncio.gather(health, return_exceptions=True)
 
     async def ready(
         self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
