@@ -199,9 +199,7 @@ class Coordinator:
     async def _admit(self, member: Member, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
         name, limit = member.name, self.router.limits.start_ms / _MILLI
-        while self.members.get(name) is member and block in member.assigned:
-            if not await self.health.canary(Visit(name, block, limit)):
-                break
+        while await self.health.canary(Visit(name, block, limit)):
             if self.router.swarm[name].condition == "shut-out":
                 return
             await asyncio.sleep(_AGAIN)
