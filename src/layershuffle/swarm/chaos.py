@@ -115,8 +115,8 @@ class FaultInjector:
     async def inject(self, name: str, kind: FaultKind) -> None:
         """Let this happen to the host `name`.
 
-        Raises `LayerShuffleError` for a host that is already dead, `UsageError` for one that is
-        unknown, or no process of this gateway where the fault is one of processes.
+        Raises `LayerShuffleError` for a host that is already dead, or no process of this gateway
+        where the fault is one of processes; `UsageError` for one that is unknown.
         """
         coordinator, children = self.coordinator, self.coordinator.children
         if kind in ("crash", "kill"):
