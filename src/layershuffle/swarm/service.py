@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ async def running_service(
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
-    watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
+    watch = asyncio.create_task(_keep_watch(coordinator))
     try:
         yield Service(coordinator, remote_model)
     finally:
@@ -56,12 +56,11 @@ async def running_service(
         await asyncio.to_thread(remote_model.close)
 
 
-async def keep_running(what: str, watch: Callable[[], Awaitable[None]]) -> None:
-    """Run `watch` until cancelled, and restart it after an error."""
+async def _keep_watch(coordinator: Coordinator) -> None:
     while True:
         try:
-            await watch()
+            await coordinator.run()
         except Exception as error:  # noqa: BLE001 -- logged with its traceback
-            _log.error("%s failed and is started again", what, exc_info=error)
+            _log.error("The watch of hosts failed and is started again", exc_info=error)
         # With a pause, because an error that repeats at once would fill the log.
         await asyncio.sleep(_PAUSE)
