@@ -99,7 +99,7 @@ async def swarm_of(model: str, hosts: int, *, blocks: int = 64) -> AsyncIterator
     served = ServedModel(served_directory(model))
     async with (
         running_service(SwarmSettings(model=model), served, token="of a benchmark") as service,
-        local_hosts(service, hosts, memory=blocks * served.weights[0].size),
+        local_hosts(service.coordinator, hosts, memory=blocks * served.weights[0].size),
     ):
         missing = await service.coordinator.ready(hosts, within=120, say=lambda _: None)
         assert not missing, missing
@@ -110,7 +110,7 @@ async def swarm_of(model: str, hosts: int, *, blocks: int = 64) -> AsyncIterator
 async def gateway_of(service: Service) -> AsyncIterator[int]:
     """The port of a gateway to `service`, which listens inside."""
     limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
-    gateway = Gateway(service.remote_model, limits=limits)
+    gateway = Gateway(service.remote_model, service.coordinator, limits=limits)
     async with listening(create_app(gateway), limits=limits) as (listener, _):
         gc.collect()
         gc.freeze()  # as `swarm up` does
@@ -189,7 +189,7 @@ async def hop(*, count: int) -> ClaimRow:
         for number in range(count + 3):
             begun = time.perf_counter()
             visit = Visit("host-1", number % 2, 30.0)
-            answer = await service.members.visit(visit, state, form="int8")
+            answer = await service.coordinator.members.visit(visit, state, form="int8")
             times.append(1000 * (time.perf_counter() - begun) - answer.compute_ms)
     return ClaimRow(
         name="a hop, 148 KiB (int8)",
@@ -209,10 +209,10 @@ async def felt(*, count: int) -> ClaimRow:
         for _ in range(count):
             begun = time.perf_counter()
             service.coordinator.children.signal("host-1", signal.SIGKILL)
-            while "host-1" in service.members:
+            while "host-1" in service.coordinator.members:
                 await asyncio.sleep(0)
             times.append(1000 * (time.perf_counter() - begun))
-            while not service.router.swarm["host-1"].usable:
+            while not service.coordinator.router.swarm["host-1"].usable:
                 await asyncio.sleep(0.05)
     return ClaimRow(
         name="a host is killed (SIGKILL)",
@@ -250,13 +250,15 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
             export_model(VIT, Path(spec), precision=precision, data="formula?classes=10&test=20")
         async with swarm_of(spec, hosts, blocks=4) as service:
             pid = service.coordinator.children.pids["host-1"]
-            held = sorted(service.router.swarm["host-1"].blocks)
+            held = sorted(service.coordinator.router.swarm["host-1"].blocks)
             assert len(held) == 4
 
             async def visited(number: int) -> float:
                 visit = Visit("host-1", held[number % 4], 30.0)
                 begun = time.perf_counter()
-                await service.members.visit(visit, service.coordinator.model.sample, form="int8")
+                await service.coordinator.members.visit(
+                    visit, service.coordinator.model.sample, form="int8"
+                )
                 return 1000 * (time.perf_counter() - begun)
 
             memory, spent = [], []

@@ -229,10 +229,10 @@ FLAGS = {
     "swarm drain": "host state",
     "swarm readmit": "host state",
     "swarm roll": "directory state",
-    "swarm drill": "address api-key-file authority concurrency confidence data deadline-ms json "
+    "swarm drill": "address api-key-file authority concurrency confidence deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",
     "swarm simulate": "churn clients confidence copies devices hosts json min-blocks model rate "
-    "requests routings scenario seed",
+    "requests scenario seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

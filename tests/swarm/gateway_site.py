@@ -37,6 +37,7 @@ from waiting import HANGS
 T = TypeVar("T")
 VIT = FAMILIES["timm-vit"]
 HOSTS = {"a": {0, 2}, "b": {1}, "c": {3}}
+WATCHING = SimpleNamespace(watching=True, health=SimpleNamespace(audited=0, disagreed=0))
 LIMITS = Limits(reserve_ms=10, deadline_ms=9000, suspect_ms=50, hop_floor_ms=5000, hop_cap_ms=5000)
 
 
@@ -186,6 +187,7 @@ async def site(
     keys: Sequence[str] = (),
     page: bool = False,
     calibration: Calibration | None = None,
+    coordinator: Any = WATCHING,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """A gateway on this event loop to the model of `make`; `options` go to `Gateway`."""
@@ -194,7 +196,8 @@ async def site(
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(PicoModel(make()), router, calibration=calibration)  # type: ignore[arg-type]
-    app = create_app(Gateway(remote_model, keys=Keys(keys), **options), page=page)
+    gateway = Gateway(remote_model, coordinator, keys=Keys(keys), **options)
+    app = create_app(gateway, page=page)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
         try:

@@ -30,7 +30,6 @@ from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     calibration_path,
     expected_at,
-    expected_of_named,
     expected_over,
     read_calibration,
     rounds_of,
@@ -160,7 +159,6 @@ def test_what_pays_is_run():
     early = rounds_of(with_rows(GRID, late=(79.9,)))
     assert early.max_age == 2, "a state is as old as that with three under way"
     assert rounds_of(None) == QUEUE
-    assert rounds_of(with_rows(GRID, tied=(0, 0, 2))) == QUEUE, "an old file measured these apart"
     alone = rounds_of(made_up())
     assert (alone.cells[2], alone.max_age) == (Cell(2), 0), "nothing else was measured"
 
@@ -173,27 +171,6 @@ def test_expected_of_what_ran():
     assert (expected.orders, expected.images, expected.data) == (7, 90, "digit-pairs")
     assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
     assert expected_at(calibration, Cell(3, 1, 4)) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "cell"),
-    [
-        ("2,1,0", Cell(3)),
-        ("2+1", Cell(2, 1, 2)),
-        ("0+1+2", Cell(3, 1, 3)),
-        ("2,1@0,0@1", Cell(3, 1, 2)),
-        ("2,1,2,1", Cell(2, 2)),
-        ("2+1,1+2", Cell(2, 2, 2)),
-        ("2,1,1", None),
-        ("2,2,1,1", None),
-        ("0,1,0,1@0", None),
-        ("0,1,2,0,1,2", None),
-    ],
-)
-def test_named_steps_count_by_the_oldest_state(text, cell):
-    """Whole passes only, and no more of them than were measured."""
-    expected = expected_of_named(with_rows(GRID), ExecutionOrder.parse(text, depth=3))
-    assert (expected and Cell(expected.kept, expected.passes, expected.parallel)) == cell
 
 
 def of_one_block(values, *, images, effective=None):
@@ -331,32 +308,18 @@ def test_the_gateway_reports_expected_accuracy():
     async def go():
         async with site(calibration=made_up()) as place:
             full = (await place.classify(file_of(picture()))).json()
-            swarm = (await place.client.get("/v1/swarm")).json()
             place.blocks.faults["a"] = VisitError("dead", outcome="lost")
-            return full, (await place.classify(file_of(picture()))).json(), swarm
+            return full, (await place.classify(file_of(picture()))).json()
 
-    full, part, swarm = asyncio.run(go())
+    full, part = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
         "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
-        "passes": 1, "parallel": 1,
+        "passes": 1, "parallel": 1, "sd_orders": 1,
     }  # fmt: skip
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 20 * len(part["blocks"]) < 80
     assert {g["label"] for g in full["top"]} == set("abcde")
-    assert swarm["calibration"] == {
-        "data": "digit-pairs", "split": "test", "orders": 7, "images": 90,
-    }  # fmt: skip
-
-
-def test_a_calibration_of_another_depth_is_refused():
-    async def go():
-        async with site(calibration=made_up(3)):
-            pass
-
-    with pytest.raises(UsageError, match="has 3 blocks, but the model has 4"):
-        asyncio.run(go())
-    assert weights_digest(VIT.wrapped()) == weights_digest(VIT.plain())
 
 
 # --- how blocks ran -------------------------------------------------------------------------------

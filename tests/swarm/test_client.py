@@ -29,6 +29,7 @@ from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
+from refusals import refuses
 from waiting import HANGS, until
 
 KEY = "a-key-of-some-length"
@@ -49,30 +50,25 @@ def blocking(**options):
 
 
 def test_every_kind_of_image(tmp_path):
-    image = picture(3)
     path = tmp_path / "a.png"
-    image.save(path)
+    path.write_bytes(file_of(picture(3)))
     # One host, so that all answers take one way.
     with blocking(keys=[KEY], hosts={"a": set(range(DEPTH))}) as (client, _):
         answers = [
             client.classify(image_like, top=2, deadline_ms=5000.0, min_blocks=2)
-            for image_like in (image, path, str(path), path.read_bytes())
+            for image_like in (path, str(path), path.read_bytes())
         ]
     assert all(answer.top == answers[0].top for answer in answers)
     assert len(answers[0].top) == 2
 
 
-def test_swarm_and_health():
-    with blocking(keys=[KEY], model="pico") as (client, place):
-        client.classify(picture())
-        swarm, health = client.swarm(), client.health()
-        place.router.swarm = Swarm()
-        ill = client.health()
+def test_the_swarm_as_it_is():
+    with blocking(keys=[KEY], model="pico") as (client, _):
+        client.classify(file_of(picture()))
+        swarm = client.swarm()
     assert swarm.model == "pico"
     assert {host.name: set(host.blocks) for host in swarm.hosts} == HOSTS
     assert swarm.counters == {"answered": 1}
-    assert (health.ok, health.reachable_blocks) == (True, DEPTH)
-    assert (ill.ok, ill.reachable_blocks) == (False, 0)
 
 
 def test_errors_have_the_gateways_messages():
@@ -81,7 +77,7 @@ def test_errors_have_the_gateways_messages():
             client.classify(b"no image")
         place.router.swarm = Swarm(host for host in place.router.swarm.values() if host.name != "b")
         with pytest.raises(SwarmError) as few:
-            client.classify(picture(), min_blocks=4, deadline_ms=30_000)
+            client.classify(file_of(picture()), min_blocks=4, deadline_ms=30_000)
         with (
             SwarmClient(few.value.place.partition("/v1")[0]) as stranger,
             pytest.raises(SwarmError) as closed,
@@ -116,16 +112,17 @@ def test_addresses_without_a_gateway():
     }
     for words, handler in cases.items():
         with answering(handler) as client, pytest.raises(SwarmError) as error:
-            client.health()
+            client.swarm()
         assert words in error.value.cause
         assert error.value.hint
 
 
 def test_wrong_use():
-    with answering(lambda request: httpx.Response(500)) as client:
-        for wrong, words in [(3, "int is not an image"), ("/no/file", "read")]:
-            with pytest.raises(UsageError, match=words):
-                client.classify(wrong)
+    with (
+        answering(lambda request: httpx.Response(500)) as client,
+        pytest.raises(UsageError, match="read"),
+    ):
+        client.classify("/no/file")
     with pytest.raises(UsageError, match="no gateway to ask"):
         SwarmClient()
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://[::", ""):
@@ -157,17 +154,17 @@ def busy(status, seconds):
     return httpx.Response(status, json=body, headers={"retry-after": str(seconds)})
 
 
-def health():
-    return httpx.Response(
-        200, json={"ok": True, "why": "", "usable_hosts": 1, "reachable_blocks": 4, "depth": 4}
-    )
+def answer_of(model="pico"):
+    facts = {"model": model, "depth": 4, "unreachable_blocks": [], "hosts": [], "counters": {}}
+    audits = {"audited": 0, "disagreed": 0}
+    return httpx.Response(200, json={**facts, "audits": audits, "expected": None})
 
 
 def test_a_refusal_for_the_moment_is_repeated_when_it_says(monkeypatch):
     """Up to half later, drawn, so that clients do not come back together; never beyond patience."""
     clock, answers = Clock(monkeypatch), [busy(429, 2), busy(429, 3)]
-    with answering(lambda _: answers.pop(0) if answers else health()) as client:
-        assert client.health().ok
+    with answering(lambda _: answers.pop(0) if answers else answer_of()) as client:
+        assert client.swarm().model == "pico"
     first, second = clock.pauses
     assert 2 <= first <= 3
     assert 3 <= second <= 4.5
@@ -200,19 +197,18 @@ def test_the_next_gateway_is_asked_and_kept(monkeypatch, proxied):
             if proxied:
                 return httpx.Response(502, text="<h1>Bad Gateway</h1>")
             raise httpx.ConnectError("Connection refused")
-        return health()
+        return answer_of(request.url.host)
 
     transport = httpx.MockTransport(answer)
     with SwarmClient("http://first", "http://second", transport=transport) as client:
-        assert client.health().ok
-        assert client.health().ok
+        assert [client.swarm().model, client.swarm().model] == ["second", "second"]
     assert (asked, clock.pauses) == (["first", "second", "second"], [])
     dead = httpx.MockTransport(lambda _: answer(httpx.Request("GET", "http://first")))
     with (
         SwarmClient("http://a", "http://b", transport=dead) as client,
         pytest.raises(SwarmError, match="is not one of" if proxied else "cannot be reached"),
     ):
-        client.health()
+        client.swarm()
 
 
 def test_a_thousand_requests_while_a_gateway_ends():
@@ -269,13 +265,9 @@ def written(path, text, mode=0o600):
     return path
 
 
-def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
-    monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+def test_the_key_comes_from_a_file(tmp_path):
     file = written(tmp_path / "key", f"{KEY}\n")
     assert ServerOptions().client_options() == {"api_key": None, "authority": None}
-    assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
-    monkeypatch.setenv("LAYERSHUFFLE_API_KEY", "of-the-environment")
-    assert ServerOptions().client_options()["api_key"] == "of-the-environment"
     assert ServerOptions(api_key_file=file).client_options()["api_key"] == KEY
     with pytest.raises(UsageError, match="holds 2 keys"):
         ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")).client_options()
@@ -312,10 +304,9 @@ def papers(tmp_path_factory):
 
 
 @needs_openssl
-def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatch):
+def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
     """A swarm with certificate and key, asked by both clients and on the command line."""
-    keys = written(tmp_path / "keys", KEY)
-    monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+    keys = str(written(tmp_path / "keys", KEY))
     up = UpCommand(
         hosts=1,
         port=0,
@@ -327,9 +318,9 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
     )
 
     async def serving(tell):
-        def ready(service, url, key):
+        def ready(coordinator, url, key):
             assert key
-            tell((url, up.described(service, url, serving=opened)))
+            tell((url, up.described(coordinator, url, serving=opened)))
 
         model = ServedModel(asset("digits-onnx"))
         opened = Serving(up)
@@ -343,13 +334,9 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert "host-token --ca FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
             assert sorted(client.classify(image).blocks) == list(range(12))
-            assert client.health().watching is True
             assert client.swarm().audits.disagreed == 0
-        assert asyncio.run(asked(url, papers)) == 12
-        flags = ["--address", url, "--authority", str(papers / "ca.pem")]
-        assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
-        assert len(json.loads(capsys.readouterr().out)["blocks"]) == 12
-        monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
+        assert asyncio.run(asked(url, papers)) == []
+        flags = ["--address", url, "--authority", str(papers / "ca.pem"), "--api-key-file", keys]
         # Each image has a request, and so a route, of its own, and may be refused alone.
         among = ["classify", str(image), str(keys), str(image)]
         assert main([*among, *flags]) == 1
@@ -375,7 +362,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
 
 async def asked(url, papers):
     async with AsyncSwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
-        return (await client.health()).reachable_blocks
+        return (await client.swarm()).unreachable_blocks
 
 
 @needs_openssl
@@ -412,7 +399,7 @@ def test_handshakes_that_do_not_come_are_closed(papers):
                     skip()
         url = f"https://127.0.0.1:{port}"
         with SwarmClient(url, authority=papers / "ca.pem") as client:
-            assert client.health().ok
+            assert client.swarm().unreachable_blocks == []
 
 
 @needs_openssl
@@ -425,7 +412,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
     locked.chmod(0o600)
     for chain, secret, phrase in [
         (certificate, shown, "Other users may read"),
-        (certificate, locked, "The key is encrypted"),
+        (certificate, locked, "cannot be used"),
         (papers / "ca.pem", key, "cannot be used"),
         (papers / "missing", key, "cannot be used .No such file"),
         (certificate, papers / "missing", "does not exist"),
@@ -438,27 +425,21 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    for half in (UpCommand(https_key=key), UpCommand(https_certificate=certificate)):
-        with pytest.raises(UsageError, match="a certificate and its key"):
-            Serving(half)
 
 
 @needs_openssl
-def test_up_warns_of_keys_in_clear(papers, tmp_path, capsys):
-    """Before anything is loaded, where an address without keys is refused, too."""
-    keys = written(tmp_path / "keys", KEY)
-    words = ["swarm", "up", "--model", "dir:/nowhere", "--listen", "0.0.0.0", "--port", "0"]
-    files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
+def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(papers, tmp_path, caplog):
+    keyed = {"keys": written(tmp_path / "keys", KEY)}
+    encrypted = {"https_certificate": papers / "cert.pem", "https_key": papers / "key.pem"}
 
-    def said(*more):
-        state = tmp_path / f"s{len(list(tmp_path.iterdir()))}"  # the end of a process frees it
-        assert main([*words, "--state", str(state), *map(str, more)]) != 0
-        return capsys.readouterr().err
+    def warnings(**options):
+        caplog.clear()
+        opened = Serving(UpCommand(state=str(tmp_path / "state"), listen="0.0.0.0", **options))
+        opened.operated.close()
+        return [record.getMessage() for record in caplog.records]
 
-    clear = said("--keys", keys)
-    assert clear.startswith("warning: API keys, images and answers are sent to and from 0.0.0.0")
-    assert "/nowhere" in clear
-    assert "warning" not in said("--keys", keys, *files)
-    assert "without an API key" in said(*files)
-    Path(keys).chmod(0o604)
-    assert "Other users may read or change the swarm's API keys" in said("--keys", keys)
+    (warning,) = warnings(**keyed)
+    assert warning.startswith("API keys, images and answers are sent to and from 0.0.0.0 unencr")
+    assert warnings(**keyed, **encrypted) == warnings(public=True) == []
+    with refuses(UsageError):
+        warnings(**encrypted)

@@ -24,7 +24,7 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.page import demo_app
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.server.workbench import digits_workbench
+from layershuffle.swarm.server.workbench import ORDINARY, OURS, workbench_of
 from layershuffle.swarm.service import running_service
 from layershuffle.swarm.settings import SwarmSettings
 
@@ -39,7 +39,7 @@ def address():
     @asynccontextmanager
     async def making():
         loading = asyncio.get_running_loop().create_future()
-        loading.set_result(digits_workbench())
+        loading.set_result(workbench_of(OURS, beside=ORDINARY))
         yield demo_app(loading)
 
     with served(making) as url:
@@ -72,7 +72,7 @@ def test_the_first_view_of_the_page(tab):
     assert tab.text("#ordinary .verdict").startswith("\u2717 it is ")
     ours, ordinary = scores(tab)
     assert (ours >= 90, ordinary <= 10) == (True, True)
-    assert re.fullmatch(r"Expected with 12 blocks: 96\.2 % \(.+\) . .+ ms", tab.text("#ours .foot"))
+    assert re.fullmatch(r"\d+\.?\d* ms", tab.text("#ours .foot"))
     # The first order is none of the three that buttons give: no button looks chosen.
     buttons = tab.page.locator("[data-order]")
     grounds = buttons.evaluate_all("all => all.map((b) => getComputedStyle(b).backgroundColor)")
@@ -104,8 +104,6 @@ def test_a_block_is_changed_by_buttons_and_left_out(tab):
         tab.page.click(f"role=group >> text={button}")
         assert tab.order().startswith(order), button
     assert "Left out:" in tab.text("#tray")
-    tab.settled()
-    assert tab.text("#ours .foot").startswith("Expected with 11 blocks: 95.9 %")
     tab.page.click("#tray >> text=3")
     assert tab.order().endswith("10,11,3")
 
@@ -152,10 +150,6 @@ def test_everything_is_done_by_keyboard_alone(tab):
     press("Tab")
     press("Enter")  # the block in the tray comes back
     assert tab.order().endswith(",11,2")
-    tab.page.locator("#order").fill("3,3,1")
-    press("Enter")
-    tab.settled()
-    assert tab.text("#ours .foot").endswith("no calibration of such orders")
     tab.page.locator("#order").fill("3,12")
     press("Enter")
     assert tab.text("#order-error") == "There is no block 12: they are 0 to 11"
@@ -308,12 +302,14 @@ def gateway_address():
         memory = 3 * model.weights[0].size
         async with (
             running_service(SwarmSettings(copies=1), model, token="a token") as service,
-            local_hosts(service, 4, memory=memory),
+            local_hosts(service.coordinator, 4, memory=memory),
         ):
             assert await service.coordinator.ready(4, within=60) == []
-            gateway = Gateway(service.remote_model, model="bundled:digits-onnx")
+            gateway = Gateway(
+                service.remote_model, service.coordinator, model="bundled:digits-onnx"
+            )
             app = create_app(gateway, page=True)
-            add_operator(app, service, key=KEY)
+            add_operator(app, key=KEY)
             yield app
 
     with served(making) as url:

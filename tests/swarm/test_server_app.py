@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from gateway_site import HOSTS, LIMITS, VIT, made_up, picture, run, run_in_virtual_time
+from gateway_site import HOSTS, VIT, made_up, picture, run, run_in_virtual_time
 
 from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
@@ -21,7 +21,7 @@ from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.state import HostView, Swarm, retry_after
 from pictures import file_of
 
-KEY = "a-key-of-some-length"
+KEY, OTHER = "a-key-of-some-length", "another-key-also-good"
 GETS = ("/v1/swarm", "/livez", "/readyz", "/healthz", "/metrics", "/openapi.json", "/")
 
 
@@ -87,8 +87,6 @@ def test_a_dead_host_degrades_the_answer():
     ]  # fmt: skip
     assert swarm["counters"] == {"degraded": 1, "unanswered": 1}
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.5)
-    assert swarm["limits"]["reserve_ms"] == LIMITS.reserve_ms
-    assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
 
 
 def test_errors_of_hosts_that_cannot_be_encoded():
@@ -129,10 +127,7 @@ def test_the_doors_for_machines():
 
     whole, part, empty = run(go, calibration=made_up(), min_accuracy=70.0)
     assert [answer.status_code for answer in whole] == [200, 200, 200]
-    assert whole[2].json() == {
-        "ok": True, "why": "", "usable_hosts": 3, "reachable_blocks": 4, "depth": 4,
-        "watching": None,
-    }  # fmt: skip
+    assert whole[2].json() == {"ok": True, "why": ""}
     assert [answer.status_code for answer in part] == [200, 503, 200]
     missing = "no usable host holds block 1"
     low = "the accuracy of answers is below 70 %: 60.0 % are expected"
@@ -218,21 +213,19 @@ def test_wrong_paths_and_methods():
 
 def test_keys_guard_all_but_the_health():
     async def go(place):
-        ask = place.client.get
-        return [
-            (await ask("/v1/swarm")).status_code,
-            (await ask("/v1/swarm", headers={"X-API-Key": KEY + "x"})).status_code,
-            (await ask("/v1/swarm", headers={"X-API-Key": KEY})).status_code,
-            (await ask("/v1/swarm", headers={"Authorization": f"bearer {KEY}"})).status_code,
-            (await ask("/v1/swarm", headers={"Authorization": f"Basic {KEY}"})).status_code,
-            (await ask("/metrics")).status_code,
-            (await ask("/healthz")).status_code,
-            (await place.classify(file_of(picture()))).headers["www-authenticate"],
-            (await ask("/metrics", headers={"X-API-Key": "another-key-also-good"})).status_code,
-        ]
+        async def ask(path, word=None):
+            headers = {} if word is None else {"Authorization": word}
+            return (await place.client.get(path, headers=headers)).status_code
 
-    statuses = run(go, keys=[KEY, "another-key-also-good"])
-    assert statuses == [401, 401, 200, 200, 401, 401, 200, "Bearer", 200]
+        words = (f"Bearer {KEY}x", "Bearer ", f"Bearer {KEY}", f"bearer {KEY}", f"Basic {KEY}")
+        refused = await place.classify(file_of(picture()))
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert [await ask("/v1/swarm", word) for word in words] == [401, 401, 200, 200, 401]
+        assert [await ask(path) for path in ("/v1/swarm", "/metrics")] == [401, 401]
+        assert await ask("/healthz") == 200
+        assert await ask("/metrics", f"Bearer {OTHER}") == 200
+
+    run(go, keys=[KEY, OTHER])
 
 
 def test_a_client_beyond_its_rate_gets_retry_after():
@@ -401,17 +394,14 @@ def test_a_gateway_knows_of_its_hosts_watch_and_audits():
         return before, *[await place.client.get(p) for p in ("/healthz", "/metrics", "/v1/swarm")]
 
     before, after, metrics, swarm = run(go, coordinator=coordinator)
-    assert (before.status_code, before.json()["watching"], before.json()["why"]) == (200, True, "")
-    assert (after.status_code, after.json()["watching"]) == (200, False)  # requests are answered
+    assert (before.status_code, before.json()["why"]) == (200, "")
+    assert after.status_code == 200, "requests are answered"
     assert after.json()["why"] == "the hosts are not watched now: those that fail do not come back"
     assert {
         "layershuffle_watching 0.0", "layershuffle_audits_total 12.0",
         "layershuffle_audits_disagreed_total 3.0",
     } <= set(metrics.text.splitlines())  # fmt: skip
     assert swarm.json()["audits"] == {"audited": 12, "disagreed": 3}
-    _, _, metrics, swarm = run(go)
-    assert "audits" not in metrics.text
-    assert swarm.json()["audits"] is None
 
 
 def test_hosts_that_left_are_not_counted_any_more():

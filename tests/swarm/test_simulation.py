@@ -39,7 +39,7 @@ from refusals import refuses
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
 STOP = Stop(confidence=0.9, blocks=6.5, top1=84.0)
-TOP1 = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
+TOP1 = {Cell(kept): np.interp(kept, [1, 6, 12], [10.0, 70.0, 85.0]) for kept in range(1, 13)}
 
 
 def spread(hosts=DEPTH, replicas=1, block_ms=3.0, link_ms=2.0):
@@ -63,7 +63,7 @@ def ends(outcome):
 
 def times(outcome):
     """Milliseconds of all requests, ascending."""
-    return sorted(reply.ms for reply in outcome.replies)
+    return sorted(reply.route.ms for reply in outcome.replies)
 
 
 # --- closed forms ---------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_blocks_side_by_side(parallel, hosts, ms):
 def test_survivors_run_again():
     """Three of twelve hosts are left; what ran three times is looked up as such."""
     dead = [Fault(0, f"host-{number}", "crash") for number in range(4, 13)]
-    top1 = {Cell(1): 10.0, Cell(12): 90.0, Cell(3, 3, 3): 80.0}
+    top1 = {Cell(3): 25.0, Cell(3, 3, 3): 80.0}
     options = {"faults": dead, "clients": 1, "top1": top1}
     outcome = run(spread(), rounds=Rounds({3: Cell(3, 3, 3)}, max_age=11), **options)
     assert outcome.blocks == {3: 100}
@@ -103,7 +103,7 @@ def test_survivors_run_again():
     right = outcome.figures["right_of_answers"]
     assert right == pytest.approx(80, abs=1), "the first one did not know it yet"
     queue = run(spread(), **options).figures["right_of_answers"]
-    assert queue == pytest.approx(10 + 80 * 2 / 11, abs=1)
+    assert queue == pytest.approx(25, abs=1)
 
 
 def test_one_server_is_a_queue_with_fixed_service():
@@ -301,22 +301,6 @@ def test_a_lying_host_is_shut_out_by_its_canary():
     assert ends(outcome)[1] >= 300 - 100 - 65
     assert outcome.figures["right_of_requests"] < 85
     assert run(spread(6), **options).figures["false_answers"] >= 190, "without canaries"
-
-
-def test_audits_alone_find_a_host_that_lies_but_to_canaries():
-    false = {
-        share: run(
-            spread(6, replicas=3),
-            limits=Limits(canary_every_ms=500, audit_share=share),
-            requests=800,
-            faults=[Fault(400, "host-4", "wrong-but-canaries")],
-            rate=100,
-            seed=5,
-        ).figures["false_answers"]
-        for share in (0.0, 0.5)
-    }
-    assert 0 < false[0.5] <= 30
-    assert false[0.0] > 200
 
 
 @pytest.mark.parametrize(("kind", "ms"), [("leave", 200), ("kill", 200), ("lossy", 2000)])

@@ -126,7 +126,10 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
     with SwarmClient(address) as client:
-        wait_for(lambda: client.health().usable_hosts == 3)
+        wait_for(
+            lambda: [host.condition for host in client.swarm().hosts],
+            holds=lambda now: now == ["healthy"] * 3,
+        )
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000, confidence="off")
     assert len(answer.blocks) == 12
     assert Operator(state).process != gateway

@@ -41,7 +41,7 @@ from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.service import running_service
 from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.sureness import probabilities
 from pictures import file_of
@@ -244,18 +244,21 @@ def another(directory: Path, **facts: Any) -> Path:
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, **how: Any) -> AsyncIterator[tuple[Service, Gateway]]:
+async def served(tmp_path: Path, **how: Any) -> AsyncIterator[Gateway]:
     """The shipped model on two hosts, and its gateway."""
     model = ServedModel(asset("digits-onnx"))
     async with (
         running_service(SwarmSettings(), model, token=TOKEN, limits=SLOW) as service,
-        listening(Starlette(routes=service.members.routes()), members=service.members) as (way, _),
+        listening(
+            Starlette(routes=service.coordinator.members.routes()),
+            members=service.coordinator.members,
+        ) as (way, _),
         hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "a", name="a", **how),
         hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "b", name="b", **how),
     ):
         assert not await service.coordinator.ready(2, within=60)
         limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
-        yield service, Gateway(service.remote_model, limits=limits)
+        yield Gateway(service.remote_model, service.coordinator, limits=limits)
 
 
 def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:
@@ -280,7 +283,7 @@ def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
     answers: dict[str, list[dict[str, Any]]] = {}
 
     async def main() -> None:
-        async with served(tmp_path) as (service, gateway):
+        async with served(tmp_path) as gateway:
             phase, over = "before", False
             transport = httpx.ASGITransport(app=create_app(gateway))
 
@@ -302,16 +305,16 @@ def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
             await some(phase)
             for model, name in ((new, "new"), (old, "back")):
                 phase = "rolling"
-                await roll(service, gateway, directory=model.directory)
+                await roll(gateway, directory=model.directory)
                 phase = name
                 await some(phase)
-                assert service.coordinator.model.directory == model.directory
-                assert {host.blocks for host in service.router.swarm.values()} == {
+                assert gateway.coordinator.model.directory == model.directory
+                assert {host.blocks for host in gateway.router.swarm.values()} == {
                     frozenset(range(12))
                 }
             over = True
             await asyncio.gather(*clients)
-            assert service.coordinator.health.disagreed == 0
+            assert gateway.coordinator.health.disagreed == 0
 
     asyncio.run(main())
     image = batch_of(body, old.manifest.file_view, most_pixels=10_000)
@@ -335,15 +338,15 @@ def test_what_cannot_be_rolled_to_changes_nothing(tmp_path: Path) -> None:
     ]
 
     async def main() -> None:
-        async with served(tmp_path, memory=12 * weights + 1000) as (service, gateway):
-            before = service.coordinator.model
+        async with served(tmp_path, memory=12 * weights + 1000) as gateway:
+            before = gateway.coordinator.model
             for directory, error in cases:
                 with refuses(error):
-                    await roll(service, gateway, directory=directory)
-                assert not service.members.loads_beside
-                assert service.coordinator.model is before
-                state, route = await service.router.walk(
-                    before.sample, deadline=service.router.clock() + 20
+                    await roll(gateway, directory=directory)
+                assert not gateway.coordinator.members.loads_beside
+                assert gateway.coordinator.model is before
+                state, route = await gateway.router.walk(
+                    before.sample, deadline=gateway.router.clock() + 20
                 )
                 assert len(route.order) == 12
                 wanted = await replayed(before.sample, route)

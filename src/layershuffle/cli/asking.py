@@ -4,7 +4,6 @@ and `roll` change it, from its own machine."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.operating import CommandName
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 
-KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Reporting):
@@ -35,8 +32,7 @@ class ServerOptions(Reporting):
     address: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """Address of the server, http:// or https://; where one does not answer, the next is asked."""
     api_key_file: Path | None = None
-    """File with the API key, if the server requires one; only its owner may read it (mode 0600).
-    Default: the environment variable LAYERSHUFFLE_API_KEY."""
+    """File with the API key, if the server requires one; only its owner may read it (mode 0600)."""
     authority: Path | None = None
     """For https: file of the certificate to trust (default: the well-known authorities)."""
 
@@ -45,7 +41,7 @@ class ServerOptions(Reporting):
 
         Raises `UsageError` for a key file that others may read or that does not hold just one key.
         """
-        key = os.environ.get(KEY_VARIABLE) or None
+        key = None
         if self.api_key_file is not None:
             from layershuffle.swarm.server.doors import read_keys
 

@@ -69,8 +69,8 @@ class PageCommand(Command):
 
     def _load(self) -> Workbench:
         with collector_paused():
-            from layershuffle.swarm.server.workbench import digits_workbench, workbench_of
+            from layershuffle.swarm.server.workbench import ORDINARY, OURS, workbench_of
 
             if self.model is None:
-                return digits_workbench()
+                return workbench_of(OURS, beside=ORDINARY)
             return workbench_of(self.model, beside=self.beside, data=self.data)

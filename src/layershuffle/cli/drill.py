@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from layershuffle.cli.asking import ServerOptions, describe_answer
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from layershuffle.cli.asking import OperatorCommand, ServerOptions, describe_answer
 from layershuffle.cli.command import Command
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -28,22 +31,20 @@ _HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillCommand(ServerOptions):
-    """Send labelled images to a running swarm while its own hosts fail, in one way after the other.
+class DrillCommand(OperatorCommand, ServerOptions):
+    """Send a running swarm the images of its calibration while its own hosts fail, in one way after
+    the other.
 
     Prints how the requests ended, and how soon the swarm was whole again. Run this on the machine
     of the server.
     """
 
-    requests: int = 300
+    requests: Annotated[int, Parameter(validator=Number(gte=4))] = 300
     """Number of requests, per scenario."""
     scenarios: tuple[ScenarioName, ...] = tuple(SCENARIOS)
     """What fails: a third of the hosts dies (third), or all but one, or all; one is frozen, slow,
     cut off, at the end of a bad link (lossy), back every second (restless) or leaving; one answers
     wrongly always (liar), in 1 % of its answers, or always except for canaries."""
-    data: str | None = None
-    """Labelled images: the test split of this data. Default: the data of the calibration; the
-    accuracy on other images is not known."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
@@ -51,8 +52,6 @@ class DrillCommand(ServerOptions):
     confidence: float | None = None
     """End requests with fewer blocks once the chance of being right is this (0.98). Default: all
     blocks run."""
-    state: str | None = None
-    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
 
     def run(self) -> int:
         """Drill; exit code 1 if the swarm did not recover, or lost a request needlessly."""
@@ -78,18 +77,13 @@ class DrillCommand(ServerOptions):
                 hint="layershuffle swarm up --hosts 4",
             )
         calibration = calibration_of(ServedModel(served_directory(spec)))
-        data = self.data or (calibration and calibration.data)
-        if not data:
+        if calibration is None:
             raise UsageError(
                 "The model was never calibrated, so it is not known which images it is for",
                 place=spec,
-                hint="name some (--data SPEC), or calibrate it: layershuffle swarm calibrate "
-                f"{quote(spec)} --data SPEC",
+                hint=f"layershuffle swarm calibrate {quote(spec)} --data SPEC",
             )
-        if calibration is None or calibration.data != data:
-            print("Accuracy not judged: these images were not calibrated", file=sys.stderr)
-            calibration = None
-        images = labelled_images(load(spec), data, count=self.requests)
+        images = labelled_images(load(spec), calibration.data, count=self.requests)
         results = []
         async with AsyncSwarmClient(*self.address, patience=0, **self.client_options()) as client:
             drill = Drill(
@@ -149,7 +143,7 @@ class DemoCommand(Command):
         settings, token = SwarmSettings(copies=1), secrets.token_hex()
         async with (
             running_service(settings, model, token=token) as service,
-            local_hosts(service, _HOSTS, memory=memory),
+            local_hosts(service.coordinator, _HOSTS, memory=memory),
         ):
             await service.coordinator.ready(_HOSTS, within=60, say=lambda _: None)
             await self._show(service, images)
@@ -166,10 +160,10 @@ class DemoCommand(Command):
 
         # The API without a port, and without a limit on the rate of its one client.
         limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.remote_model.calibration
-        gateway = Gateway(service.remote_model, limits=limits, model=DEFAULT_MODEL)
-        app = create_app(gateway)
-        transport = httpx.ASGITransport(app=app)
-        victims, rows = SCENARIOS["third"].victims(service.coordinator.children.names), []
+        coordinator, router = service.coordinator, service.coordinator.router
+        gateway = Gateway(service.remote_model, coordinator, limits=limits, model=DEFAULT_MODEL)
+        transport = httpx.ASGITransport(app=create_app(gateway))
+        victims, rows = SCENARIOS["third"].victims(coordinator.children.names), []
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
             ask = asking(client, images, deadline_ms=2000, patient=False)
 
@@ -180,15 +174,15 @@ class DemoCommand(Command):
 
             async def kill() -> None:
                 for host in victims:
-                    await service.faults.inject(host, "crash")
+                    await gateway.faults.inject(host, "crash")
 
             await phase("all hosts up")
             await phase(f"{', '.join(victims)} killed meanwhile", {_REQUESTS // 4: kill})
             await phase(f"{len(victims)} of {_HOSTS} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
-            service.router.routing = "sequential"
+            router.routing = "sequential"
             await phase("as a fixed-order pipeline")
-            service.router.routing = "order-free"
+            router.routing = "order-free"
             # Asked while hosts are dead, so that the answer shows which blocks were skipped.
             answer = await client.classify(images[0].image, confidence="off", top=1)
         print(f"\n{table(('shares in %', *COLUMNS), rows)}\n")

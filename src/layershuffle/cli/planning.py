@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 from layershuffle.cli.command import AtLeastOne, Command, ComputingCommand, Reporting
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
-from layershuffle.swarm.settings import DEFAULT_MODEL, ROUTINGS, Routing
+from layershuffle.swarm.settings import DEFAULT_MODEL, ROUTINGS
 from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class PlanCommand(DevicesCommand):
 class SimulateCommand(DevicesCommand, Reporting):
     """Run devices in virtual time, with the policy of the real router.
 
-    The flags set how hosts fail and how requests arrive; every routing gets the same requests, and
-    the same failures at the same simulated times.
+    The flags set how hosts fail and how requests arrive; free order and a pipeline get the same
+    requests, and the same failures at the same simulated times.
     """
 
     hosts: int | None = None
@@ -68,14 +68,12 @@ class SimulateCommand(DevicesCommand, Reporting):
     """What fails after a quarter of the requests, as in swarm drill (default: nothing)."""
     churn: tuple[AboveZero, AboveZero] | None = None
     """Mean seconds for which a host is up, and for which it is down (default: hosts stay up). With
-    --rate all routings meet the same failures."""
+    --rate both routings meet the same failures."""
     rate: AboveZero | None = None
     """Requests per second, at random times; replaces --clients."""
     clients: AtLeastOne = 4
     """Clients, each of which sends its next request when the last one has ended, and has waited for
     as long as the gateway asks (Retry-After) if that one failed."""
-    routings: tuple[Routing, ...] = ROUTINGS
-    """Routings to compare."""
     min_blocks: int = 1
     """Fewest blocks of an answer."""
     confidence: float | None = None
@@ -114,7 +112,7 @@ class SimulateCommand(DevicesCommand, Reporting):
                 rounds=facts.rounds,
                 stop=stop,
             )
-            for routing in self.routings
+            for routing in ROUTINGS
         ]
         routings = [
             {"routing": o.routing, **o.figures, "answers_by_blocks": o.blocks} for o in outcomes

@@ -24,8 +24,8 @@ from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.text import counted
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
     from layershuffle.swarm.server.start import Serving
-    from layershuffle.swarm.service import Service
 
 
 class JsonLines(logging.Formatter):
@@ -93,20 +93,16 @@ class UpCommand(SwarmSettings, Command):
         import asyncio
 
         from layershuffle.swarm.served import ServedModel, served_directory
-        from layershuffle.swarm.server.doors import in_clear
         from layershuffle.swarm.server.start import Serving, serve_swarm
 
         say, serving = steps(), Serving(self)
-        keyed, encrypted = self.keys is not None, serving.https is not None
-        if warning := in_clear(self.listen, keyed=keyed, encrypted=encrypted):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
         model = ServedModel(served_directory(self.model, say=say))
 
-        def ready(service: Service, url: str, key: str) -> None:
+        def ready(coordinator: Coordinator, url: str, key: str) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, serving.reload)
             # Only for eyes: what is printed elsewhere becomes a log, which others may read.
             shown = key if self.page and sys.stdout.isatty() else ""
-            print(self.described(service, url, serving=serving, key=shown), flush=True)
+            print(self.described(coordinator, url, serving=serving, key=shown), flush=True)
 
         # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -115,7 +111,9 @@ class UpCommand(SwarmSettings, Command):
         print("The swarm has ended, with all its hosts.")
         return 0
 
-    def described(self, service: Service, url: str, *, serving: Serving, key: str = "") -> str:
+    def described(
+        self, coordinator: Coordinator, url: str, *, serving: Serving, key: str = ""
+    ) -> str:
         """A description of a running swarm for its user, with the next commands.
 
         `key`: the operator's, "" where it must not be shown.
@@ -129,12 +127,12 @@ class UpCommand(SwarmSettings, Command):
             authority = " --ca FILE"
         if serving.keys:
             address += " --api-key-file FILE"
-        hosts = counted(len(service.members), "host")
+        hosts = counted(len(coordinator.members), "host")
         dial = url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
-        token = service.members.token if key else "TOKEN"
+        token = coordinator.members.token if key else "TOKEN"
         lines = [
-            f"{self.model}, {service.router.depth} blocks on {hosts}. It answers at {url} "
+            f"{self.model}, {coordinator.model.depth} blocks on {hosts}. It answers at {url} "
             f"(API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",

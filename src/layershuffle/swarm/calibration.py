@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.manifest import CALIBRATION
@@ -36,48 +34,21 @@ _POINTS = 0.5  # of top-1: largest loss side by side, and least gain of another 
 _SURE = 1.96  # half-width of a 95 % interval in standard deviations
 
 
-@dataclass(frozen=True)
-class CalibrationFacts:
+class CalibrationFacts(CalibrationPart):
     """The data that the expected accuracies were measured on."""
 
     data: str
     split: str
-    orders: int
-    images: int
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The accuracy in percent of answers whose blocks ran like this, from the calibration.
-
-    `top1` is the mean over orders, and `low` and `high` are its 95 % interval. A single answer
-    comes from one order of the reachable blocks, which has its own accuracy: nine of ten orders,
-    and choices of blocks, lie between `orders_low` and `orders_high`. `kept` blocks ran, each
-    `passes` times, `parallel` of them in flight at once. `effective`: number of independent images
-    that `images` count as; null if the data have no groups of images.
-    """
-
-    top1: float
-    low: float
-    high: float
-    orders_low: float
-    orders_high: float
-    kept: int
-    orders: int
-    images: int
-    data: str
-    split: str
-    effective: float | None = None
-    passes: int = 1
-    parallel: int = 1
+    orders: Count
+    images: Count
 
 
 class CellAccuracy(CalibrationPart):
-    """Top-1 in percent of a cell (`rounds.Cell`); `sd_orders`: its spread over orders.
+    """Top-1 in percent of a cell: `kept` blocks ran, each `passes` times, `parallel` at once.
 
-    `low`, `high`: 95 % interval of `top1`. `orders_low`, `orders_high`: the 5 % and 95 % quantiles
-    over orders, which keep different blocks. `effective`: number of independent images; `None`
-    without groups of images.
+    `top1` is the mean over orders, `low` and `high` are its 95 % interval, `sd_orders` is its
+    spread. Nine of ten orders, which keep different blocks, lie between `orders_low` and
+    `orders_high`. `effective`: number of independent images; `None` without groups of images.
     """
 
     kept: Count
@@ -88,7 +59,7 @@ class CellAccuracy(CalibrationPart):
     high: Percent
     orders_low: Percent
     orders_high: Percent
-    sd_orders: float | None
+    sd_orders: float | None = None
     effective: Annotated[float, Field(ge=1)] | None = None
 
     @property
@@ -97,25 +68,26 @@ class CellAccuracy(CalibrationPart):
         return Cell(self.kept, self.passes, self.parallel)
 
 
-class Calibration(CalibrationPart):
+class Expected(CellAccuracy, CalibrationFacts):
+    """The accuracy of answers whose blocks ran like this. A single answer comes from one order of
+    the reachable blocks, which has its own accuracy."""
+
+    model_config = ConfigDict(extra="ignore")  # a newer gateway may say more
+
+
+class Calibration(CalibrationFacts):
     """The content of calibration.json. `weights`: digest of the measured model.
 
     `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
-    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images. `tied`: in old
-    files, whose places with the same weights were not measured side by side.
+    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images.
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
     weights: str
-    data: str
-    split: str
     seed: int
-    orders: Count
-    images: Count
     classes: tuple[str, ...]
     rows: tuple[CellAccuracy, ...]
     late: tuple[Percent, ...] = ()
-    tied: tuple[int, ...] | None = None
     sureness: Sureness | None = None
 
     @model_validator(mode="after")
@@ -135,13 +107,6 @@ class Calibration(CalibrationPart):
     def queue(self) -> tuple[CellAccuracy, ...]:
         """The rows in which blocks run one after the other, each once, by the number of blocks."""
         return tuple(row for row in self.rows if row.passes == row.parallel == 1)
-
-    @property
-    def facts(self) -> CalibrationFacts:
-        """The measurement's data, as answers show it."""
-        return CalibrationFacts(
-            data=self.data, split=self.split, orders=self.orders, images=self.images
-        )
 
 
 def calibration_path(model: str) -> Path:
@@ -220,24 +185,8 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
     if not rows:
         return None
     row = max(rows, key=lambda row: row.passes)
-    return Expected(**row.model_dump(exclude={"sd_orders"}), **asdict(calibration.facts))
-
-
-def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
-    """The accuracy to expect of steps that a client named; `None` if it was not measured, as for
-    all but whole passes through their blocks.
-
-    The age of the oldest state counts. In rounds of n blocks it equals that of n blocks in flight;
-    the other states are newer, but the accuracy is the same.
-    """
-    kept = len(set(order))
-    passes = [set(order.blocks[at : at + kept]) for at in range(0, len(order), kept)]
-    oldest = max(position - version for position, (_, version) in enumerate(order.steps))
-    if oldest >= kept or any(len(blocks) < kept for blocks in passes):
-        return None
-    expected = expected_at(calibration, Cell(kept, len(passes), oldest + 1))
-    # A client may name more passes than were measured, which may be harmful.
-    return expected if expected is not None and expected.passes == len(passes) else None
+    facts = calibration.model_dump(include=set(CalibrationFacts.model_fields))
+    return Expected(**row.model_dump(), **facts)
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -259,7 +208,7 @@ def rounds_of(calibration: Calibration | None) -> Rounds:
     to the age at which it is worse than none, and always up to the age that the number in flight
     causes.
     """
-    if calibration is None or calibration.tied is not None:
+    if calibration is None:
         return QUEUE
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)

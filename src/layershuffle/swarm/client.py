@@ -7,14 +7,13 @@ with SwarmClient("http://127.0.0.1:8000") as swarm:
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,24 +21,14 @@ from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.doors import client_context, is_loopback
-from layershuffle.swarm.server.schemas import (
-    Classification,
-    ErrorAnswer,
-    Health,
-    SwarmAnswer,
-)
+from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, SwarmAnswer
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    ImageLike = str | Path | bytes | Image
-
-TIMEOUT = 60.0
-"""Default seconds that a gateway may stay silent; longer than the longest deadline."""
+ImageLike = str | Path | bytes
+"""The path of an image file, or its bytes."""
+_TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longest deadline
 PATIENCE = 10.0
 """Default seconds for which a request is repeated that was refused for the moment."""
-_UNAVAILABLE = 503
-_FOR_THE_MOMENT = (429, _UNAVAILABLE)
+_FOR_THE_MOMENT = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
 
 
@@ -81,7 +70,7 @@ class SwarmClient:
     `SwarmError`. Close it, or use it in a `with`.
 
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
-    trusts). `timeout` in seconds. `patience`: seconds for which a request is repeated that all
+    trusts). `patience`: seconds for which a request is repeated that all
     refuse for the moment, as often as their Retry-After says; 0 for one try at each. `transport`:
     an httpx transport. Raises `UsageError` for an invalid address, for a key that does not fit into
     a header, and for an authority that cannot be read or has no effect.
@@ -92,25 +81,20 @@ class SwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        timeout: float = TIMEOUT,
         patience: float = PATIENCE,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        settings = _settings(urls, api_key=api_key, authority=authority)
         self._gateways = [httpx.Client(transport=transport, **options) for options in settings]
         self._patience, self._first = patience, 0
 
     def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
-        """The classes of an image: a path, the bytes of an image file, or a Pillow image."""
+        """The classes of an image."""
         return self._ask(Classification, **_classify_request(image, options))
 
     def swarm(self) -> SwarmAnswer:
         """The current state of the swarm."""
         return self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
-
-    def health(self) -> Health:
-        """Whether requests can be answered; an unhealthy swarm raises no error."""
-        return self._ask(Health, method="GET", url="/healthz")
 
     def close(self) -> None:
         """Close the connections."""
@@ -145,11 +129,10 @@ class AsyncSwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        timeout: float = TIMEOUT,
         patience: float = PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority, timeout=timeout)
+        settings = _settings(urls, api_key=api_key, authority=authority)
         self._gateways = [httpx.AsyncClient(transport=transport, **options) for options in settings]
         self._patience, self._first = patience, 0
 
@@ -162,10 +145,6 @@ class AsyncSwarmClient:
     async def swarm(self) -> SwarmAnswer:
         """See `SwarmClient.swarm`."""
         return await self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
-
-    async def health(self) -> Health:
-        """See `SwarmClient.health`."""
-        return await self._ask(Health, method="GET", url="/healthz")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -221,7 +200,7 @@ class _Turns:
 
 
 def _settings(
-    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None, timeout: float
+    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None
 ) -> list[dict[str, Any]]:
     """The arguments of both clients' httpx clients, one for each address."""
     if not urls:
@@ -254,8 +233,8 @@ def _settings(
         settings.append(
             {
                 "base_url": url,
-                "headers": {} if api_key is None else {"X-API-Key": api_key},
-                "timeout": timeout,
+                "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                "timeout": _TIMEOUT,
                 "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
                 "verify": verify,
             }
@@ -264,7 +243,7 @@ def _settings(
 
 
 def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, Any]:
-    """The request with the image as its body. Raises `UsageError` for an invalid image."""
+    """The request with the image as its body. Raises `UsageError` if it cannot be read."""
     # Missing options are not sent, so the defaults of the gateway's version hold.
     fields = {name: value for name, value in options.items() if value is not None}
     return {
@@ -276,29 +255,18 @@ def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, A
     }
 
 
-def _content(image: Any) -> bytes:
-    """The unchanged bytes of an image file, or a Pillow image as PNG."""
+def _content(image: ImageLike) -> bytes:
     # Not decoded here: the gateway must get exactly the pixels of the file.
     if isinstance(image, bytes):
         return image
-    if isinstance(image, str | Path):
-        try:
-            return Path(image).expanduser().read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"The image cannot be read ({error.strerror or error})",
-                place=image,
-                hint="name the file of an image",
-            ) from error
-    # No `isinstance`, because only users of Pillow images need Pillow.
-    if not hasattr(image, "save"):
+    try:
+        return Path(image).expanduser().read_bytes()
+    except OSError as error:
         raise UsageError(
-            f"A {type(image).__name__} is not an image",
-            hint="give a path, the bytes of an image file, or a Pillow image",
-        )
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")  # lossless
-    return buffer.getvalue()
+            f"The image cannot be read ({error.strerror or error})",
+            place=image,
+            hint="name the file of an image",
+        ) from error
 
 
 @contextmanager
@@ -308,7 +276,7 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
         yield
     except httpx.TimeoutException as error:
         raise SwarmError(
-            "The gateway did not answer in time", place=str(url), hint="allow a longer timeout"
+            "The gateway did not answer in time", place=str(url), hint="try again later"
         ) from error
     except httpx.HTTPError as error:
         cause = f"The gateway cannot be reached ({error or type(error).__name__})"
@@ -325,10 +293,8 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
 def _read(response: httpx.Response, kind: type[_A]) -> _A:
     """The answer in `response`. Raises the gateway's error as `SwarmError`."""
     place = str(response.url)
-    # /healthz answers 503 with the same body when no block can be run.
-    answers = response.is_success or (kind is Health and response.status_code == _UNAVAILABLE)
     try:
-        if answers:
+        if response.is_success:
             return kind.model_validate_json(response.content)
         # Errors of a proxy, in HTML, are not shown as the gateway's.
         problem = ErrorAnswer.model_validate_json(response.content).error

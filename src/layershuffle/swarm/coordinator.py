@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from layershuffle.errors import UsageError
@@ -45,8 +46,8 @@ class Coordinator:
     """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
 
     `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
-    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`, with the
-    reasons; `watching`: whether `run` is active.
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`;
+    `watching`: whether `run` is active.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Coordinator:
         self.children = Children(limits=router.limits)
         self.copies, self.watching = copies, False
         self.health = HealthMonitor(router)
-        self.away: dict[str, str] = {}
+        self.away = set[str]()
         self._references = _references_of(model)
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
@@ -72,24 +73,20 @@ class Coordinator:
 
     async def run(self) -> None:
         """Give blocks to hosts, and send canaries, until cancelled."""
-        health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
             # If the health check breaks, so does this, and both are started again.
-            while not health.done():
-                self._plan()
-                self._say()
-                try:
-                    async with asyncio.timeout(_LOOK):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
-                self._changed.clear()
-            health.result()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.health.run())
+                while True:
+                    self._plan()
+                    self._say()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK):
+                            await self._changed.wait()
+                    self._changed.clear()
         finally:
             self.watching = False
-            health.cancel()
-            await asyncio.gather(health, return_exceptions=True)
 
     async def ready(
         self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
@@ -148,7 +145,7 @@ class Coordinator:
             # A new connection is no proof of honesty.
             view = view._replace(condition="shut-out", why=before.why)
         elif member.name in self.away:
-            view = view._replace(condition="draining", why=self.away[member.name])
+            view = state.draining(view)
         elif member.hello["memory"] < (least := min(file.size for file in self.model.weights)):
             why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
             view = view._replace(why=why)
@@ -207,9 +204,7 @@ class Coordinator:
     async def _admit(self, member: Member, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
         name, limit = member.name, self.router.limits.start_ms / _MILLI
-        while self.members.get(name) is member and block in member.assigned:
-            if not await self.health.canary(Visit(name, block, limit)):
-                break
+        while await self.health.canary(Visit(name, block, limit)):
             if self.router.swarm[name].condition == "shut-out":
                 return
             await asyncio.sleep(_AGAIN)
@@ -270,7 +265,7 @@ class Coordinator:
         It waits at most as long as a request may take; others take over its blocks.
         """
         self.check_known(name)
-        self.away[name] = "it is leaving"
+        self.away.add(name)
         self.router.update(name, state.draining)
         self._changed.set()
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
@@ -290,7 +285,7 @@ class Coordinator:
     def readmit(self, name: str) -> None:
         """Bring back a host that was shut out, drained or ended."""
         self.check_known(name)
-        self.away.pop(name, None)
+        self.away.discard(name)
         if name in self.children.names:
             self.children.release(name)
         self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.errors import LayerShuffleError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring import matched
@@ -32,7 +32,6 @@ from layershuffle.swarm.server.operating import Operator
 from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
 from layershuffle.text import counted, table
 
-_LEAST = 4
 _MOST_IMAGES = 1000
 _UNPROCESSABLE, _TOO_MANY = 422, 429
 _POLL = 0.1  # seconds between looks at the hosts
@@ -73,10 +72,8 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
 
     They are resized to the size at which the model's preparation of images starts, so the server
     prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
-    the model's; `UsageError` for a `count` below 4.
+    the model's.
     """
-    if count < _LEAST:
-        raise UsageError(f"{count} requests are too few", hint=f"--requests {_LEAST}")
     view = file_view(model)
     width, height = uncropped_size(view)
     # Without normalisation, because image files hold pixels.
@@ -239,7 +236,7 @@ class Played:
         return {
             "scenario": self.scenario,
             "passed": self.passed,
-            **ends_and_times(self.replies),
+            **ends_and_times([(reply.ended, reply.ms) for reply in self.replies]),
             "mean_blocks": mean(kept) if kept else None,
             "accuracy": None if self.judgement is None else asdict(self.judgement),
             "whole_s": self.whole,
@@ -251,7 +248,7 @@ COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
 
 def cells(replies: Sequence[Reply], judgement: DrillJudgement | None) -> tuple[str, ...]:
     """What became of requests, for a table with `COLUMNS`; shares in percent."""
-    figures = ends_and_times(replies)
+    figures = ends_and_times([(reply.ended, reply.ms) for reply in replies])
     return (
         *(f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")),
         *(f"{figures[ms]:.0f}" for ms in ("ms_median", "ms_p99")),
@@ -282,7 +279,7 @@ def report(results: Sequence[Played]) -> str:
 class Drill:
     """Breaks the swarm of `operator`, whose own hosts are `hosts`; `client` asks its gateway.
 
-    `ask` sends request number i of `requests`. `calibration`: that of the images, if there is one.
+    `ask` sends request number i of `requests`. `calibration`: that of the images.
     """
 
     hosts: Sequence[str]
@@ -290,7 +287,7 @@ class Drill:
     client: AsyncSwarmClient
     ask: Ask
     requests: int
-    calibration: Calibration | None
+    calibration: Calibration
     concurrency: int = 4
 
     async def play(self, name: ScenarioName) -> Played:

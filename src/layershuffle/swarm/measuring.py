@@ -86,30 +86,18 @@ def calibrate(
     weights, depth = weights_digest(host), depth_of(host)
     permutations = [Shuffled().draw(depth, seed=seed, step=k).blocks for k in range(orders)]
     batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
-
-    def measured(parallel: int) -> tuple[dict[Cell, list[Score]], tuple[float, ...]]:
-        """The scores of all cells, one per permutation, and the accuracies with a last block that
-        is 1, 2 ... versions late (none if `parallel` is 1)."""
-        cells, ages = cells_of(depth, parallel=parallel), range(1, depth if parallel > 1 else 1)
-        ways = [overlapped(p, c, depth=depth) for c in cells for p in permutations]
-        split = tested.splits[_TEST]
-        scores = evaluate(
-            host,
-            batches,
-            orders=ways + [late_last(p, age, depth=depth) for age in ages for p in permutations],
-            groups=split.groups,
-            on_images=lambda done: progress("images", done, split.size),
-        )
-        each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
-        late = tuple(mean([score.top1 for score in group]) for group in each[len(cells) :])
-        return dict(zip(cells, each[: len(cells)], strict=True)), late
-
-    try:
-        scores, late = measured(_PARALLEL)
-    except StackError as error:
-        # A swarm serves it nevertheless, one block after the other.
-        _log.warning("Only one block after the other can be measured: %s", error)
-        scores, late = measured(1)
+    cells, split = cells_of(depth, parallel=_PARALLEL), tested.splits[_TEST]
+    ways = [overlapped(p, cell, depth=depth) for cell in cells for p in permutations]
+    # Those with a last block that is 1, 2 ... versions late.
+    ways += [late_last(p, age, depth=depth) for age in range(1, depth) for p in permutations]
+    scores = evaluate(
+        host,
+        batches,
+        orders=ways,
+        groups=split.groups,
+        on_images=lambda done: progress("images", done, split.size),
+    )
+    each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
     return Calibration(
         schema=3,
         weights=weights,
@@ -117,10 +105,10 @@ def calibrate(
         split=_TEST,
         seed=seed,
         orders=orders,
-        images=scores[Cell(1)][0].images,
+        images=each[0][0].images,
         classes=tested.classes,
-        rows=rows_of(scores),
-        late=late,
+        rows=rows_of(dict(zip(cells, each, strict=False))),
+        late=tuple(mean([score.top1 for score in group]) for group in each[len(cells) :]),
         sureness=_sureness(host, tested, permutations, images=images, batch_size=batch_size),
     )
 

@@ -1,12 +1,14 @@
 """The messages between router, transports and hosts: states, visits, answers and failures.
 
 A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
-ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
+ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -100,25 +102,24 @@ class Route:
     """The way of a request through the swarm.
 
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
-    of them read, `None` if always the newest (`core.orders`); `skipped`: the other blocks
-    with the reasons. `ending`: complete, sure (the answer was as sure as asked for), deadline (the
-    time was up), unreachable (no healthy host held a missing block) or lost (fixed-order routing
-    could not continue; the request has failed). `ms`: total milliseconds.
+    of them read (`core.orders`); `skipped`: the other blocks with the reasons. `ending`: complete,
+    sure (the answer was as sure as asked for), deadline (the time was up), unreachable (no healthy
+    host held a missing block) or lost (fixed-order routing could not continue; the request has
+    failed). `ms`: total milliseconds.
     """
 
     depth: int
     order: tuple[int, ...]
+    versions: tuple[int, ...]
     skipped: dict[int, str]
     hops: tuple[Visited, ...]
     ending: Ending
     ms: float
-    versions: tuple[int, ...] | None = None
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
         """(block, version that it read) of every step."""
-        versions = range(len(self.order)) if self.versions is None else self.versions
-        return tuple(zip(self.order, versions, strict=True))
+        return tuple(zip(self.order, self.versions, strict=True))
 
     @property
     def kept(self) -> int:
@@ -145,8 +146,17 @@ class Transport(Protocol):
 
 
 class NotAnswered(LayerShuffleError):
-    """The swarm could not answer a request; `route` is its route so far, if it began."""
+    """The swarm could not answer a request."""
 
-    def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
-        super().__init__(cause, hint=hint)
-        self.route = route
+
+@asynccontextmanager
+async def until(deadline: float, event: str, *, clock: Callable[[], float]) -> AsyncIterator[None]:
+    """Raise `NotAnswered` within at `deadline`, in seconds of `clock`: it passed before `event`."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline - clock())):
+            yield
+    except TimeoutError as error:
+        raise NotAnswered(
+            f"The deadline passed before {event}",
+            hint="try again later, allow a later deadline, or send a smaller image",
+        ) from error

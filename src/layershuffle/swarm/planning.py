@@ -1,10 +1,5 @@
 """`swarm plan`: which of the described devices holds which blocks, and what to expect of that.
 
-hosts:                         # HOSTS.yaml
-  pi: {count: 4, memory_mb: 512, speed: 0.25, link_ms: 6}
-  box: {memory_mb: 4000}
-block_ms: 8.0                  # of a host of speed 1; else as measured here
-
 The blocks are assigned as a gateway assigns them (`assignment`). Beside the throughput of that
 assignment stands what no assignment can exceed, the bound of a linear program. `swarm simulate`
 runs the same devices in virtual time. MB are 10^6 bytes.
@@ -58,8 +53,6 @@ class HostsFile(Settings):
 
     hosts: Annotated[dict[Name, HostSpec], Field(min_length=1)]
     """Devices by name."""
-    block_ms: Above | None = None
-    """Time of one block on a host of speed 1 (default: as measured with the model)."""
 
     def named(self) -> dict[str, HostSpec]:
         """Every single device by its name. Raises `UsageError` for equal names."""
@@ -146,7 +139,7 @@ def plan_for(file: HostsFile, facts: ModelFacts, *, copies: int = COPIES) -> Pla
 
     >>> planned = plan_for(HostsFile(hosts={"pi": {"memory_mb": 1}}), facts)  # doctest: +SKIP
     """
-    hosts, block_ms = file.named(), file.block_ms or facts.block_ms
+    hosts, block_ms = file.named(), facts.block_ms
     holders = [
         Holder(name, memory=int(spec.memory_mb * MEGA), speed=spec.speed)
         for name, spec in hosts.items()
@@ -225,9 +218,8 @@ def plan_report(planned: Planned, facts: ModelFacts) -> str:
     devices = planned.devices
     blocks = [(name, ", ".join(map(str, sorted(d.blocks)))) for name, d in devices.items()]
     lines = [
-        # Speeds in the file are relative to this machine.
         f"A block of one image took {facts.block_ms:.3g} ms where the model was exported: that is "
-        "`speed: 1` (block_ms in the file overrides it).\n",
+        "`speed: 1`.\n",
         listing(blocks[:_SHOWN]),
     ]
     if len(devices) > _SHOWN:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.swarm.calibration import Calibration, rounds_of, useful_blocks
-from layershuffle.swarm.messages import NotAnswered, Route, State
+from layershuffle.swarm.messages import NotAnswered, Route, State, until
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.sureness import probabilities
@@ -108,23 +108,20 @@ class RemoteModel:
         router, model = self.router, self.model
         answered: tuple[State, NDArray[np.float32]] | None = None
         # The router reserves `reserve_ms` for the head; if heads take longer, it must finish
-        # earlier.
-        late_by = max(0.0, self._head.seconds - router.limits.reserve_ms / _MILLI)
+        # earlier. It has half of the time in any case: after one stall of ten seconds no request of
+        # two would get to its head, which brings the average down.
+        head = min(self._head.seconds, (deadline - router.clock()) / 2)
+        late_by = max(0.0, head - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
-        try:
-            async with asyncio.timeout(max(0.0, deadline - router.clock())):
-                start = await self._stem.result(model.stem, images)
-        except TimeoutError as error:
-            raise NotAnswered(
-                "The deadline passed before the model's stem had run",
-                hint="try again later, or allow a later deadline",
-            ) from error
+        async with until(deadline, "the model's stem had run", clock=router.clock):
+            start = await self._stem.result(model.stem, images)
         entered = time.perf_counter()
 
         def chance(state: State, blocks: int) -> float:
             nonlocal answered
             answered = state, self._head.run(model.head, state)
-            return chance_of(answered[1], self.temperatures[blocks - 1])
+            # Of several answers the least sure counts.
+            return float(probabilities(answered[1], self.temperatures[blocks - 1]).max(-1).min())
 
         state, route = await router.walk(
             start,
@@ -133,14 +130,7 @@ class RemoteModel:
             confidence=confidence,
             chance=chance,
         )
-        try:
-            check_enough(route, min_blocks=min_blocks or 1)
-        except NotAnswered:
-            # Without this, no head would run and update the average: after one stall of ten seconds
-            # every request of two seconds would be refused forever.
-            if late_by:
-                self._head.seconds *= 1 - _WEIGHT
-            raise
+        check_enough(route, min_blocks=min_blocks or 1)
         left = time.perf_counter()
         if answered is None or answered[0] is not state:
             answered = state, await self._head.result(model.head, state)
@@ -149,7 +139,6 @@ class RemoteModel:
         if not np.isfinite(logits).all():
             raise NotAnswered(
                 "The model's head gave numbers that are not finite",
-                route=route,
                 hint="the weights are broken: score the model by layershuffle eval",
             )
         return Classified(
@@ -166,18 +155,12 @@ class RemoteModel:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def chance_of(logits: NDArray[np.float32], temperature: float) -> float:
-    """That the least sure of some answers is right."""
-    return float(probabilities(logits, temperature).max(axis=-1).min())
-
-
 def check_enough(route: Route, *, min_blocks: int) -> None:
     """Raises `NotAnswered` if too few blocks ran, or the pipeline broke."""
     if route.ending == "lost":
         first = min(route.skipped, default=0)
         raise NotAnswered(
             f"The pipeline broke at block {first}: {route.skipped.get(first, 'no reason known')}",
-            route=route,
             hint="order-free routing would go on without it",
         )
     if route.kept < min_blocks:
@@ -185,7 +168,6 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
         raise NotAnswered(
             f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
-            route=route,
             hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks; on "
             "a command line --min-blocks)",
         )

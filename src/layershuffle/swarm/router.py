@@ -215,11 +215,10 @@ class Router:
             self._watching.pop(walk, None)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
-        newest = walk.versions == list(range(len(walk.done)))
         return Route(
             depth=self.depth,
             order=tuple(walk.done),
-            versions=None if newest else tuple(walk.versions),
+            versions=tuple(walk.versions),
             skipped=policy.skipped(walk, self.swarm, ending=ending),
             hops=tuple(walk.hops),
             ending=ending,

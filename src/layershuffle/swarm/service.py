@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members
@@ -25,24 +23,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `coordinator.watching`: whether its hosts are watched."""
+    """A running swarm: its hosts, and the model that answers."""
 
-    router: Router
-    members: Members
     coordinator: Coordinator
     remote_model: RemoteModel
-
-    @cached_property
-    def faults(self) -> FaultInjector:
-        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
-        return FaultInjector(self.coordinator)
 
 
 @asynccontextmanager
 async def running_service(
     settings: SwarmSettings, model: ServedModel, *, token: str, limits: Limits | None = None
 ) -> AsyncIterator[Service]:
-    """The swarm of `model`, without hosts: they dial in to `members.routes`, and know `token`."""
+    """The swarm of `model`, without hosts: they dial in to the routes of its `members`, and know
+    `token`."""
     members = Members(model, token=token)
     router = Router(
         members,
@@ -53,9 +45,9 @@ async def running_service(
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
-    watch = asyncio.create_task(keep_running("The host monitor", coordinator.run))
+    watch = asyncio.create_task(_keep_watch(coordinator))
     try:
-        yield Service(router, members, coordinator, remote_model)
+        yield Service(coordinator, remote_model)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -64,12 +56,11 @@ async def running_service(
         await asyncio.to_thread(remote_model.close)
 
 
-async def keep_running(what: str, watch: Callable[[], Awaitable[None]]) -> None:
-    """Run `watch` until cancelled, and restart it after an error."""
+async def _keep_watch(coordinator: Coordinator) -> None:
     while True:
         try:
-            await watch()
+            await coordinator.run()
         except Exception as error:  # noqa: BLE001 -- logged with its traceback
-            _log.error("%s failed and is started again", what, exc_info=error)
+            _log.error("The watch of hosts failed and is started again", exc_info=error)
         # With a pause, because an error that repeats at once would fill the log.
         await asyncio.sleep(_PAUSE)

@@ -29,12 +29,13 @@ sessionStorage.setItem("operator", operator);
 window.history.replaceState(null, "", window.location.pathname);
 export const mayBreak = () => operator !== "";
 
-// fetch with the API key, which is asked for once where the server wants one.
+// fetch with the operator's key or that of the API, which is asked for once where the server wants one.
 export async function ask(path, options = {}) {
-  const keys = () => ({ ...(key && { "X-API-Key": key }), ...(path.startsWith("operator/") && { "X-Operator-Key": operator }) });
-  const send = () => fetch(path, { ...options, headers: { ...options.headers, ...keys() } });
+  const operating = path.startsWith("operator/");
+  const keys = (own) => own && { Authorization: `Bearer ${own}` };
+  const send = () => fetch(path, { ...options, headers: { ...options.headers, ...keys(operating ? operator : key) } });
   let response = await send();
-  if (response.status === 401 && !path.startsWith("operator/")) {
+  if (response.status === 401 && !operating) {
     const given = window.prompt("This server wants an API key");
     if (given) {
       key = given.trim();

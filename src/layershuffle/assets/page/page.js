@@ -27,14 +27,13 @@ class AnswerCard {
     });
     this.right = make("p", { class: "right" }, "\u00a0");
     this.scale = make("span", { class: "bar" });
-    this.range = make("span", { class: "range" });
     this.foot = make("p", { class: "note foot" }, "\u00a0");
     card.replaceChildren(
       make("div", { class: "row spread" }, make("h2", {}, title), this.model),
       make("div", { class: "said" }, this.guess, this.verdict),
       make("ul", { class: "bars" }, ...this.rows.map((parts) => parts.row)),
       this.right,
-      make("p", { class: "scale", "aria-hidden": "true" }, this.scale, this.range),
+      make("p", { class: "scale", "aria-hidden": "true" }, this.scale),
       this.foot,
     );
   }
@@ -63,15 +62,6 @@ class AnswerCard {
 
   showFoot(text) {
     say(this.foot, text || "\u00a0");
-  }
-
-  // The interval of the accuracy to expect, in percent, as a bracket on the scale.
-  showExpected(expected) {
-    this.range.hidden = !expected;
-    if (!expected) return;
-    // Painted, not placed: what moves to another place is a shift of the page for browsers.
-    this.range.style.setProperty("--low", `${expected.low}%`);
-    this.range.style.setProperty("--high", `${expected.high}%`);
   }
 
   showScore(right, of) {
@@ -146,7 +136,6 @@ async function update() {
       : { ours: await throughSwarm(image, signal) };
     const words = Object.entries(answers).map(([name, answer]) => {
       const right = cards[name].show(answer, picture.label);
-      cards[name].showExpected(answer.expected);
       cards[name].showFoot(footer(name, answer));
       const verdict = picture.label === null ? "" : right ? ", right" : ", wrong";
       return `${TITLES[name]} answers ${answer.top[0].label}${verdict}.`;

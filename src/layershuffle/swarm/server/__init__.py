@@ -8,6 +8,4 @@ all of it together.
 
 `page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in
 this process.
-
-Clients read answers with `schemas`, which imports no web framework.
 """

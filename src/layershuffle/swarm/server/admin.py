@@ -22,17 +22,17 @@ from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import calibration_of
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
 from layershuffle.swarm.messages import Visit, VisitError
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admission import HTTPError
+from layershuffle.swarm.server.admission import HTTPError, key_of
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.operating import KEY_HEADER, CommandName
+from layershuffle.swarm.server.operating import CommandName
 from layershuffle.swarm.server.page import join_address, qr_code
-from layershuffle.swarm.service import Service
 
 LOAD_SECONDS = 300.0
 PAUSE_SECONDS = 0.5
@@ -51,7 +51,7 @@ class Fields(BaseModel):
     model: str = ""
 
 
-def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
+def add_operator(app: FastAPI, *, key: str) -> None:
     """Add POST /operator/NAME to the gateway's app, for requests with `key`.
 
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
@@ -65,14 +65,14 @@ def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
 
     async def command(name: CommandName, fields: Fields, request: Request) -> dict[str, Any]:
         await gateway.admission.admit(request)  # before the key, so that guessing is slow
-        if not keys.accept(request.headers.get(KEY_HEADER, "").encode("latin-1", "replace")):
+        if not keys.accept(key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The operator's key is missing or wrong",
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
         try:
-            return await _carry_out(service, gateway, name=name, fields=fields)
+            return await _carry_out(gateway, name=name, fields=fields)
         except UsageError:
             raise
         except LayerShuffleError as error:
@@ -82,11 +82,9 @@ def add_operator(app: FastAPI, service: Service, *, key: str) -> None:
     app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 
 
-async def _carry_out(
-    service: Service, gateway: Gateway, *, name: CommandName, fields: Fields
-) -> dict[str, Any]:
+async def _carry_out(gateway: Gateway, *, name: CommandName, fields: Fields) -> dict[str, Any]:
     """Carry out a command, and return its answer."""
-    coordinator, router, host = service.coordinator, service.router, fields.host
+    coordinator, router, host = gateway.coordinator, gateway.router, fields.host
     if name == "drain":
         return {"empty": await coordinator.drain(host)}
     if name == "readmit":
@@ -102,28 +100,29 @@ async def _carry_out(
         # Hosts that joined from elsewhere may be processes of others.
         if host not in coordinator.children.names:
             raise UsageError(f"This swarm did not start a host {host!r}")
-        await service.faults.inject(host, fields.kind)
+        await gateway.faults.inject(host, fields.kind)
         return {}
     if name == "join":
-        return qr_code(join_address(fields.address, token=service.members.token))
+        return qr_code(join_address(fields.address, token=coordinator.members.token))
     if name == "roll":
         before = coordinator.model.directory
-        await roll(service, gateway, directory=Path(fields.model))
+        await roll(gateway, directory=Path(fields.model))
         gateway.model = fields.model
         return {"before": str(before)}
     raise UsageError(f"The command {name} lacks a field")
 
 
-async def roll(service: Service, gateway: Gateway, *, directory: Path) -> None:
+async def roll(gateway: Gateway, *, directory: Path) -> None:
     """Serve the exported model in `directory` from now on.
 
     Raises `ModelFileError` and `UsageError` for files that are not a model of the same form, and
     `LayerShuffleError` if hosts cannot load it or requests take too long: all is then as before.
     """
-    members, model = service.members, await asyncio.to_thread(ServedModel, directory)
-    _check_form(service.coordinator.model, model)
+    coordinator, model = gateway.coordinator, await asyncio.to_thread(ServedModel, directory)
+    members = coordinator.members
+    _check_form(coordinator.model, model)
     calibration = calibration_of(model)
-    if service.remote_model.temperatures and calibration is None:
+    if gateway.remote_model.temperatures and calibration is None:
         raise UsageError(
             "This model has no calibration, and the one that is served has",
             place=directory,
@@ -131,14 +130,14 @@ async def roll(service: Service, gateway: Gateway, *, directory: Path) -> None:
         )
     members.load_beside(model)
     try:
-        tested = await _tested(service, model)
+        tested = await _tested(coordinator, model)
         for _ in range(_TRIES):
             async with gateway.paused(PAUSE_SECONDS) as quiet:
                 if not quiet:
                     continue
                 members.take_over()
-                service.coordinator.take_over(model, tested)
-                service.remote_model.take_over(model, calibration)
+                coordinator.take_over(model, tested)
+                gateway.remote_model.take_over(model, calibration)
                 return
         raise LayerShuffleError(
             f"Requests were under way for {PAUSE_SECONDS:g} s, {_TRIES} times",
@@ -166,16 +165,16 @@ def _check_form(before: ServedModel, after: ServedModel) -> None:
             )
 
 
-async def _tested(service: Service, model: ServedModel) -> dict[Member, frozenset[int]]:
+async def _tested(coordinator: Coordinator, model: ServedModel) -> dict[Member, frozenset[int]]:
     """Wait until all hosts have loaded their blocks of `model`; those that answer rightly."""
-    members, router = service.members, service.router
+    members, router = coordinator.members, coordinator.router
     tested = dict[Member, frozenset[int]]()
     end = router.clock() + LOAD_SECONDS
     while True:
         there = [m for m in members.values() if router.swarm[m.name].usable]
         for member in there:
             for block in sorted(member.beside.keys() - tested.get(member, frozenset())):
-                await _test(service, model, member=member, block=block)
+                await _test(coordinator, model, member=member, block=block)
                 tested[member] = tested.get(member, frozenset()) | {block}
         whole = all(m.assigned <= tested.get(m, frozenset()) for m in there)
         if whole and len(frozenset[int]().union(*(tested[m] for m in there))) == model.depth:
@@ -189,12 +188,14 @@ async def _tested(service: Service, model: ServedModel) -> dict[Member, frozense
         await asyncio.sleep(_LOOK)
 
 
-async def _test(service: Service, model: ServedModel, *, member: Member, block: int) -> None:
-    limits = service.router.limits
+async def _test(
+    coordinator: Coordinator, model: ServedModel, *, member: Member, block: int
+) -> None:
+    limits = coordinator.router.limits
     visit = Visit(member.name, block, limits.start_ms / 1000)
     try:
         async with asyncio.timeout(visit.limit):
-            answer = await service.members.visit(visit, model.sample, beside=True)
+            answer = await coordinator.members.visit(visit, model.sample, beside=True)
     except (VisitError, TimeoutError) as error:
         raise LayerShuffleError(f"Host {member.name} does not answer for block {block}") from error
     expected = await model.compute(block, model.sample)

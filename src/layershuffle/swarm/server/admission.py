@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
-from layershuffle.swarm.messages import NotAnswered
+from layershuffle.swarm.messages import NotAnswered, until
 from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
@@ -94,6 +94,12 @@ def client_of(address: str) -> str:
         return address
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
     return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
+
+
+def key_of(request: Request) -> bytes:
+    """The key in `Authorization: Bearer KEY`; empty without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
 class HTTPError(LayerShuffleError):
@@ -249,23 +255,11 @@ class Admission:
             with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
                 loop.call_soon_threadsafe(client.places.release)
 
-        async with self.until(deadline, event):
+        async with until(deadline, event, clock=self.clock):
             await client.places.acquire()
             future = pool.submit(work)
             future.add_done_callback(ended)
             return await asyncio.wrap_future(future)
-
-    @asynccontextmanager
-    async def until(self, deadline: float, event: str) -> AsyncIterator[None]:
-        """Raise `NotAnswered` within at `deadline`: it passed before `event`."""
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self.clock())):
-                yield
-        except TimeoutError as error:
-            raise NotAnswered(
-                f"The deadline passed before {event}",
-                hint="try again later, allow a later deadline, or send a smaller image",
-            ) from error
 
     def _check_room(self) -> None:
         """Raises `HTTPError` (429) if too many requests are open."""

@@ -1,14 +1,5 @@
 """The HTTP routes of a gateway, and the one handler that turns errors into answers.
 
-POST /v1/classify   an image in, its classes and the route out
-GET  /v1/swarm      hosts, blocks, latencies, counters
-GET  /livez         200 while the gateway answers at all
-GET  /readyz        200 while answers are accurate enough
-GET  /healthz       200 while any block can be run, and what is wrong
-GET  /metrics       for Prometheus
-GET  /              the page, unless it is switched off (`page`)
-GET  /openapi.json  the description of this API
-
 `start` adds those of hosts, which dial in (`members`), of tabs that become hosts (`page`), and of
 the operator (`admin`).
 """
@@ -24,7 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import APIKeyHeader, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -132,11 +123,8 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
 def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
     guarded, errors = [Depends(gateway.admit)], dict(_ERRORS)
     if gateway.keys:
-        # For the OpenAPI description: `admit` reads the headers itself.
-        guarded += [
-            Depends(HTTPBearer(auto_error=False)),
-            Depends(APIKeyHeader(name="X-API-Key", auto_error=False)),
-        ]
+        # For the OpenAPI description: `admit` reads the header itself.
+        guarded.append(Depends(HTTPBearer(auto_error=False)))
     else:
         del errors[401]
     refusals = {status: errors[status] for status in errors.keys() & {401, 429}}

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from layershuffle.errors import UsageError
 
@@ -73,24 +72,19 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._quotas)
 
-    def accept(self, key: bytes | None) -> bool:
+    def accept(self, key: bytes) -> bool:
         """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
-        return not self._quotas or (key is not None and self._matching(key) is not None)
+        return not self._quotas or bool(self._matching(key))
 
-    def wait(self, key: bytes | None, *, now: float) -> float:
+    def wait(self, key: bytes, *, now: float) -> float:
         """Count a request of a key that is accepted; return the seconds that it has to wait."""
-        match = None if key is None else self._matching(key)
-        quota = None if match is None else self._quotas[match]
-        return 0.0 if quota is None else quota.wait(now)
+        return max((quota.wait(now) for quota in self._matching(key) if quota), default=0.0)
 
-    def _matching(self, key: bytes) -> bytes | None:
-        # Digests have equal length, and the loop never ends early: the time does not depend on the
-        # length of a key, its first letters, or its place in the list.
-        digest, match = _digest(key), None
-        for valid in self._quotas:
-            if hmac.compare_digest(digest, valid):
-                match = valid
-        return match
+    def _matching(self, key: bytes) -> list[Rate | None]:
+        # Digests have equal length, and all are compared: the time does not depend on the length of
+        # a key, its first letters, or its place in the list.
+        digest = _digest(key)
+        return [rate for valid, rate in self._quotas.items() if hmac.compare_digest(digest, valid)]
 
 
 def _parsed(line: str, *, place: Path | None = None) -> tuple[bytes, Rate | None]:
@@ -120,14 +114,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
-    # Checked before they are read, because keys that others can read are not secret.
-    check_secret(path, what="API keys", hint="one key per line, mode 0600")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"The API keys cannot be read ({error})", place=path, hint="one key per line, in ASCII"
-        ) from error
+    lines = secret_in(path, what="API keys", hint="one key per line, mode 0600").splitlines()
     return tuple(" ".join(line.split()) for line in lines if line.strip())
 
 
@@ -190,20 +177,13 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
-    check_secret(key, what="key", hint="name the key that belongs to the certificate")
-
-    # Otherwise OpenSSL would ask on the terminal, and a service without a terminal would hang.
-    def refuse_password() -> NoReturn:
-        raise UsageError(
-            "The key is encrypted, and the server cannot ask for its password",
-            place=key,
-            hint=f"openssl pkey -in {key} -out NEW.pem, mode 0600",
-        )
+    secret_in(key, what="key", hint="name the key that belongs to the certificate")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key, password=refuse_password)
+        # OpenSSL would ask for the password of a key on the terminal, which a service has not.
+        context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # ssl's own errors as well
         raise UsageError(
             f"The certificate and its key cannot be used ({error.strerror or error})",
@@ -229,27 +209,6 @@ def client_context(authority: Path) -> ssl.SSLContext:
         ) from error
 
 
-def check_address(host: str, *, keyed: bool, public: bool) -> None:
-    """Raises `UsageError` if the gateway would listen to other machines without an API key."""
-    if keyed or public or is_loopback(host):
-        return
-    raise UsageError(
-        f"The gateway would listen on {host}, where other machines reach it, without an API key",
-        hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
-    )
-
-
-def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
-    """A warning if API keys would be sent unencrypted to other machines, else ""."""
-    if encrypted or not keyed or is_loopback(host):
-        return ""
-    return (
-        f"API keys, images and answers are sent to and from {host} unencrypted: anyone who can "
-        "listen on the way can read them and use the keys. Give the gateway a certificate "
-        "(--https-certificate, --https-key), or use a network on which no one else can listen"
-    )
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`, an address or "localhost"."""
     try:
@@ -259,18 +218,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_secret(path: Path, *, what: str, hint: str) -> None:
-    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others.
+def secret_in(path: Path, *, what: str, hint: str) -> str:
+    """The text of a file; raises `UsageError` for one that is missing, unreadable, empty or open to
+    others.
 
     The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
     """
     try:
-        content = path.read_bytes()
+        content = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
+            f"The swarm's {what} cannot be read ({why})", place=path, hint=hint
         ) from error
     if not content.strip():
         raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
@@ -281,3 +242,4 @@ def check_secret(path: Path, *, what: str, hint: str) -> None:
             place=path,
             hint=f"chmod 600 {path}; if others use this machine, make a new one",
         )
+    return content

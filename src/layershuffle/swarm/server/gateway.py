@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +22,8 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
+from layershuffle.swarm.chaos import FaultInjector
+from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -30,6 +32,7 @@ from layershuffle.swarm.server.admission import (
     GatewayLimits,
     HTTPError,
     busy,
+    key_of,
 )
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.images import batch_of
@@ -67,36 +70,29 @@ class Options(BaseModel):
 
 @dataclass(eq=False)
 class Gateway:
-    """Answers requests by `remote_model`, as many at a time as the limits allow.
+    """Answers requests by `remote_model`, whose hosts `coordinator` knows, as many at a time as the
+    limits allow.
 
-    `keys`: the API keys, none for an open gateway; `model`: its name; `coordinator`: that of the
-    hosts, which knows of watch and audits; `upkeep`: of the gateway's files; `min_accuracy`: top-1
-    in percent that must be expected for /readyz; `decoder_threads`: the executor that decodes
-    images (default: as many threads as the limits allow). Raises `UsageError` for a calibration of
-    another model.
+    `keys`: the API keys, none for an open gateway; `model`: its name; `upkeep`: of the gateway's
+    files; `min_accuracy`: top-1 in percent that must be expected for /readyz; `decoder_threads`:
+    the executor that decodes images (default: as many threads as the limits allow).
     """
 
     remote_model: RemoteModel
+    coordinator: Coordinator
     _: KW_ONLY
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     keys: Keys = field(default_factory=Keys)
     model: str = ""
-    coordinator: Coordinator | None = None
     upkeep: Upkeep | None = None
     min_accuracy: float | None = None
     decoder_threads: Executor | None = None
 
     def __post_init__(self) -> None:
-        self.router, depth = self.remote_model.router, self.remote_model.depth
+        self.router = self.remote_model.router
         manifest, names = self.remote_model.model.manifest, None
         if (calibration := self.remote_model.calibration) is not None:
             names = calibration.classes
-            if len(calibration.queue) != depth:
-                raise UsageError(
-                    f"The calibration has {len(calibration.queue)} blocks, but the model has "
-                    f"{depth}",
-                    hint="layershuffle swarm calibrate MODEL --data SPEC",
-                )
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
         self.admission = Admission(self.limits, clock=self.router.clock)
         most = self.limits.max_pixels
@@ -106,20 +102,24 @@ class Gateway:
         )
         self._walks = asyncio.Semaphore(self.limits.running)
 
+    @cached_property
+    def faults(self) -> FaultInjector:
+        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
+        return FaultInjector(self.coordinator)
+
     def close(self) -> None:
-        """End the decoder threads when their work is done, and close the remote model."""
+        """End the decoder threads when their work is done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self.remote_model.close()
 
     async def admit(self, request: Request) -> None:
         """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
         # Rates are checked before keys, so that guessing keys is slow too.
         await self.admission.admit(request)
-        if not self.keys.accept(_key_of(request)):
+        if not self.keys.accept(key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
-                hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+                hint="send it as Authorization: Bearer KEY",
             )
 
     @asynccontextmanager
@@ -147,7 +147,7 @@ class Gateway:
         walk, decoding, and the walk.
         """
         clock = self.router.clock
-        if wait := self.keys.wait(_key_of(request), now=clock()):
+        if wait := self.keys.wait(key_of(request), now=clock()):
             raise busy("The quota of your API key is used up", wait=wait)
         self._check(options)
         async with self.admission.carried(request) as (client, body):
@@ -193,7 +193,7 @@ class Gateway:
     async def _walk(
         self, image: NDArray[np.float32], options: Options, *, deadline: float
     ) -> Classified:
-        async with self.admission.until(deadline, "it was the request's turn"):
+        async with until(deadline, "it was the request's turn", clock=self.router.clock):
             await self._walks.acquire()
         try:
             # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
@@ -208,13 +208,11 @@ class Gateway:
 
     def _confidence(self, options: Options) -> float | None:
         """The chance of being right at which a request may end; `None` if it runs all blocks."""
-        if options.confidence == "off" or not self.remote_model.temperatures:
-            return None
         calibration = self.remote_model.calibration
-        if options.confidence is not None or calibration is None:
-            return options.confidence
-        sureness = calibration.sureness
-        return None if sureness is None else sureness.confidence
+        sureness = None if calibration is None else calibration.sureness
+        if options.confidence == "off" or sureness is None:
+            return None
+        return options.confidence or sureness.confidence
 
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
@@ -237,11 +235,3 @@ class Gateway:
         expected = expected_at(self.remote_model.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
-
-
-def _key_of(request: Request) -> bytes | None:
-    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        key = request.headers.get("x-api-key", "")
-    return key.strip().encode("latin-1", "replace") or None

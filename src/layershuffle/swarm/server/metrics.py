@@ -90,13 +90,12 @@ class Metrics(Collector):
         """Whether requests can be answered now, and what will fail if nobody acts."""
         gateway, router = self._gateway, self._gateway.router
         missing = router.swarm.lacking(router.depth)
-        watching = None if gateway.coordinator is None else gateway.coordinator.watching
         reasons = []
         if len(missing) == router.depth:
             reasons.append("no usable host holds a block")
         elif missing:
             reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
-        if watching is False:
+        if not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
             reasons += gateway.upkeep.troubles().values()
@@ -104,10 +103,6 @@ class Metrics(Collector):
             # One block is enough for an answer, though a poor one, and answers need no watch.
             ok=len(missing) < router.depth,
             why="; ".join(reasons),
-            usable_hosts=router.swarm.usable_hosts,
-            reachable_blocks=router.depth - len(missing),
-            depth=router.depth,
-            watching=watching,
         )
 
     def readiness(self) -> Health:
@@ -125,32 +120,22 @@ class Metrics(Collector):
 
     def swarm(self) -> SwarmAnswer:
         """The answer of /v1/swarm."""
-        gateway, router, audits = self._gateway, self._gateway.router, None
+        gateway, router = self._gateway, self._gateway.router
         expected, why = gateway.expected_now()
-        calibration = gateway.remote_model.calibration
-        if gateway.coordinator is not None:
-            health = gateway.coordinator.health
-            audits = Audits(audited=health.audited, disagreed=health.disagreed)
+        health = gateway.coordinator.health
         self._forget_hosts()
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,
-            classes=len(gateway.labels),
-            routing=router.routing,
-            wire=router.wire,
             unreachable_blocks=router.swarm.lacking(router.depth),
             hosts=[
-                HostAnswer.of(
-                    host, visits=self.hops.get(host.name, Counter()).total(), now=router.clock()
-                )
+                HostAnswer.of(host, visits=self.hops.get(host.name, Counter()).total())
                 for host in router.swarm.values()
             ],
             counters=dict(self.requests),
-            audits=audits,
-            calibration=None if calibration is None else calibration.facts,
+            audits=Audits(audited=health.audited, disagreed=health.disagreed),
             expected=expected,
             expected_why=why,
-            limits=router.limits,
         )
 
     def text(self) -> bytes:
@@ -159,13 +144,17 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
-        swarm, health, upkeep = self.swarm(), self.health(), self._gateway.upkeep
+        swarm, upkeep = self.swarm(), self._gateway.upkeep
+        reachable = swarm.depth - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
         yield from _of_hosts(swarm.hosts)
         gauges = {
-            "reachable_blocks": ("Blocks that a usable host holds.", health.reachable_blocks),
-            "depth": ("Blocks of the model.", health.depth),
-            "watching": ("1 while hosts are watched and brought back.", health.watching),
+            "reachable_blocks": ("Blocks that a usable host holds.", reachable),
+            "depth": ("Blocks of the model.", swarm.depth),
+            "watching": (
+                "1 while hosts are watched and brought back.",
+                self._gateway.coordinator.watching,
+            ),
             "open_requests": ("Classifications under way.", self._gateway.admission.open),
             "expected_accuracy_ratio": (
                 "Share of right answers to expect now, by the calibration.",
@@ -199,12 +188,11 @@ def _counters(swarm: SwarmAnswer, visits: dict[str, Counter[Outcome]]) -> Iterat
         for visit_outcome, count in outcomes.items():
             hops.add_metric([host, visit_outcome], count)
     yield from (requests, hops)
-    if (audits := swarm.audits) is not None:
-        for name, text, value in (
-            ("audits", "Visits computed again at the gateway and compared.", audits.audited),
-            ("audits_disagreed", "Those whose answers differed.", audits.disagreed),
-        ):
-            yield CounterMetricFamily(f"layershuffle_{name}", text, value=value)
+    for name, text, value in (
+        ("audits", "Visits computed again at the gateway and compared.", swarm.audits.audited),
+        ("audits_disagreed", "Those whose answers differed.", swarm.audits.disagreed),
+    ):
+        yield CounterMetricFamily(f"layershuffle_{name}", text, value=value)
 
 
 def _of_hosts(hosts: list[HostAnswer]) -> Iterator[Metric]:

@@ -28,7 +28,6 @@ from layershuffle.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
 CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
-KEY_HEADER = "X-Operator-Key"
 _FILE = "operator.json"
 _KEY_BYTES = 24
 # Seconds; a roll answers when hosts have loaded another model (`admin.LOAD_SECONDS`).
@@ -96,12 +95,11 @@ class Operator:
                 hint="start one with `layershuffle swarm up`, or name its --state directory",
             ) from error
         self.process: int = facts["process"]
-        # A gateway of before an upgrade has not said it.
-        self.model: str = facts.get("model", "")
-        self.hosts: list[str] = facts.get("hosts", [])
+        self.model: str = facts["model"]
+        self.hosts: list[str] = facts["hosts"]
         self._http = httpx.Client(
             base_url=facts["url"],
-            headers={KEY_HEADER: facts["key"]},
+            headers={"Authorization": f"Bearer {facts['key']}"},
             timeout=_TIMEOUT,
             trust_env=False,  # a proxy cannot reach this machine's loopback
             verify=pinned(facts["certificate"]) if "certificate" in facts else True,

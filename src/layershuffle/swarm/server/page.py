@@ -148,15 +148,14 @@ def page_of(gateway: Gateway) -> list[Route]:
 
     @lru_cache(1)  # after a roll another one
     def loading(model: str) -> asyncio.Future[Workbench]:
-        depth, calibration = gateway.router.depth, gateway.remote_model.calibration
-
         def load() -> Workbench:
             # In the thread: it imports torch, which takes seconds, and the gateway does without it.
             from layershuffle.models import read_record
             from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
 
-            same = read_record(asset(ORDINARY.removeprefix("bundled:")))["depth"] == depth
-            return workbench_of(model, beside=ORDINARY if same else None, calibration=calibration)
+            ordinary = read_record(asset(ORDINARY.removeprefix("bundled:")))
+            same = ordinary["depth"] == gateway.router.depth
+            return workbench_of(model, beside=ORDINARY if same else None)
 
         return asyncio.ensure_future(asyncio.to_thread(load))
 

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.swarm.calibration import CalibrationFacts, Expected
-from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.messages import Ending, Outcome
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.settings import Routing, Wire
 from layershuffle.swarm.state import Condition, HostView
 from layershuffle.swarm.sureness import probabilities
 
@@ -117,13 +115,10 @@ class HostAnswer(BaseModel):
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
     waiting: int = Field(description="Blocks sent to it and not answered yet.")
     visits: int = Field(description="Visits to it since the gateway started.")
-    strikes: int = Field(description="Failures since the last success.")
-    retry_ms: float | None = Field(description="Time until a suspect host is tried again.")
 
     @classmethod
-    def of(cls, host: HostView, *, visits: int, now: float) -> HostAnswer:
-        """That of `host`; `now` in seconds of the router's clock."""
-        left = max(0.0, host.retry_at - now) * _MILLI
+    def of(cls, host: HostView, *, visits: int) -> HostAnswer:
+        """That of `host`."""
         return cls(
             name=host.name,
             condition=host.condition,
@@ -133,8 +128,6 @@ class HostAnswer(BaseModel):
             link_ms=None if host.link is None else host.link * _MILLI,
             waiting=host.waiting,
             visits=visits,
-            strikes=host.strikes,
-            retry_ms=left if host.condition == "suspect" else None,
         )
 
 
@@ -150,21 +143,14 @@ class SwarmAnswer(BaseModel):
 
     model: str
     depth: int
-    classes: int
-    routing: Routing
-    wire: Wire
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
-    audits: Audits | None = Field(
-        None, description="Since the start; `null` if they are not counted."
-    )
-    calibration: CalibrationFacts | None
+    audits: Audits = Field(description="Since the start.")
     expected: Expected | None = Field(
         None, description="Of answers with all blocks that are reachable now."
     )
     expected_why: str = Field("", description="Why there is no expected accuracy.")
-    limits: Limits
 
 
 class Health(BaseModel):
@@ -172,12 +158,6 @@ class Health(BaseModel):
 
     ok: bool
     why: str
-    usable_hosts: int
-    reachable_blocks: int
-    depth: int
-    watching: bool | None = Field(
-        None, description="Whether hosts are watched and brought back; `null` if not known."
-    )
 
 
 class Problem(BaseModel):
@@ -213,7 +193,7 @@ def classification(
         chance=None if classified.temperature is None else guesses[0][1],
         depth=route.depth,
         blocks=list(route.order),
-        versions=[version for _, version in route.steps],
+        versions=list(route.versions),
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=route.degraded,

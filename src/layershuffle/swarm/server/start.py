@@ -15,16 +15,17 @@ from starlette.applications import Starlette
 from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
 from layershuffle.swarm.children import Children
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.doors import Https, Keys, check_address, check_secret
+from layershuffle.swarm.server.doors import Https, Keys, is_loopback, secret_in
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.service import Service, running_service
+from layershuffle.swarm.service import running_service
 from layershuffle.swarm.settings import SwarmSettings
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -58,7 +59,22 @@ class Serving:
         self.operated = Operated(state)
         self.token_file = settings.token_file or state / "host-token"
         self.keys = Keys(file=settings.keys)
-        check_address(settings.listen, keyed=bool(self.keys), public=settings.public)
+        if is_loopback(settings.listen):
+            return
+        if not (self.keys or settings.public):
+            raise UsageError(
+                f"The gateway would listen on {settings.listen}, where other machines reach it, "
+                "without an API key",
+                hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
+            )
+        if self.keys and self.https is None:
+            _log.warning(
+                "API keys, images and answers are sent to and from %s unencrypted: anyone who can "
+                "listen on the way can read them and use the keys. Give the gateway a certificate "
+                "(--https-certificate, --https-key), or use a network on which no one else can "
+                "listen",
+                settings.listen,
+            )
 
     def reload(self) -> None:
         """Read API keys and certificate again. What cannot be read stays as it was."""
@@ -78,13 +94,13 @@ async def serve_swarm(
     model: ServedModel,
     *,
     say: Callable[[str], None],
-    ready: Callable[[Service, str, str], None],
+    ready: Callable[[Coordinator, str, str], None],
 ) -> None:
     """Serve clients, hosts and the operator, until SIGINT or SIGTERM.
 
-    `say` gets the steps of the start; `ready` the service, its address and the operator's key, once
-    it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot be
-    listened on.
+    `say` gets the steps of the start; `ready` the coordinator, the address and the operator's key,
+    once it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot
+    be listened on.
     """
     settings, operated, https = serving.settings, serving.operated, serving.https
     # A port that is in use is found before hosts are started.
@@ -93,25 +109,26 @@ async def serve_swarm(
     upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     async with (
         running_service(settings, model, token=token) as service,
-        local_hosts(service, settings.hosts, memory=memory) as children,
+        local_hosts(service.coordinator, settings.hosts, memory=memory) as children,
     ):
+        coordinator = service.coordinator
         if settings.hosts:
-            lacking = await service.coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
+            lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
             if lacking:
                 blocks = ", ".join(map(str, lacking))
                 why = "answers lack them until other hosts dial in, or these get more --memory-mb"
                 _log.warning("No host of this machine holds the blocks %s: %s", blocks, why)
         gateway = Gateway(
             service.remote_model,
+            coordinator,
             keys=serving.keys,
             model=settings.model,
-            coordinator=service.coordinator,
             upkeep=upkeep,
             min_accuracy=settings.min_accuracy,
         )
         app = create_app(gateway, page=settings.page)
-        app.router.routes += [*service.members.routes(), *join_routes(runtime())]
-        add_operator(app, service, key=operated.key)
+        app.router.routes += [*coordinator.members.routes(), *join_routes(runtime())]
+        add_operator(app, key=operated.key)
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
@@ -123,7 +140,7 @@ async def serve_swarm(
                 port=settings.port,
                 tls=None if https is None else https.context,
                 trusted=settings.trusted_proxy,
-                members=service.members,
+                members=coordinator.members,
             ) as (listener, served):
                 certificate = None if https is None else https.certificate
                 operated.publish(
@@ -139,7 +156,7 @@ async def serve_swarm(
                     url = listener.url
                     work = hosts_on_ray(settings.ray, url=url, token=token, memory=memory)
                     tasks.append(asyncio.create_task(work))
-                ready(service, listener.url, operated.key)
+                ready(coordinator, listener.url, operated.key)
                 await served
         finally:
             operated.close()
@@ -150,29 +167,29 @@ async def serve_swarm(
 
 @asynccontextmanager
 async def local_hosts(
-    service: Service, hosts: int, *, memory: int = 200_000_000
+    coordinator: Coordinator, hosts: int, *, memory: int = 200_000_000
 ) -> AsyncIterator[Children]:
-    """`hosts` child processes host-1, host-2 ... that hold blocks of `service`, each at most
+    """`hosts` child processes host-1, host-2 ... that `coordinator` gives blocks, each at most
     `memory` bytes of weights, ended after.
 
     They dial in at a port of their own on the loopback network, which is open while they run: no
     certificate is made for it, and nobody outside can crowd it.
     """
-    app = Starlette(routes=service.members.routes())
+    app = Starlette(routes=coordinator.members.routes())
     ways = GatewayLimits(connections=4096, client_connections=4096)
-    async with listening(app, limits=ways, members=service.members) as (listener, _):
-        service.coordinator.children = children = Children(
+    async with listening(app, limits=ways, members=coordinator.members) as (listener, _):
+        coordinator.children = children = Children(
             tuple(f"host-{number + 1}" for number in range(hosts)),
             url=f"ws://127.0.0.1:{listener.port}",
-            token=service.members.token,
+            token=coordinator.members.token,
             memory=memory,
-            limits=service.router.limits,
+            limits=coordinator.router.limits,
         )
         running = asyncio.create_task(children.run())
         try:
             yield children
         finally:
-            service.members.watcher = None  # that they leave now is no news
+            coordinator.members.watcher = None  # that they leave now is no news
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
@@ -184,5 +201,4 @@ def token_in(path: Path) -> str:
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
-    check_secret(path, what="token", hint="name another --token-file, or remove it")
-    return path.read_text(encoding="utf-8").strip()
+    return secret_in(path, what="token", hint="name another --token-file, or remove it").strip()

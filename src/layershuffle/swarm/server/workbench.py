@@ -10,7 +10,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -37,20 +37,12 @@ from layershuffle.models import (
     load,
     num_classes_of,
 )
-from layershuffle.models.files import weights_digest
 from layershuffle.scoring import matched
-from layershuffle.swarm.calibration import (
-    NEVER,
-    Calibration,
-    calibration_path,
-    expected_of_named,
-    read_calibration,
-)
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
 
 Role = Literal["ours", "ordinary"]
-OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"
+OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"  # refined for as long
 _TOP = 5
 MAX_PASSES = 8
 """Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
@@ -73,9 +65,9 @@ class Pictures:
 class Workbench:
     """Answers of `models`, by role; all have the same depth, image size and number of classes.
 
-    `names`: the name of each role's model on the page; `calibration`: that of the model in the
-    role "ours"; `pictures`: what the page shows first, by default the packaged pairs of digits if
-    the model takes them. Raises `UsageError` for models that differ.
+    `names`: the name of each role's model on the page; `pictures`: what the page shows first, by
+    default the packaged pairs of digits if the model takes them. Raises `UsageError` for models
+    that differ.
     """
 
     def __init__(
@@ -83,7 +75,6 @@ class Workbench:
         models: Mapping[Role, nn.Module],
         *,
         names: Mapping[Role, str],
-        calibration: Calibration | None = None,
         pictures: Pictures | None = None,
     ) -> None:
         self.models = {role: wrap(model).eval() for role, model in models.items()}
@@ -94,7 +85,6 @@ class Workbench:
         kinds = {(depth_of(m), file_view(m), num_classes_of(m)) for m in self.models.values()}
         if len(kinds) > 1:
             raise UsageError("The models of the page differ in depth, image size or classes")
-        self.calibration = calibration
         if pictures is None and takes_pairs(self.view, class_names_of(first) or ()):
             pictures = packaged_pairs(self.view, self.labels)
         self.pictures = pictures
@@ -138,7 +128,7 @@ class Workbench:
             best = logits[0].double().softmax(dim=-1).topk(min(_TOP, logits.shape[-1]))
             ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             top = [{"label": self.labels[i], "probability": chance} for i, chance in ranked]
-            answers[role] = {"top": top, "ms": ms, **self._expected(role, order)}
+            answers[role] = {"top": top, "ms": ms}
         return {"answers": answers}
 
     def scores(self, order: ExecutionOrder, body: bytes = b"") -> dict[str, object]:
@@ -163,31 +153,8 @@ class Workbench:
             logits: Tensor = logits_of(model(batch))
         return logits
 
-    def _expected(self, role: Role, order: ExecutionOrder) -> dict[str, object]:
-        """The accuracy to expect of an answer, or why it is not known."""
-        if role != "ours":
-            return {"expected": None, "why": ""}
-        if self.calibration is None:
-            return {"expected": None, "why": NEVER}
-        expected = expected_of_named(self.calibration, order)
-        if expected is None:
-            return {"expected": None, "why": "no calibration of such orders"}
-        return {"expected": asdict(expected), "why": ""}
 
-
-def digits_workbench() -> Workbench:
-    """A workbench of the bundled model and of the ordinary one that was refined for as long."""
-    calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
-    return workbench_of(OURS, beside=ORDINARY, calibration=calibration)
-
-
-def workbench_of(
-    model: str,
-    *,
-    beside: str | None,
-    calibration: Calibration | None = None,
-    data: str | None = None,
-) -> Workbench:
+def workbench_of(model: str, *, beside: str | None, data: str | None = None) -> Workbench:
     """A workbench of the model with this spec, of the one `beside` it, and of test pictures of
     `data`. Raises the errors of loading both and of opening the data."""
     names: dict[Role, str] = {"ours": model}
@@ -195,7 +162,7 @@ def workbench_of(
         names["ordinary"] = beside
     models = {role: load(name) for role, name in names.items()}
     pictures = None if data is None else _pictures_of(models["ours"], data, name=model)
-    return Workbench(models, names=names, calibration=calibration, pictures=pictures)
+    return Workbench(models, names=names, pictures=pictures)
 
 
 def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:

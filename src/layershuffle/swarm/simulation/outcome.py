@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
-
-import numpy as np
+from typing import Literal, get_args
 
 from layershuffle.stats import mean, quantile
 from layershuffle.swarm.messages import Route
@@ -22,21 +20,13 @@ deadline. failed: no answer."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
-class EndedRequest(Protocol):
-    """A reply of a drill or of a simulation: how it ended, and after how many milliseconds."""
-
-    @property
-    def ended(self) -> Ended: ...
-    @property
-    def ms(self) -> float: ...
-
-
-def ends_and_times(replies: Sequence[EndedRequest]) -> dict[str, float]:
+def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
     """How requests ended, in percent, and the milliseconds within which half of them did, and more.
 
-    Failed ones count, because clients waited for them, too.
+    `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
+    waited for them, too.
     """
-    ms, ended = [reply.ms for reply in replies], Counter(reply.ended for reply in replies)
+    ms, ended = [ms for _, ms in replies], Counter(end for end, _ in replies)
     within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
     return {
         "requests": len(replies),
@@ -54,11 +44,6 @@ class SimulatedReply:
     ended: Ended
     ended_at: float
     false: bool
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds that it took."""
-        return self.route.ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +67,6 @@ def outcome_of(
     routing: Routing,
     top1: Mapping[Cell, float],
     sure: Stop | None = None,
-    depth: int,
     visits: int,
 ) -> SimulationOutcome:
     """The outcome of all replies; `top1`: percent right by how the blocks ran, if it is known;
@@ -95,7 +79,7 @@ def outcome_of(
     # Answers with a false block count as wrong, and requests without an answer, too.
     true = [reply.route for reply in answers if not reply.false]
     ended = [route for route in true if sure is None or route.ending != "sure"]
-    right = _right(ended, top1, depth=depth)
+    right = _right(ended, top1)
     if sure is not None:
         right += sure.top1 * (len(true) - len(ended))
     # A swarm fills up at first and empties at the end, so its rate is measured in the middle half;
@@ -103,7 +87,7 @@ def outcome_of(
     quarter = len(replies) // 4
     span = replies[-1 - quarter].ended_at - replies[quarter].ended_at
     figures: dict[str, float | None] = {
-        **ends_and_times(replies),
+        **ends_and_times([(reply.ended, reply.route.ms) for reply in replies]),
         "seconds": replies[-1].ended_at,
         "per_second": (len(replies) - 2 * quarter - 1) / span if span > 0 else None,
         "mean_blocks": mean([reply.route.kept for reply in answers]) if answers else None,
@@ -122,14 +106,11 @@ def outcome_of(
     )
 
 
-def _right(routes: Sequence[Route], top1: Mapping[Cell, float], *, depth: int) -> float:
+def _right(routes: Sequence[Route], top1: Mapping[Cell, float]) -> float:
     """The percents right to expect of these answers, added up."""
-    queue = {cell.kept: percent for cell, percent in top1.items() if cell == Cell(cell.kept)}
-    measured = sorted(queue) or [0]
-    # Uncalibrated numbers of blocks lie between calibrated ones.
-    between = np.interp(range(depth + 1), measured, [queue.get(kept, 0) for kept in measured])
-    ran = [cell_of(route.steps) if route.order else Cell(0) for route in routes]
-    return float(sum(top1.get(cell, between[cell.kept]) for cell in ran))
+    ran = [cell_of(route.steps) for route in routes if route.order]
+    # What was not measured counts as one block after the other.
+    return sum(top1.get(cell, top1.get(Cell(cell.kept), 0.0)) for cell in ran)
 
 
 def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:

@@ -104,12 +104,7 @@ def simulate(
             requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
         )
         return outcome_of(
-            simulation.replies,
-            routing=routing,
-            top1=top1 or {},
-            sure=stop,
-            depth=depth,
-            visits=hosts.visits,
+            simulation.replies, routing=routing, top1=top1 or {}, sure=stop, visits=hosts.visits
         )
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
