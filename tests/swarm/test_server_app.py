@@ -89,6 +89,26 @@ def test_a_dead_host_degrades_the_answer():
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.5)
 
 
+def test_a_head_that_stalled_once_does_not_refuse_all_later_requests():
+    """Of two seconds the blocks need 1.2, and a head of ten has made the average 2.5."""
+
+    async def go(place):
+        visit = place.blocks.visit
+
+        async def slowly(*asked, **how):
+            await asyncio.sleep(0.3)
+            return await visit(*asked, **how)
+
+        place.blocks.visit, place.remote_model._head.seconds = slowly, 2.5
+        body, options = file_of(picture()), {"deadline_ms": 2000}
+        first = (await place.classify(body, **options)).json()
+        answers = [await place.classify(body, **options, min_blocks=4) for _ in range(8)]
+        return len(first["blocks"]), [answer.status_code for answer in answers]
+
+    blocks, (second, *_, last) = run_in_virtual_time(go)
+    assert (blocks, second, last) == (3, 503, 200), "it had half of the time"
+
+
 def test_errors_of_hosts_that_cannot_be_encoded():
     """A file name that is no UTF-8 stands in the error of a host as half a surrogate pair."""
 

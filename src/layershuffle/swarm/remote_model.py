@@ -130,7 +130,14 @@ class RemoteModel:
             confidence=confidence,
             chance=chance,
         )
-        check_enough(route, min_blocks=min_blocks or 1)
+        try:
+            check_enough(route, min_blocks=min_blocks or 1)
+        except NotAnswered:
+            # No head ran that would bring the average down: where half of the time is too little,
+            # all later requests would be refused, too.
+            if late_by:
+                self._head.seconds *= 1 - _WEIGHT
+            raise
         left = time.perf_counter()
         if answered is None or answered[0] is not state:
             answered = state, await self._head.result(model.head, state)
