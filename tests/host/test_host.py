@@ -382,6 +382,8 @@ def test_proxies_of_the_environment(
         monkeypatch.setenv("http_proxy", "gopher://127.0.0.1")
         async with proxy, gateway.listening(), hosting(gateway, cache=tmp_path):
             await until(lambda: "isn't a valid proxy" in caplog.text)
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:port")
+            await until(lambda: "Port could not be cast" in caplog.text)
             monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
             end = await asyncio.wait_for(gateway.hosts.get(), 20)
             await end.load(gateway.blocks[0])

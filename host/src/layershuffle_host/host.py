@@ -291,7 +291,7 @@ class _Link:
                 if self._host.draining:
                     return
                 said = f"closed: {socket.close_code} {socket.close_reason}"
-            except (OSError, WebSocketException, ImportError) as error:  # a SOCKS proxy needs more
+            except (OSError, ValueError, ImportError, WebSocketException) as error:  # of a proxy
                 said = f"cannot be reached: {error or type(error).__name__}"
             if said != before:  # once, not for every try of a night
                 _log.warning("%s %s", self._url, said)
