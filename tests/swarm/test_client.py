@@ -412,7 +412,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
     locked.chmod(0o600)
     for chain, secret, phrase in [
         (certificate, shown, "Other users may read"),
-        (certificate, locked, "cannot be used"),
+        (certificate, locked, "cannot be used.+without a password: openssl pkey -in"),
         (papers / "ca.pem", key, "cannot be used"),
         (papers / "missing", key, "cannot be used .No such file"),
         (certificate, papers / "missing", "does not exist"),

@@ -188,7 +188,8 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
         raise UsageError(
             f"The certificate and its key cannot be used ({error.strerror or error})",
             place=certificate,
-            hint="give PEM files, and the key that belongs to the certificate",
+            hint="give PEM files, and the key that belongs to the certificate; without a password: "
+            f"openssl pkey -in {key} -out NEW.pem",
         ) from error
     return context
 
