@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from statistics import NormalDist
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -96,13 +97,12 @@ def test_a_patient_client_waits_as_long_as_the_gateway_asks(patient, asked, seco
 
 
 def test_what_the_gateway_does_not_take_ends_the_drill():
-    class Client:
-        async def classify(self, image, **options):
-            raise SwarmError("deadline_ms is 1", place="here", status=422)
-
-    ask = asking(Client(), [Labelled(b"", 0)], deadline_ms=1, patient=True)
-    with refuses(SwarmError, "here"):
-        run_virtual(sent(ask, 3))
+    for status in (401, 422):
+        error = SwarmError("deadline_ms is 1", place="here", status=status)
+        client = SimpleNamespace(classify=AsyncMock(side_effect=error))
+        ask = asking(client, [Labelled(b"", 0)], deadline_ms=1, patient=True)
+        with refuses(SwarmError, "here"):
+            run_virtual(sent(ask, 3))
 
 
 def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):

@@ -33,7 +33,7 @@ from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
 from layershuffle.text import counted, table
 
 _MOST_IMAGES = 1000
-_UNPROCESSABLE, _TOO_MANY = 422, 429
+_NOT_TAKEN, _TOO_MANY = (401, 422), 429
 _POLL = 0.1  # seconds between looks at the hosts
 _RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
 # Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
@@ -108,7 +108,7 @@ def asking(
     """A function that sends image number i modulo the number of images.
 
     `confidence`: the chance of being right at which requests end; `None`: all blocks run. Raises
-    `SwarmError` for what the gateway does not take (422), which is no failure of the swarm.
+    `SwarmError` for what the gateway does not take (401, 422): the swarm did not fail.
 
     A `patient` client waits after a failure as long as the server asks (Retry-After), and a second
     if nothing answers, before its next request, as simulated clients do.
@@ -124,7 +124,7 @@ def asking(
                     labelled.image, deadline_ms=deadline_ms, confidence=confidence or "off", top=1
                 )
             except SwarmError as error:
-                if error.status == _UNPROCESSABLE:
+                if error.status in _NOT_TAKEN:
                     raise
                 ms = (time.perf_counter() - begun) * 1000
                 if patient or error.status == _TOO_MANY:
