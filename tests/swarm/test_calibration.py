@@ -265,7 +265,10 @@ def test_file(tmp_path):
     with pytest.raises(ModelFileError, match="other weights"):
         read_calibration(path, weights="v")
     good = json.loads(path.read_text())
+    path.write_text(json.dumps(good | {"tied": None}))
+    assert read_calibration(path, weights="w") == made_up(), "a file of before"
     for wrong, words in [
+        (good | {"tied": [0, 0]}, "tied"),
         (good | {"schema": 1}, "of another version .schema Input should be 3"),
         (good | {"extra": 1}, "extra"),
         (good | {"orders": 0}, "orders"),

@@ -69,8 +69,9 @@ class CellAccuracy(CalibrationPart):
 
 
 class Expected(CellAccuracy, CalibrationFacts):
-    """The accuracy of answers whose blocks ran like this. A single answer comes from one order of
-    the reachable blocks, which has its own accuracy."""
+    """The accuracy in percent of answers whose blocks ran like this: `kept` of them, each `passes`
+    times, `parallel` at once. `low` and `high` are the 95 % interval of `top1`, a mean over orders.
+    A single answer comes from one order, and nine of ten lie from `orders_low` to `orders_high`."""
 
     model_config = ConfigDict(extra="ignore")  # a newer gateway may say more
 
@@ -79,7 +80,8 @@ class Calibration(CalibrationFacts):
     """The content of calibration.json. `weights`: digest of the measured model.
 
     `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
-    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images.
+    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images. `tied`: files of
+    before say `null`; of places that share weights they measured something else.
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
@@ -88,6 +90,7 @@ class Calibration(CalibrationFacts):
     classes: tuple[str, ...]
     rows: tuple[CellAccuracy, ...]
     late: tuple[Percent, ...] = ()
+    tied: None = Field(default=None, exclude=True)
     sureness: Sureness | None = None
 
     @model_validator(mode="after")
