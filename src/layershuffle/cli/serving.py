@@ -95,7 +95,9 @@ class UpCommand(SwarmSettings, Command):
         from layershuffle.swarm.served import ServedModel, served_directory
         from layershuffle.swarm.server.start import Serving, serve_swarm
 
-        say, serving = steps(), Serving(self)
+        say = steps()
+        with logged(as_json=self.log_json):  # it may warn
+            serving = Serving(self)
         model = ServedModel(served_directory(self.model, say=say))
 
         def ready(coordinator: Coordinator, url: str, key: str) -> None:
