@@ -163,7 +163,7 @@ def test_directories_that_others_may_enter_are_refused(tmp_path):
 LOOP = ContextVar("LOOP")
 
 
-def served(tmp_path, work):
+def served(tmp_path, work, *, keys=None):
     """`work(operator, coordinator)` in a thread, beside a swarm that an operator can reach."""
 
     async def go():
@@ -171,7 +171,7 @@ def served(tmp_path, work):
         state = str(tmp_path / "s")
         model, opened = ServedModel(asset("digits-onnx")), LOOP.get().create_future()
         settings = SwarmSettings(
-            state=state, token_file=tmp_path / "token", hosts=2, port=0, page=False
+            state=state, token_file=tmp_path / "token", hosts=2, port=0, page=False, keys=keys
         )
         told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
         task = asyncio.create_task(serve_swarm(Serving(settings), model, **told))
@@ -256,8 +256,8 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
     def work(operator, coordinator):
         url = url_of(operator)
         for headers in (
-            {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Host": "127.0.0.1"},
-            {"Origin": url, "Sec-Fetch-Site": "same-origin"},
+            {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Authorization": f"Bearer {'k' * 16}"},
+            {"Host": "127.0.0.1"}, {"Origin": url, "Sec-Fetch-Site": "same-origin"},
         ):  # fmt: skip
             fault = {"host": "host-1", "kind": "crash"}
             answer = httpx.post(f"{url}operator/fault", headers=headers, json=fault)
@@ -266,4 +266,7 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
         assert "operator" not in httpx.get(f"{url}openapi.json").text
         assert all(host.condition == "healthy" for host in coordinator.router.swarm.values())
 
-    served(tmp_path, work)
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text("k" * 16)
+    served(tmp_path, work, keys=keys)
