@@ -70,10 +70,10 @@ class SwarmClient:
     `SwarmError`. Close it, or use it in a `with`.
 
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
-    trusts). `patience`: seconds for which a request is repeated that all
-    refuse for the moment, as often as their Retry-After says; 0 for one try at each. `transport`:
-    an httpx transport. Raises `UsageError` for an invalid address, for a key that does not fit into
-    a header, and for an authority that cannot be read or has no effect.
+    trusts). `patience`: seconds for which a request is repeated that all refuse for the moment, as
+    often as their Retry-After says; 0 for one try at each. `transport`: an httpx transport. Raises
+    `UsageError` for an invalid address, for a key that does not fit into a header, and for an
+    authority that cannot be read or has no effect.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class Coordinator:
     """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
 
     `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
-    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`;
-    `watching`: whether `run` is active.
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`; `watching`:
+    whether `run` is active.
     """
 
     def __init__(
