@@ -42,6 +42,7 @@ from layershuffle.swarm.messages import Outcome, Route, Visited
 from layershuffle.swarm.service import running_service
 from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.state import Swarm
+from layershuffle_host import wire
 from layershuffle_host.blocks import Block
 from layershuffle_host.host import Host
 from layershuffle_host.wire import State
@@ -182,6 +183,26 @@ def test_a_watch_that_breaks_is_started_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- liars ----------------------------------------------------------------------------------------
+
+
+def test_a_block_that_was_away_during_its_test_is_tested_again() -> None:
+    """Whatever the answer to that test: here it is wrong."""
+
+    async def main() -> None:
+        async with gateway() as site, dialled(site) as stranger:
+            await stranger.hello()
+            (first, *_) = await stranger.assigned()
+            ready = {"type": "ready", "slot": first["slot"], "seconds": 0.001}
+            await stranger.socket.send(json.dumps(ready))
+            header, state = await stranger.visit()
+            for blocks in (frozenset[int](), frozenset(range(12))):
+                site.coordinator._give("odd", blocks)
+            answer = header._replace(kind=wire.Kind.ANSWER, note=1, time=0)
+            await stranger.socket.send(wire.frame(answer, state))
+            await site.until(lambda: not site.coordinator._tests)
+            assert not site.router.swarm["odd"].blocks
+
+    asyncio.run(main())
 
 
 def test_a_host_with_other_weights_never_serves_a_request(

@@ -203,13 +203,15 @@ class Coordinator:
 
     async def _admit(self, member: Member, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
-        name, limit = member.name, self.router.limits.start_ms / _MILLI
+        name, limit, model = member.name, self.router.limits.start_ms / _MILLI, self.model
         while await self.health.canary(Visit(name, block, limit)):
             if self.router.swarm[name].condition == "shut-out":
                 return
             await asyncio.sleep(_AGAIN)
-        # It may have lost the block, or its connection, while it was tested.
-        if self.members.get(name) is member and block in member.assigned:
+        # It may have lost the block, or its connection, while it was tested: then it says again
+        # that it is ready, and the next test counts.
+        there = self.members.get(name) is member and block in member.ready
+        if there and self.model is model:
             self.router.update(name, lambda host: _loaded(host, block))
 
     # --- who holds what ---------------------------------------------------------------------------
