@@ -1,5 +1,7 @@
-# Ran at commit 040f2cc3, on docs/results/fashion-dinov2-320 and the files of fashion_dinov2_gpu.py.
-"""Writes docs/results/tables/fashion-dinov2-320*.csv; prints the merges."""
+"""Writes docs/results/tables/fashion-dinov2*.csv from the studies beside them, and prints the merges.
+
+    fashion_dinov2_tables.py [DIRECTORY]   # of the files of fashion_dinov2_gpu.py: stopping when sure
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import csv
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -34,16 +37,20 @@ def write(name: str, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-scores: dict[tuple[str, str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-for row in csv.DictReader((STUDY / "results.csv").open()):
-    key = row["method"], row["mode"], int(row["kept"]), int(row["parallel"])
-    scores[key][row["seed"]].append(float(row["top1"]))
+def cells(study: Path) -> Callable[..., str]:
+    """The mean over the models of an arm, with its interval, by mode, blocks kept and rounds."""
+    scores: dict[tuple[str, str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in csv.DictReader((study / "results.csv").open()):
+        key = row["method"], row["mode"], int(row["kept"]), int(row.get("parallel", 1))
+        scores[key][row["seed"]].append(float(row["top1"]))
+
+    def cell(arm: str, mode: str, kept: int, parallel: int = 1) -> str:
+        return shown([mean(values) for values in scores[arm, mode, kept, parallel].values()])
+
+    return cell
 
 
-def cell(arm: str, mode: str, kept: int, parallel: int = 1) -> str:
-    return shown([mean(values) for values in scores[arm, mode, kept, parallel].values()])
-
-
+cell = cells(STUDY)
 write("fashion-dinov2-320.csv", [
     {
         "method": title, "models": "3", "rate": rate, "sequential": cell(arm, "sequential", 12),
@@ -52,6 +59,24 @@ write("fashion-dinov2-320.csv", [
     }
     for arm, (title, rate, paper) in ARMS.items()
 ])
+
+short, table = cells(ROOT / "docs/results/fashion-anyorder-64"), TABLES / "fashion-dinov2.csv"
+others = [row for row in csv.DictReader(table.open()) if not row["method"].startswith("anyorder (ours)")]
+write(table.name, others + [
+    dict.fromkeys(others[0], "") | {
+        "method": "anyorder (ours)", "models": "2", "rate": "4e-4", "sequential": short("anyorder", "sequential", 12),
+        "arbitrary": short("anyorder", "arbitrary", 12), "nine": short("anyorder", "arbitrary", 9),
+        "six": short("anyorder", "arbitrary", 6), "three": short("anyorder", "arbitrary", 3),
+    }
+])
+
+merges: dict[tuple[str, str], list[float]] = defaultdict(list)
+for row in csv.DictReader((STUDY / "merging.csv").open()):
+    merges[row["arm"], row["kind"]].append(float(row["top1"]))
+for key, values in merges.items():
+    print(*key, len(values), f"{mean(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
+if len(sys.argv) == 1:
+    sys.exit()
 
 sure: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
 for line in Path(sys.argv[1], "sure.jsonl").read_text().splitlines():
@@ -72,9 +97,3 @@ write("fashion-dinov2-320-sure.csv", [
     }
     for stop in ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "None")
 ])
-
-merges: dict[tuple[str, str], list[float]] = defaultdict(list)
-for row in csv.DictReader((STUDY / "merging.csv").open()):
-    merges[row["arm"], row["kind"]].append(float(row["top1"]))
-for key, values in merges.items():
-    print(*key, len(values), f"{mean(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
