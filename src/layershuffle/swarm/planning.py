@@ -87,16 +87,19 @@ class ModelFacts:
 
         Raises `UsageError` for a chance that was not measured.
         """
+        if confidence is None:
+            return None
         stops = () if self.sureness is None else self.sureness.stops
         measured = {stop.confidence: stop for stop in stops}
-        if confidence is None or confidence in measured:
-            return None if confidence is None else measured[confidence]
-        raise UsageError(
-            f"What ending requests at a chance of {confidence:g} costs was not measured",
-            hint=f"name one of {', '.join(f'{c:g}' for c in measured)} (--confidence)"
-            if measured
-            else "layershuffle swarm calibrate MODEL --data SPEC measures it",
-        )
+        if confidence not in measured:
+            hint = "layershuffle swarm calibrate MODEL --data SPEC measures it"
+            if measured:
+                hint = f"name one of {', '.join(f'{c:g}' for c in measured)} (--confidence)"
+            raise UsageError(
+                f"What ending requests at a chance of {confidence:g} costs was not measured",
+                hint=hint,
+            )
+        return measured[confidence]
 
 
 @dataclass(frozen=True, kw_only=True)

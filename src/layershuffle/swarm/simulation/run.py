@@ -97,9 +97,10 @@ def simulate(
             rounds=rounds,
             clock=clock,
         )
-        simulation = _Simulation(devices, hosts, chaos, router=router, faults=faults, seed=seed)
-        if stop is not None:
-            simulation.enough = ends_after(stop, requests, seed=seed)
+        enough = () if stop is None else ends_after(stop, requests, seed=seed)
+        simulation = _Simulation(
+            devices, hosts, chaos, router=router, faults=faults, enough=enough, seed=seed
+        )
         await simulation.run(
             requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
         )
@@ -122,14 +123,14 @@ class _Simulation:
         *,
         router: Router,
         faults: Sequence[Fault],
+        enough: Sequence[int],
         seed: int,
     ) -> None:
         self.devices, self.hosts, self.chaos = devices, hosts, chaos
-        self.router, self.seed = router, seed
+        self.router, self.enough, self.seed = router, enough, seed
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
         self.restless = set[str]()
-        self.enough: Sequence[int] = ()
         self.loop = asyncio.get_running_loop()
         router.swarm = Swarm(self._view(name) for name in devices)
         self.health = HealthMonitor(router, seed=seed)
