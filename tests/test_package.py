@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 import layershuffle as ls
-from layershuffle.bundled import asset, image_file, recipe_file
+from layershuffle.bundled import asset, packaged_file, recipe_file
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.extras import EXTRAS, missing, require
@@ -163,9 +163,9 @@ def test_recipes_go_by_name_in_any_directory(
 
 
 def test_the_picture_is_there() -> None:
-    with Image.open(image_file(Path("bundled:digit-pair.png"))) as picture:
+    with Image.open(packaged_file(Path("bundled:digit-pair.png"))) as picture:
         assert picture.size == (20, 12)
-    assert image_file(Path("mine.png")) == Path("mine.png")
+    assert packaged_file(Path("mine.png")) == Path("mine.png")
 
 
 # --- without the extras ---------------------------------------------------------------------------

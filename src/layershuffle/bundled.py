@@ -45,8 +45,8 @@ def recipe_file(path: Path) -> Path:
     )
 
 
-def image_file(path: Path) -> Path:
-    """The file of an image: `path` itself, or the packaged picture "bundled:NAME"."""
+def packaged_file(path: Path) -> Path:
+    """What is at `path`, which may be "bundled:NAME": a packaged picture, or a packaged model."""
     name = str(path)
     return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else path
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from layershuffle.bundled import image_file
+from layershuffle.bundled import packaged_file
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
@@ -128,14 +128,14 @@ def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[Ranked
 def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:
     """The pixels of the image at the size of the model, or why there are none."""
     try:
-        pixels = transform(read_image(image_file(path), transform.view.channels, place=path))
+        pixels = transform(read_image(packaged_file(path), transform.view.channels, place=path))
     except DataError as error:
         # Only training leaves images out.
         whole = "give whole image files (PNG, JPEG and others)"
         hint = whole if error.hint == SKIP_HINT else error.hint
         return DataError(error.cause, place=path, hint=hint)
     if pixels.min() == pixels.max():
-        with Image.open(image_file(path)) as image:
+        with Image.open(packaged_file(path)) as image:
             # A photograph in the dark is blank in the same way, and no alpha hides anything of it.
             clear = image.has_transparency_data and image.convert("RGBA").getchannel("A")
             if clear and clear.getextrema() != (255, 255):

@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.bundled import image_file
+from layershuffle.bundled import packaged_file
 from layershuffle.cli.command import Command, ImageFiles, Reporting
 from layershuffle.cli.serving import state_flag
 from layershuffle.core.orders import ExecutionOrder
@@ -86,7 +86,7 @@ class ClassifyCommand(ServerOptions):
             for image in self.images:
                 try:
                     answer = client.classify(
-                        image_file(image),
+                        packaged_file(image),
                         deadline_ms=self.deadline_ms,
                         min_blocks=self.min_blocks,
                         confidence=self.confidence,

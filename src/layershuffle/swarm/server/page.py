@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from layershuffle.bundled import asset
+from layershuffle.bundled import asset, packaged_file
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_to
 from layershuffle.swarm.server.images import takes_pairs
@@ -153,7 +153,7 @@ def page_of(gateway: Gateway) -> list[Route]:
             from layershuffle.models import read_record
             from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
 
-            ordinary = read_record(asset(ORDINARY.removeprefix("bundled:")))
+            ordinary = read_record(packaged_file(Path(ORDINARY)))
             same = ordinary["depth"] == gateway.router.depth
             return workbench_of(model, beside=ORDINARY if same else None)
 
