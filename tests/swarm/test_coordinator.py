@@ -308,14 +308,15 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_start_does_not_wait_for_blocks_that_no_host_has_room_for() -> None:
+@pytest.mark.parametrize(("room", "held"), [(3.0, 3), (0.5, 0)])
+def test_a_start_waits_for_no_room_and_no_host_without_blocks(room: float, held: int) -> None:
     async def main() -> None:
         async with gateway() as site:
-            room = 3 * site.model.weights[0].size
-            children = Children(("a", "b"), url=site.url, token=TOKEN, memory=room, limits=BUSY)
+            memory = int(room * site.model.weights[0].size)
+            children = Children(("a", "b"), url=site.url, token=TOKEN, memory=memory, limits=BUSY)
             running = asyncio.create_task(children.run())
             lacking = await asyncio.wait_for(site.coordinator.ready(2, within=1000), 60)
-            assert len(lacking) == 12 - 2 * 3
+            assert len(lacking) == 12 - 2 * held
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 

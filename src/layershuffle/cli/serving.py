@@ -96,9 +96,6 @@ class UpCommand(SwarmSettings, Command):
         from layershuffle.swarm.server.start import Serving, serve_swarm
 
         say = steps()
-        with logged(as_json=self.log_json):  # it may warn
-            serving = Serving(self)
-        model = ServedModel(served_directory(self.model, say=say))
 
         def ready(coordinator: Coordinator, url: str, key: str) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, serving.reload)
@@ -106,10 +103,13 @@ class UpCommand(SwarmSettings, Command):
             shown = key if self.page and sys.stdout.isatty() else ""
             print(self.described(coordinator, url, serving=serving, key=shown), flush=True)
 
-        # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with logged(as_json=self.log_json), suppress(KeyboardInterrupt):
-            asyncio.run(serve_swarm(serving, model, say=say, ready=ready))
+        with logged(as_json=self.log_json):
+            serving = Serving(self)
+            model = ServedModel(served_directory(self.model, say=say))
+            # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with suppress(KeyboardInterrupt):
+                asyncio.run(serve_swarm(serving, model, say=say, ready=ready))
         print("The swarm has ended, with all its hosts.")
         return 0
 

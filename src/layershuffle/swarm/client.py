@@ -26,8 +26,7 @@ from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Swarm
 ImageLike = str | Path | bytes
 """The path of an image file, or its bytes."""
 _TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longest deadline
-PATIENCE = 10.0
-"""Default seconds for which a request is repeated that was refused for the moment."""
+_PATIENCE = 10.0  # seconds for which a request is repeated that was refused for the moment
 _FOR_THE_MOMENT = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
 
@@ -81,7 +80,7 @@ class SwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        patience: float = PATIENCE,
+        patience: float = _PATIENCE,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         settings = _settings(urls, api_key=api_key, authority=authority)
@@ -129,7 +128,7 @@ class AsyncSwarmClient:
         *urls: str,
         api_key: str | None = None,
         authority: str | Path | None = None,
-        patience: float = PATIENCE,
+        patience: float = _PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         settings = _settings(urls, api_key=api_key, authority=authority)

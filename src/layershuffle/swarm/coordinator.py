@@ -24,6 +24,7 @@ from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.state import HostView
+from layershuffle.text import counted
 
 _LOOK = 0.1  # seconds between looks at who is there
 _GRACE = 0.3  # seconds in which a host may come back before others take its blocks
@@ -101,7 +102,7 @@ class Coordinator:
             up = {name for name, member in self.members.items() if self.is_up(member)}
             for name in sorted(up - reported):
                 reported.add(name)
-                say(f"{name} is up with {len(self.router.swarm[name].blocks)} blocks")
+                say(f"{name} is up with {counted(len(self.router.swarm[name].blocks), 'block')}")
             lacking = self.router.swarm.lacking(self.model.depth)
             loading = any(m.assigned.intersection(lacking) for m in self.members.values())
             if (len(up) >= hosts and not loading) or self.router.clock() >= end:
@@ -121,9 +122,10 @@ class Coordinator:
             self.router.update(name, change)
 
     def is_up(self, member: Member) -> bool:
-        """Whether a host serves all blocks that it is to hold."""
+        """Whether a host serves all blocks that it is to hold: none, if others hold enough."""
         view = self.router.swarm.get(member.name)
-        return bool(member.assigned) and view is not None and view.blocks == member.assigned
+        planned = any(device.name == member.name for device in self._planned)
+        return planned and view is not None and view.blocks == member.assigned
 
     async def close(self) -> None:
         """Stop testing, and end all connections."""
