@@ -9,7 +9,6 @@ import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -37,38 +36,38 @@ def write(name: str, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def cells(study: Path) -> Callable[..., str]:
-    """The mean over the models of an arm, with its interval, by mode, blocks kept and rounds."""
-    scores: dict[tuple[str, str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+Scores = dict[tuple[str, str, int, int], dict[str, list[float]]]
+
+
+def scores_of(study: Path) -> Scores:
+    """The top-1 of every order, by arm, mode, blocks kept and rounds, and there by seed."""
+    scores: Scores = defaultdict(lambda: defaultdict(list))
     for row in csv.DictReader((study / "results.csv").open()):
         key = row["method"], row["mode"], int(row["kept"]), int(row.get("parallel", 1))
         scores[key][row["seed"]].append(float(row["top1"]))
-
-    def cell(arm: str, mode: str, kept: int, parallel: int = 1) -> str:
-        return shown([mean(values) for values in scores[arm, mode, kept, parallel].values()])
-
-    return cell
+    return scores
 
 
-cell = cells(STUDY)
+def table_row(scores: Scores, arm: str, *, title: str, rate: str, paper: str = "") -> dict[str, str]:
+    def cell(mode: str, kept: int, parallel: int = 1) -> str:
+        values = [mean(values) for values in scores[arm, mode, kept, parallel].values()]
+        return shown(values) if values else ""
+
+    return {
+        "method": title, "models": str(len(scores[arm, "sequential", 12, 1])), "rate": rate,
+        "sequential": cell("sequential", 12), "arbitrary": cell("arbitrary", 12), "rounds": cell("arbitrary", 12, 4),
+        "nine": cell("arbitrary", 9), "six": cell("arbitrary", 6), "three": cell("arbitrary", 3), "paper": paper,
+    }
+
+
+long, short = scores_of(STUDY), scores_of(ROOT / "docs/results/fashion-anyorder-64")
 write("fashion-dinov2-320.csv", [
-    {
-        "method": title, "models": "3", "rate": rate, "sequential": cell(arm, "sequential", 12),
-        "arbitrary": cell(arm, "arbitrary", 12), "rounds": cell(arm, "arbitrary", 12, 4),
-        "nine": cell(arm, "arbitrary", 9), "six": cell(arm, "arbitrary", 6), "three": cell(arm, "arbitrary", 3), "paper": paper,
-    }
-    for arm, (title, rate, paper) in ARMS.items()
+    table_row(long, arm, title=title, rate=rate, paper=paper) for arm, (title, rate, paper) in ARMS.items()
 ])
-
-short, table = cells(ROOT / "docs/results/fashion-anyorder-64"), TABLES / "fashion-dinov2.csv"
-others = [row for row in csv.DictReader(table.open()) if not row["method"].startswith("anyorder (ours)")]
-write(table.name, others + [
-    dict.fromkeys(others[0], "") | {
-        "method": "anyorder (ours)", "models": "2", "rate": "4e-4", "sequential": short("anyorder", "sequential", 12),
-        "arbitrary": short("anyorder", "arbitrary", 12), "nine": short("anyorder", "arbitrary", 9),
-        "six": short("anyorder", "arbitrary", 6), "three": short("anyorder", "arbitrary", 3),
-    }
-])
+table = TABLES / "fashion-dinov2.csv"
+others = [row for row in csv.DictReader(table.open()) if row["method"] != "anyorder (ours)"]
+row = table_row(short, "anyorder", title="anyorder (ours)", rate="4e-4")
+write(table.name, [*others, {column: row.get(column, "") for column in others[0]}])
 
 merges: dict[tuple[str, str], list[float]] = defaultdict(list)
 for row in csv.DictReader((STUDY / "merging.csv").open()):
