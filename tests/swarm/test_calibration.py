@@ -293,9 +293,15 @@ def test_the_calibration_is_saved_beside_the_weights(tmp_path):
     write_calibration(made_up(3), path)
     ls.save(model, tmp_path / "run" / "model")
     assert not path.exists()
-    assert calibration_path("bundled:digits").parent.joinpath("layershuffle.json").is_file()
-    with pytest.raises(UsageError, match="no directory of its own"):
-        calibration_path("timm:vit_tiny_patch16_224?pretrained=false")
+    for spec in ("bundled:digits", "timm:vit_tiny_patch16_224?pretrained=false"):
+        with pytest.raises(UsageError, match="no directory of its own"):
+            calibration_path(spec)
+
+
+def test_exported_files_are_calibrated_under_the_name_that_a_swarm_asks_for():
+    exported = ls.load("bundled:digits-onnx")
+    measured = calibrate(exported, DATA, orders=2, images=20)
+    assert measured.weights == exported.manifest.weights
 
 
 def test_refused():

@@ -134,8 +134,8 @@ class CalibrateCommand(ComputingCommand, Reporting):
     decide how many blocks run side by side and whether they run twice.
     """
 
-    model: str = "bundled:digits-swarm"
-    """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
+    model: str
+    """Model to measure: the directory of a fit or of an export."""
     _: KW_ONLY
     data: str = "digit-pairs"
     """Test images: the test split of this data."""

@@ -115,17 +115,18 @@ class Calibration(CalibrationFacts):
 def calibration_path(model: str) -> Path:
     """The path of the calibration of the model with this spec, beside its weights.
 
-    Raises `UsageError` for models without a directory of their own.
+    Raises `UsageError` for models without a directory of their own, as those of this package.
     """
-    from layershuffle.models.output import own_directory
+    from layershuffle.models.output import within
+    from layershuffle.models.spec import parse_spec
 
-    directory = own_directory(model)
-    if directory is None:
+    parsed = parse_spec(model)
+    if parsed.scheme != "dir":
         raise UsageError(
             f"{model} has no directory of its own to keep a calibration in",
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
-    return directory / CALIBRATION
+    return within(Path(parsed.place).expanduser()) / CALIBRATION
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

@@ -34,6 +34,7 @@ from layershuffle.machine import Device, device_of
 from layershuffle.models import file_view, image_view
 from layershuffle.models.ends import refuse_more_than_blocks
 from layershuffle.models.files import weights_digest
+from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import trained_with
 from layershuffle.scoring import batches_of, matched
 from layershuffle.settings import ScoreSettings
@@ -83,7 +84,9 @@ def calibrate(
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
     tested = _opened(host, data, DataOptions(train=False, max_test=images))
-    weights, depth = weights_digest(host), depth_of(host)
+    # The weights of exported files are not in the module; their manifest names them.
+    weights = host.manifest.weights if isinstance(host, ExportedModel) else weights_digest(host)
+    depth = depth_of(host)
     permutations = [Shuffled().draw(depth, seed=seed, step=k).blocks for k in range(orders)]
     batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
     cells, split = cells_of(depth, parallel=_PARALLEL), tested.splits[_TEST]
