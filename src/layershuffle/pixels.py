@@ -31,6 +31,7 @@ DECODE_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
+    TypeError,
     EOFError,
     OverflowError,
     RuntimeError,

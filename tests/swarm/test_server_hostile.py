@@ -133,19 +133,21 @@ def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
 
 def test_tiffs_of_large_tiles_and_other_compressions_are_not_decoded(monkeypatch):
     """A tile may be larger than the image, and JPEG files in a TIFF have scans of their own."""
-    plain = bytearray(file_of(picture(), "TIFF"))
-    for own, tile in ((278, 322), (279, 323)):  # rows and bytes of the strip
-        (entry,) = re.finditer(struct.pack("<H", own) + rb"[\x03\x04]\x00\x01\x00{3}", plain)
-        struct.pack_into("<HHII", plain, entry.start(), tile, 4, 1, 20_000)
+    plain, text = (bytearray(file_of(picture(), "TIFF")) for _ in range(2))
+    for file, kind in ((plain, 4), (text, 2)):  # a number, a text
+        for own, tile in ((278, 322), (279, 323)):  # rows and bytes of the strip
+            (entry,) = re.finditer(struct.pack("<H", own) + rb"[\x03\x04]\x00\x01\x00{3}", file)
+            struct.pack_into("<HHII", file, entry.start(), tile, kind, 1, 20_000)
     jpeg = file_of(picture().convert("RGB"), "TIFF", compression="jpeg")
     monkeypatch.setattr("PIL.TiffImagePlugin.TiffImageFile.load", lambda self: pytest.fail("read"))
 
     async def go(place):
-        return [await place.classify(bytes(plain)), await place.classify(jpeg)]
+        return [await place.classify(bytes(file)) for file in (plain, text, jpeg)]
 
     causes = [response.json()["error"]["cause"] for response in run(go, limits=SMALL)]
     assert causes == [
         "The image is too large (tiles of 20000x20000 pixels; at most 10000)",
+        "The image cannot be read",
         "The TIFF file is compressed unusually",
     ]
 
