@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from layershuffle.errors import ModelFileError
 from layershuffle.image_view import ImageView, view_of_files
@@ -23,6 +24,11 @@ WEIGHTS_LOCATION = "weights"
 class _FromManifest(BaseModel):
     # Facts for readers alone (accuracy, speed, versions) may be added.
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+# Not a path: the gateway serves what a manifest names.
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
+_AGAIN = "export the model again"
 
 
 class StoredFile(_FromManifest):
@@ -75,7 +81,15 @@ class ExportManifest(_FromManifest):
     state: StateForm
     speed: Speed
     blocks: tuple[StoredBlock, ...]
-    files: dict[str, StoredFile]
+    files: dict[_FileName, StoredFile]
+
+    @model_validator(mode="after")
+    def _lists_its_files(self) -> Self:
+        blocks = (name for block in self.blocks for name in (block.graph, block.weights))
+        missing = {"stem.onnx", "head.onnx", *blocks} - self.files.keys()
+        if missing:
+            raise ValueError(f"its files lack {', '.join(sorted(missing))}")
+        return self
 
     @property
     def file_view(self) -> ImageView:
@@ -102,3 +116,16 @@ def read_manifest(directory: Path) -> ExportManifest:
             place=place,
             hint="name a directory of layershuffle export",
         ) from error
+
+
+def content_of(directory: Path, name: str, *, manifest: ExportManifest) -> bytes:
+    """The content of a file of an exported directory. Raises `ModelFileError` if it is another."""
+    place = directory / name
+    try:
+        content = place.read_bytes()
+    except OSError as error:
+        cause = f"The file cannot be read ({error.strerror or error})"
+        raise ModelFileError(cause, place=place, hint=_AGAIN) from error
+    if hashlib.sha256(content).hexdigest() != manifest.files[name].sha256:
+        raise ModelFileError("This is not the file that the manifest names", place=place, hint=_AGAIN)
+    return content

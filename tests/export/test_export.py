@@ -34,6 +34,7 @@ from layershuffle.merging.group import MergeGroup
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import OnnxGraph
+from layershuffle.swarm.served import served_directory
 from layershuffle.text import unheard
 from refusals import refuses
 
@@ -314,9 +315,34 @@ def test_changed_files_and_a_manifest_that_lies_are_refused(shipped: Path, tmp_p
     (copy / MANIFEST).write_text(json.dumps(facts))
     with refuses(ModelFileError):
         ls.load(str(copy))
-    (copy / MANIFEST).write_text(json.dumps({**facts, "schema": 1}))
-    with refuses(ModelFileError, copy / MANIFEST):
-        ls.load(str(copy))
+    stored = facts["files"]
+    for lie in (
+        {"schema": 1},
+        {"files": {**stored, "../secret": stored["stem.onnx"]}},
+        {"files": {name: stored[name] for name in stored if name != "head.onnx"}},
+    ):
+        (copy / MANIFEST).write_text(json.dumps({**facts, **lie}))
+        with refuses(ModelFileError, copy / MANIFEST):
+            ls.load(str(copy))
+
+
+@pytest.mark.parametrize("spec", ["{}", "hf:{}", "timm:vit_tiny_patch16_224?checkpoint={}/best"])
+def test_a_swarm_exports_a_model_again_when_its_files_change(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(_: str, out: Path) -> None:
+        out.mkdir()
+        (out / MANIFEST).touch()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("layershuffle.export.export_model", export)
+    model = tmp_path / "model"
+    model.mkdir()
+    places = []
+    for content in ("begun", "begun", "trained on"):
+        (model / "best").write_text(content)
+        places.append(served_directory(spec.format(model)))
+    assert places[0] == places[1] != places[2]
 
 
 def test_files_can_only_be_run(shipped: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ They cannot be trained, resized or saved.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.extras import require
-from layershuffle.manifest import ExportManifest, read_manifest
+from layershuffle.manifest import ExportManifest, content_of, read_manifest
 from layershuffle.models.files import refused_by
 from layershuffle.models.origin import Origin, remember
 from layershuffle.text import one_line
@@ -92,13 +91,8 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     """
     del seed
     require("export", "onnxruntime")
-    manifest, contents = read_manifest(directory), dict[str, bytes]()
-    for name, facts in manifest.files.items():
-        path = directory / Path(name).name  # a name with a path would lead out of the directory
-        with refused_by("The loader", path, hint=_AGAIN):
-            contents[path.name] = content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest() != facts.sha256:
-                raise ValueError("the file is not the one of its manifest")
+    manifest = read_manifest(directory)
+    contents = {name: content_of(directory, name, manifest=manifest) for name in manifest.files}
     with refused_by("The loader", directory, hint=_AGAIN):
         model = ExportedModel(manifest, contents)
     trained = manifest.trained

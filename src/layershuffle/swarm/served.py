@@ -19,16 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.bundled import asset
-from layershuffle.errors import ModelFileError
-from layershuffle.manifest import MANIFEST, StoredFile, read_manifest
+from layershuffle.manifest import MANIFEST, MANIFEST_SCHEMA, content_of, read_manifest
 from layershuffle.swarm.assignment import BlockFile
 from layershuffle.swarm.messages import State
-from layershuffle.text import one_line
 from layershuffle_host.blocks import Block
 
 _SEED = 20407
 _log = logging.getLogger(__name__)
-_AGAIN = "export the model again"
 
 
 class ServedModel:
@@ -48,29 +45,24 @@ class ServedModel:
         self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
         self._blocks: dict[str, Block] = {}
 
-    def file_of(self, name: str) -> StoredFile:
-        """Digest and size of a file. Raises `ModelFileError` if the manifest has none."""
-        if name not in self.manifest.files:
-            raise ModelFileError(f"There is no {name}", place=self.directory, hint=_AGAIN)
-        return self.manifest.files[name]
-
     @cached_property
     def files(self) -> dict[str, Path]:
         """The files that hosts may fetch, by their SHA-256."""
         names = {name for b in self.manifest.blocks for name in (b.graph, b.weights)}
-        return {self.file_of(name).sha256: self.directory / name for name in sorted(names)}
+        stored = self.manifest.files
+        return {stored[name].sha256: self.directory / name for name in sorted(names)}
 
     @cached_property
     def weights(self) -> tuple[BlockFile, ...]:
         """The weights of every block."""
-        stored = [self.file_of(block.weights) for block in self.manifest.blocks]
+        stored = [self.manifest.files[block.weights] for block in self.manifest.blocks]
         return tuple(BlockFile(file.sha256, file.bytes) for file in stored)
 
     def entry(self, block: int) -> dict[str, Any]:
         """A block as an `assign` message names it; its slot is its number."""
         stored = self.manifest.blocks[block]
         files = {
-            part: self.file_of(name).model_dump()
+            part: self.manifest.files[name].model_dump()
             for part, name in (("graph", stored.graph), ("weights", stored.weights))
         }
         return {"slot": block, **files, "shape": list(self.shape)}
@@ -103,15 +95,7 @@ class ServedModel:
         return self._blocks[digest].run(state)
 
     def _content(self, name: str) -> bytes:
-        try:
-            content = (self.directory / name).read_bytes()
-        except OSError as error:
-            raise ModelFileError(one_line(error), place=self.directory, hint=_AGAIN) from error
-        if hashlib.sha256(content).hexdigest() != self.file_of(name).sha256:
-            raise ModelFileError(
-                "The file is not the one of its manifest", place=self.directory / name, hint=_AGAIN
-            )
-        return content
+        return content_of(self.directory, name, manifest=self.manifest)
 
     def _session(self, name: str) -> Any:
         import onnxruntime
@@ -139,9 +123,10 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
         return here
     # These import torch.
     from layershuffle.export import export_model
-    from layershuffle.models.output import own_directory
+    from layershuffle.models.output import directory_of
 
-    directory, digest = own_directory(spec), hashlib.sha256(spec.encode())
+    directory = directory_of(spec)
+    digest = hashlib.sha256(f"{MANIFEST_SCHEMA} {spec}".encode())
     # A model that was trained further, or calibrated, is another one.
     for path in sorted(directory.glob("*")) if directory is not None else ():
         if path.is_file():
