@@ -127,5 +127,7 @@ def content_of(directory: Path, name: str, *, manifest: ExportManifest) -> bytes
         cause = f"The file cannot be read ({error.strerror or error})"
         raise ModelFileError(cause, place=place, hint=_AGAIN) from error
     if hashlib.sha256(content).hexdigest() != manifest.files[name].sha256:
-        raise ModelFileError("This is not the file that the manifest names", place=place, hint=_AGAIN)
+        raise ModelFileError(
+            "This is not the file that the manifest names", place=place, hint=_AGAIN
+        )
     return content

@@ -179,7 +179,12 @@ def run_rows(task: RunSpec, orders: int) -> list[ScoreRow]:
 
 
 def facts(
-    task: RunSpec, *, hostile: str = "", steps: int = 1500, held_out: float | None = None
+    task: RunSpec,
+    *,
+    hostile: str = "",
+    steps: int = 1500,
+    held_out: float | None = None,
+    classes: int = 100,
 ) -> dict[str, Any]:
     noise = random.Random(f"facts-{task.name}")
     mode = "arbitrary" if task.settings.method.startswith("layershuffle") else "sequential"
@@ -196,6 +201,7 @@ def facts(
         "paper_protocol": False,
         "data": {
             "spec": f"digit-pairs{hostile}",
+            "classes": classes,
             "sizes": {"train": 20000, "holdout": 2000, "test": 5000},
             "notes": [f"digits split by instance before pairs are made{hostile}"],
         },

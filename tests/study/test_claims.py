@@ -107,6 +107,22 @@ def test_claims_are_judged_by_numbers(out):
     )
 
 
+@pytest.mark.parametrize(
+    ("classes", "shuffled", "verdict"),
+    [(10, 17.9, "holds"), (10, 18.1, "holds partly"), (100, 17.9, "holds partly")],
+)
+def test_a_share_of_an_accuracy_is_of_what_is_above_chance(tmp_path, classes, shuffled, verdict):
+    """Of ten classes a guess is right on ten in a hundred, and a tenth of 80 points is 8."""
+    out = write_study(tmp_path, seeds=(0,), orders=1)
+    for arm, in_order, any_order in (("baseline", 90.0, shuffled), ("layershuffle", 85.0, 80.0)):
+        scores = {
+            ("sequential", 12, "", FULL): in_order,
+            ("arbitrary", 12, "", REVERSED): any_order,
+        }
+        finish(out, f"{arm}-seed0", scores, classes=classes)
+    assert verdict_on("LayerShuffle works", out)[0] == verdict
+
+
 def test_the_start_of_the_position_encoding_is_picked_on_held_out_images(tmp_path):
     zero = {"method": "layershuffle-position", "name": "zero"}
     zero["fit"] = {"encoding": {"projection_init": "zero"}}

@@ -206,7 +206,7 @@ def test_time_comes_from_finished_tasks_of_the_same_kind(tmp_path):
         "over all test images\n"
         "Time: not known until a task has finished; then this command tells it"
     )
-    sizes = {"data": {"spec": "s", "notes": [], "sizes": {"train": 64, "test": 32}}}
+    sizes = {"data": {"spec": "s", "notes": [], "classes": 2, "sizes": {"train": 64, "test": 32}}}
     finish(tmp_path, plan.runs[0], train_seconds=20.0, eval_seconds=4.0, **sizes)
     assert forecast_text(plan, tmp_path, workers=2) == (
         "Left: 3 of 4 tasks: 4 training steps, 1,760 images scored, once per order\n"

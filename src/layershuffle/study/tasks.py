@@ -63,6 +63,7 @@ class RunData(TaskResult):
 
     spec: str
     notes: list[str]
+    classes: int
     sizes: dict[str, int | None] = Field(default_factory=dict)
 
 

@@ -57,6 +57,12 @@ class Summary:
     depth: int
     choose: str
 
+    @property
+    def chance(self) -> float:
+        """The top-1 of guesses, in percent; 0 while no run is done."""
+        classes = [result.data.classes for _, result in self.study.runs]
+        return 100 / classes[0] if classes else 0.0
+
     def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.
 
