@@ -1,13 +1,10 @@
-"""Writes docs/results/tables/fashion-dinov2*.csv from the studies beside them, and prints the merges.
-
-    fashion_dinov2_tables.py [DIRECTORY]   # of the files of fashion_dinov2_gpu.py: stopping when sure
+"""Writes the tables of 320 images a step, and the row of anyorder in that of 64, to
+docs/results/tables, from the studies beside them, and prints the merges.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
@@ -69,18 +66,16 @@ others = [row for row in csv.DictReader(table.open()) if row["method"] != "anyor
 row = table_row(short, "anyorder", title="anyorder (ours)", rate="4e-4")
 write(table.name, [*others, {column: row.get(column, "") for column in others[0]}])
 
-merges: dict[tuple[str, str], list[float]] = defaultdict(list)
+merges: dict[tuple[str, str, str], list[float]] = defaultdict(list)
 for row in csv.DictReader((STUDY / "merging.csv").open()):
-    merges[row["arm"], row["kind"]].append(float(row["top1"]))
+    merges[row["arm"], row["kind"], row["name"]].append(float(row["top1"]))
 for key, values in merges.items():
     print(*key, len(values), f"{mean(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
-if len(sys.argv) == 1:
-    sys.exit()
 
 sure: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-for line in Path(sys.argv[1], "sure.jsonl").read_text().splitlines():
-    row = json.loads(line)
-    sure[row["arm"], row["mode"], str(row["stop"])].append((row["blocks"] or 12.0, row["top1"]))
+for row in csv.DictReader((STUDY / "sure.csv").open()):
+    scored = float(row["blocks"]), float(row["top1"])
+    sure[row["arm"], row["mode"], row["stop"]].append(scored)
 
 
 def stopped(arm: str, mode: str, stop: str) -> str:
@@ -90,9 +85,9 @@ def stopped(arm: str, mode: str, stop: str) -> str:
 
 write("fashion-dinov2-320-sure.csv", [
     {
-        "rule": "12 blocks" if stop == "None" else f"at {stop}", "baseline_sequential": stopped("baseline", "sequential", stop),
+        "rule": f"at {stop}" if stop else "12 blocks", "baseline_sequential": stopped("baseline", "sequential", stop),
         "layershuffle": stopped("layershuffle", "arbitrary", stop), "anyorder": stopped("anyorder", "arbitrary", stop),
         "anyorder_sequential": stopped("anyorder", "sequential", stop),
     }
-    for stop in ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "None")
+    for stop in ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
 ])
