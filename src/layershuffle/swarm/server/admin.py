@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -63,7 +64,7 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     gateway: Gateway = app.state.gateway
     keys = Keys([key])
 
-    async def command(name: CommandName, fields: Fields, request: Request) -> dict[str, Any]:
+    async def command(name: CommandName, request: Request) -> dict[str, Any]:
         await gateway.admission.admit(request)  # before the key, so that guessing is slow
         if not keys.accept(key_of(request)):
             raise HTTPError(
@@ -71,6 +72,11 @@ def add_operator(app: FastAPI, *, key: str) -> None:
                 "The operator's key is missing or wrong",
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
+        try:  # not as an argument: FastAPI would read the body of anybody, of any size
+            fields = Fields.model_validate_json(await request.body())
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            raise RequestValidationError(problems) from error
         try:
             return await _carry_out(gateway, name=name, fields=fields)
         except UsageError:

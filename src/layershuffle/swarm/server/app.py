@@ -183,7 +183,7 @@ def _wrong_options(error: RequestValidationError) -> UsageError:
     """The refusal of options that are unknown or out of their bounds."""
     names, problems = tuple(Options.model_fields), []
     for problem in error.errors()[:_MAX_PROBLEMS]:
-        name = str(problem["loc"][1])[:40]
+        name = str((*problem["loc"], "body")[1])[:40]
         text = f"{name}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             match = nearest(name, names)
