@@ -66,6 +66,7 @@ def run(capsys, *words):
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
         (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
+        (["swarm", "drill", "--concurrency", "0"], 2, "Must be >= 1"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
         (["swarm", "up", "--listen", "[::]", "--public", "--ray", "auto"], 2, "cannot dial to"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),

@@ -47,7 +47,7 @@ class DrillCommand(OperatorCommand, ServerOptions):
     wrongly always (liar), in 1 % of its answers, or always except for canaries."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
-    concurrency: int = 4
+    concurrency: Annotated[int, Parameter(validator=Number(gte=1))] = 4
     """Number of requests at a time."""
     confidence: float | None = None
     """End requests with fewer blocks once the chance of being right is this (0.98). Default: all
