@@ -12,6 +12,7 @@ back is the same: what hosts had is still on their disks.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -174,15 +175,15 @@ def _check_form(before: ServedModel, after: ServedModel) -> None:
 async def _tested(coordinator: Coordinator, model: ServedModel) -> dict[Member, frozenset[int]]:
     """Wait until all hosts have loaded their blocks of `model`; those that answer rightly."""
     members, router = coordinator.members, coordinator.router
-    tested = dict[Member, frozenset[int]]()
+    tested = defaultdict[Member, frozenset[int]](frozenset)  # a host may have room for none
     end = router.clock() + LOAD_SECONDS
     while True:
         there = [m for m in members.values() if router.swarm[m.name].usable]
         for member in there:
-            for block in sorted(member.beside.keys() - tested.get(member, frozenset())):
+            for block in sorted(member.beside.keys() - tested[member]):
                 await _test(coordinator, model, member=member, block=block)
-                tested[member] = tested.get(member, frozenset()) | {block}
-        whole = all(m.assigned <= tested.get(m, frozenset()) for m in there)
+                tested[member] |= {block}
+        whole = all(m.assigned <= tested[m] for m in there)
         if whole and len(frozenset[int]().union(*(tested[m] for m in there))) == model.depth:
             return tested
         why = next((m.beside_failed for m in there if m.beside_failed), "")
