@@ -296,16 +296,19 @@ class Members(Mapping[str, Member]):
         turn, block = divmod(message["slot"], self._depth)
         if block not in member.assigned or turn not in self._models:
             return  # of an assignment before this one
-        if turn != self._turn and kind == "failed":
-            member.beside_failed = message["why"]
-        elif turn != self._turn:
-            member.beside[block] = message["seconds"]
-        elif kind == "ready":
-            again, member.ready[block] = block in member.ready, message["seconds"]
-            if watcher is not None and not again:
-                watcher.loaded(member, block)
-        elif watcher is not None:
-            watcher.failed(member, block, why=message["why"])
+        if turn != self._turn:
+            if kind == "failed":
+                member.beside_failed = message["why"]
+            else:
+                member.beside[block] = message["seconds"]
+            return
+        if kind == "failed":
+            if watcher is not None:
+                watcher.failed(member, block, why=message["why"])
+            return
+        again, member.ready[block] = block in member.ready, message["seconds"]
+        if watcher is not None and not again:
+            watcher.loaded(member, block)
 
     def _answered(self, member: Member, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
