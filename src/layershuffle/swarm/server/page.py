@@ -148,6 +148,10 @@ def page_of(gateway: Gateway) -> list[Route]:
 
     @lru_cache(1)  # after a roll another one
     def loading(model: str) -> asyncio.Future[Workbench]:
+        def forget_failure(done: asyncio.Future[Workbench]) -> None:
+            if done.cancelled() or done.exception():
+                loading.cache_clear()
+
         def load() -> Workbench:
             # In the thread: it imports torch, which takes seconds, and the gateway does without it.
             from layershuffle.models import read_record
@@ -157,7 +161,9 @@ def page_of(gateway: Gateway) -> list[Route]:
             same = ordinary["depth"] == gateway.router.depth
             return workbench_of(model, beside=ORDINARY if same else None)
 
-        return asyncio.ensure_future(asyncio.to_thread(load))
+        future = asyncio.ensure_future(asyncio.to_thread(load))
+        future.add_done_callback(forget_failure)
+        return future
 
     async def workbench() -> Workbench:
         if not here:  # it may be large
