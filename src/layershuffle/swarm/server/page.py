@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from layershuffle.bundled import asset, packaged_file
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_to
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 
 if TYPE_CHECKING:
@@ -190,13 +190,9 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
     async def facts() -> dict[str, Any]:
         return (await workbench()).facts()
 
-    async def answer_error(request: Request, error: Exception) -> Response:
-        del request
-        return answer_to(error)
-
     return Starlette(
         routes=page_routes(facts, workbench, admission=admission, admit=admission.admit),
-        exception_handlers={LayerShuffleError: answer_error, ClientDisconnect: answer_error},
+        exception_handlers={LayerShuffleError: answer_plainly, ClientDisconnect: answer_plainly},
     )
 
 
