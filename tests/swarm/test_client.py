@@ -117,7 +117,7 @@ def test_addresses_without_a_gateway():
         assert error.value.hint
 
 
-def test_wrong_use():
+def test_wrong_use(monkeypatch):
     with (
         answering(lambda request: httpx.Response(500)) as client,
         pytest.raises(UsageError, match="read"),
@@ -125,9 +125,21 @@ def test_wrong_use():
         client.classify("/no/file")
     with pytest.raises(UsageError, match="no gateway to ask"):
         SwarmClient()
-    for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://[::", ""):
+    urls = "127.0.0.1:8000 ftp://host http:// http://[:: http://h:abc http://h:65536"
+    for url in ("", *urls.split()):
         with pytest.raises(UsageError, match="not the address of a gateway"):
             SwarmClient(url)
+    # httpx would send the password alone.
+    with refuses(UsageError):
+        SwarmClient("http://user:password@host", api_key=KEY)
+    for proxy in ("socks5://host", "ftp://host", "http://host:abc"):
+        monkeypatch.setenv("ALL_PROXY", proxy)
+        with refuses(UsageError, "ALL_PROXY, HTTP_PROXY or HTTPS_PROXY"):
+            SwarmClient("http://host")
+    # No machine has a name with an empty label, and it is refused before it is looked up.
+    nowhere = SwarmClient("http://a..b", transport=httpx.HTTPTransport())
+    with nowhere, pytest.raises(SwarmError, match="cannot be reached"):
+        nowhere.swarm()
 
 
 # --- several gateways, and Retry-After ------------------------------------------------------------

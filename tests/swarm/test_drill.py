@@ -187,7 +187,7 @@ class FakeSwarm:
     `refuses`: what fails. Killed hosts come back after three looks, if `recovers`; liars stay out.
     """
 
-    hosts, model = ["a", "b", "c"], "mine"
+    hosts = ("a", "b", "c")
 
     def __init__(self, *refuses, recovers=True):
         self.told, self.refuses, self.recovers = [], refuses, recovers
@@ -211,7 +211,7 @@ class FakeSwarm:
             if condition == "kill" and self.recovers and self.looks > 3:
                 self.conditions[host] = "healthy"
         hosts = [SimpleNamespace(name=n, condition=c) for n, c in self.conditions.items()]
-        return SimpleNamespace(hosts=hosts)
+        return SimpleNamespace(hosts=hosts, model="mine")
 
     async def __aenter__(self):
         return self
@@ -229,14 +229,16 @@ async def replied(number):
 
 
 def drilled(monkeypatch, fake, *scenarios, ask=replied, stored=SURE, **options):
-    """The drill of a fake swarm whose requests are `ask`; `stored`: its calibration."""
+    """The drill of a fake swarm whose requests are `ask`; `stored`: the calibration of its model,
+    which is the one that is served now."""
     monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
     monkeypatch.setattr("layershuffle.swarm.drill.labelled_images", lambda *_, **__: ())
     monkeypatch.setattr("layershuffle.swarm.drill.asking", lambda *_, **__: ask)
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", lambda *_, **__: fake)
-    for name in ("served.served_directory", "served.ServedModel"):
-        monkeypatch.setattr(f"layershuffle.swarm.{name}", lambda _: None)
-    monkeypatch.setattr("layershuffle.swarm.calibration.calibration_of", lambda _: stored)
+    for name in ("served_directory", "ServedModel"):
+        monkeypatch.setattr(f"layershuffle.swarm.served.{name}", lambda of: of)
+    calibrations = {"mine": stored}
+    monkeypatch.setattr("layershuffle.swarm.calibration.calibration_of", calibrations.__getitem__)
     command = DrillCommand(scenarios=scenarios, **{"requests": 40, **options})
     return command.drill(fake)
 

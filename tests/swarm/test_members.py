@@ -43,7 +43,9 @@ def run(work: Said) -> None:
         ({"token": "another"}, Close.BAD_TOKEN),
         ({"protocol": "2.0"}, Close.VERSION),
         ({"protocol": "1.9"}, Close.VERSION),
+        ({"protocol": "\ud800"}, Close.VERSION),
         ({"name": "../x"}, Close.BROKEN),
+        ({"token": "\ud800"}, Close.BROKEN),
         ({"memory": -1}, Close.BROKEN),
         ({"type": "ready"}, Close.BROKEN),
     ],
@@ -56,9 +58,8 @@ def test_a_hello_that_is_not_taken(changes: dict[str, Any], code: Close) -> None
                 await odd.assigned()
             assert odd.socket.close_code == code
             if code == Close.VERSION:
-                assert f"protocol {changes['protocol']} does not work" in (
-                    odd.socket.close_reason or ""
-                )
+                shown = changes["protocol"].encode(errors="replace").decode()
+                assert f"protocol {shown} does not work" in (odd.socket.close_reason or "")
         assert len(site.members) == 0
 
     run(work)
@@ -269,7 +270,8 @@ def test_a_gateway_that_stood_still_blames_no_host(monkeypatch: pytest.MonkeyPat
 
 def test_messages_that_no_host_sends_end_the_connection() -> None:
     async def work(site: Site) -> None:
-        for text in ('{"type": "assign", "blocks": []}', "[]", '{"type": "ready"}'):
+        odd_type = r'{"type": "\ud800"}'
+        for text in ('{"type": "assign", "blocks": []}', "[]", '{"type": "ready"}', odd_type):
             async with odd_host(site) as odd:
                 await odd.socket.send(text)
                 await asyncio.wait_for(odd.socket.wait_closed(), 20)

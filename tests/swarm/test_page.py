@@ -5,11 +5,12 @@ import io
 import re
 import threading
 import tomllib
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import torch
-from gateway_site import sent
+from gateway_site import run, sent
 from PIL import Image
 
 import layershuffle as ls
@@ -183,6 +184,18 @@ def test_requests_of_other_sites_keep_no_model_busy(workbench, site):
         file = asset("digit-pair.png").read_bytes()
         answer = ask(workbench, "POST", f"{path}?order=0", content=file, headers=headers)
         assert answer.status_code == (200 if site in ("same-origin", "none") else 403)
+
+
+def test_a_load_that_failed_is_tried_again(workbench, monkeypatch):
+    workbench_of = Mock(side_effect=[OSError("Too many open files"), workbench])
+    monkeypatch.setattr("layershuffle.swarm.server.workbench.workbench_of", workbench_of)
+    monkeypatch.setattr("layershuffle.swarm.server.page.takes_pairs", lambda *_: True)
+
+    async def go(place):
+        return [(await place.client.get("/page/facts")).status_code for _ in range(3)]
+
+    assert run(go, page=True, raises=False) == [500, 200, 200]
+    assert workbench_of.call_count == 2
 
 
 def test_models_that_differ_do_not_share_a_page(workbench):

@@ -15,6 +15,7 @@ from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.models import image_view
 from layershuffle.swarm.messages import VisitError
+from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.server.run import listening
@@ -334,8 +335,12 @@ def test_images_of_all_formats_are_taken_whatever_the_body_is_called():
     assert len(lossy) == 3
 
 
-def test_a_body_is_measured_as_it_comes():
-    """Without a Content-Length the body is cut off where it grows too large, not at its end."""
+@pytest.mark.parametrize(
+    ("path", "status", "read"), [("/v1/classify", 413, 6), ("/operator/drain", 401, 0)]
+)
+def test_a_body_is_measured_as_it_comes(path, status, read):
+    """Without a Content-Length the body is cut off where it grows too large, not at its end; that
+    of a command is not read without the operator's key."""
     sent = []
 
     async def chunks():
@@ -344,10 +349,11 @@ def test_a_body_is_measured_as_it_comes():
             yield b" " * 10_000
 
     async def go(place):
-        return await place.client.post("/v1/classify", content=chunks())
+        add_operator(place.app, key=KEY)
+        return await place.client.post(path, content=chunks())
 
-    assert run(go, limits=SMALL).status_code == 413
-    assert len(sent) == 6
+    assert run(go, limits=SMALL).status_code == status
+    assert len(sent) == read
 
 
 def test_a_missing_body_times_out():

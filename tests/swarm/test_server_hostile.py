@@ -22,6 +22,7 @@ from common import CLASSES
 from layershuffle.core.stack import running
 from layershuffle.models import image_view
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import MAX_CHUNKS, batch_of, count_markers, without_metadata
 from layershuffle.swarm.server.run import listening
@@ -230,7 +231,8 @@ def hostile(rng):
     if rng.random() < 0.95:
         headers.append(RIGHT_KEY)
     method = rng.choice(["POST"] * 30 + ["GET", "PUT", "HEAD", "OPTIONS", "BREW"])
-    path = rng.choice(["/v1/classify"] * 30 + ["/v1/swarm", "/metrics", "/healthz", "/é\0", "//"])
+    others = ["/v1/swarm", "/metrics", "/healthz", "/operator/drain", "/operator/é", "/é\0", "//"]
+    path = rng.choice(["/v1/classify"] * 30 + others)
     cut = sorted(rng.randrange(len(body) + 1) for _ in range(rng.randrange(4)))
     chunks = [body[a:b] for a, b in zip([0, *cut], [*cut, len(body)], strict=True)]
     facts = {"method": method, "path": path, "headers": headers, "query": odd_query(rng)}
@@ -244,6 +246,7 @@ def test_two_thousand_hostile_requests(caplog):
 
     async def go():
         async with site(limits=LIMITS, swarm=SWARM, keys=[KEY]) as place:
+            add_operator(place.app, key=KEY)
             answers = []
             for number in range(REQUESTS):
                 chunks, facts = hostile(rng)

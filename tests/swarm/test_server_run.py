@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 from gateway_site import certify, site
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening
+from refusals import refuses
 from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
@@ -184,7 +185,7 @@ def test_one_address_leaves_connections_for_others():
     assert asyncio.run(go())
 
 
-@pytest.mark.parametrize("trusted", [(), ("127.0.0.1",)], ids=["unknown", "trusted"])
+@pytest.mark.parametrize("trusted", [(), ("127.0.0.1",), ("fd00::/8", "127.0.0.0/8")], ids=str)
 def test_the_word_of_a_proxy_on_the_client(trusted):
     """Of a trusted proxy alone, whose connections are bounded in total only; what a client behind
     it writes into the header before is not believed."""
@@ -214,6 +215,11 @@ def test_the_word_of_a_proxy_on_the_client(trusted):
             return statuses
 
     assert asyncio.run(go()) == ([200, 200, 429] if trusted else [200, 429, 429])
+
+
+def test_a_proxy_that_is_none_is_refused():
+    with refuses(UsageError, "--trusted-proxy"):
+        GatewaySocket("127.0.0.1", port=0, limits=LONG, trusted=["10.0.0.1/8"])
 
 
 def mute_client(port, authority):

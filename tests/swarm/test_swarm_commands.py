@@ -66,6 +66,7 @@ def run(capsys, *words):
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
         (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
+        (["swarm", "drill", "--concurrency", "0"], 2, "Must be >= 1"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
         (["swarm", "up", "--listen", "[::]", "--public", "--ray", "auto"], 2, "cannot dial to"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
@@ -211,7 +212,7 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         code, _, err = run(capsys, *up)
         assert (code, "A swarm of this user runs already" in err) == (2, True)
         names = ["host-1", "host-2"]
-        assert (operator.model, operator.hosts) == ("bundled:digits-onnx", names)
+        assert operator.hosts == names
         assert operator.command("drain", host="host-1") == {"empty": True}
         assert coordinator.router.swarm["host-1"].condition == "draining"
         operator.command("readmit", host="host-1")
@@ -240,6 +241,9 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
         with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
             operator.command("roll", model=str(tmp_path / "nothing"))
+        export = str(asset("digits-onnx"))
+        assert operator.command("roll", model=export) == {"before": export}
+        assert httpx.get(f"{url_of(operator)}v1/swarm").json()["model"] == export
 
     served(tmp_path, work)
 

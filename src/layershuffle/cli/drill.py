@@ -47,7 +47,7 @@ class DrillCommand(OperatorCommand, ServerOptions):
     wrongly always (liar), in 1 % of its answers, or always except for canaries."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
-    concurrency: int = 4
+    concurrency: Annotated[int, Parameter(validator=Number(gte=1))] = 4
     """Number of requests at a time."""
     confidence: float | None = None
     """End requests with fewer blocks once the chance of being right is this (0.98). Default: all
@@ -70,24 +70,24 @@ class DrillCommand(OperatorCommand, ServerOptions):
         from layershuffle.swarm.drill import Drill, asking, labelled_images, report
         from layershuffle.swarm.served import ServedModel, served_directory
 
-        hosts, spec = operator.hosts, operator.model
-        if not hosts:
+        if not operator.hosts:
             raise UsageError(
                 "The swarm has started no hosts, and others' are not broken",
                 hint="layershuffle swarm up --hosts 4",
             )
-        calibration = calibration_of(ServedModel(served_directory(spec)))
-        if calibration is None:
-            raise UsageError(
-                "The model was never calibrated, so it is not known which images it is for",
-                place=spec,
-                hint=f"layershuffle swarm calibrate {quote(spec)} --data SPEC",
-            )
-        images = labelled_images(load(spec), calibration.data, count=self.requests)
         results = []
         async with AsyncSwarmClient(*self.address, patience=0, **self.client_options()) as client:
+            spec = (await client.swarm()).model  # after a roll another one
+            calibration = calibration_of(ServedModel(served_directory(spec)))
+            if calibration is None:
+                raise UsageError(
+                    "The model was never calibrated, so it is not known which images it is for",
+                    place=spec,
+                    hint=f"layershuffle swarm calibrate {quote(spec)} --data SPEC",
+                )
+            images = labelled_images(load(spec), calibration.data, count=self.requests)
             drill = Drill(
-                hosts=hosts,
+                hosts=operator.hosts,
                 operator=operator,
                 client=client,
                 ask=asking(
@@ -105,7 +105,7 @@ class DrillCommand(OperatorCommand, ServerOptions):
                 print(f"{scenario} ...", file=sys.stderr, flush=True)
                 results.append(await drill.play(scenario))
         rows = [result.as_json() for result in results]
-        self.show({"hosts": len(hosts), "scenarios": rows}, report(results))
+        self.show({"hosts": len(operator.hosts), "scenarios": rows}, report(results))
         return 0 if all(result.passed for result in results) else 1
 
 

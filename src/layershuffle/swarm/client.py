@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -29,6 +28,7 @@ _TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longe
 _PATIENCE = 10.0  # seconds for which a request is repeated that was refused for the moment
 _FOR_THE_MOMENT = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
+_C = TypeVar("_C", httpx.Client, httpx.AsyncClient)
 
 
 class SwarmError(LayerShuffleError):
@@ -71,8 +71,8 @@ class SwarmClient:
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
     trusts). `patience`: seconds for which a request is repeated that all refuse for the moment, as
     often as their Retry-After says; 0 for one try at each. `transport`: an httpx transport. Raises
-    `UsageError` for an invalid address, for a key that does not fit into a header, and for an
-    authority that cannot be read or has no effect.
+    `UsageError` for an invalid address or proxy, for a key that does not fit into a header or
+    beside a password, and for an authority that cannot be read or has no effect.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class SwarmClient:
         patience: float = _PATIENCE,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority)
-        self._gateways = [httpx.Client(transport=transport, **options) for options in settings]
+        self._gateways = _gateways(
+            httpx.Client, urls, api_key=api_key, authority=authority, transport=transport
+        )
         self._patience, self._first = patience, 0
 
     def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
@@ -131,8 +132,9 @@ class AsyncSwarmClient:
         patience: float = _PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = _settings(urls, api_key=api_key, authority=authority)
-        self._gateways = [httpx.AsyncClient(transport=transport, **options) for options in settings]
+        self._gateways = _gateways(
+            httpx.AsyncClient, urls, api_key=api_key, authority=authority, transport=transport
+        )
         self._patience, self._first = patience, 0
 
     async def classify(
@@ -198,10 +200,15 @@ class _Turns:
         return wait
 
 
-def _settings(
-    urls: Sequence[str], *, api_key: str | None, authority: str | Path | None
-) -> list[dict[str, Any]]:
-    """The arguments of both clients' httpx clients, one for each address."""
+def _gateways(
+    kind: type[_C],
+    urls: Sequence[str],
+    *,
+    api_key: str | None,
+    authority: str | Path | None,
+    transport: Any,
+) -> list[_C]:
+    """An httpx client for each address."""
     if not urls:
         raise UsageError("There is no gateway to ask", hint="name its address")
     # A header cannot contain anything else.
@@ -211,34 +218,44 @@ def _settings(
             hint="copy a line of the file that the server got as --keys",
         )
     verify = True if authority is None else client_context(Path(authority).expanduser())
-    settings = []
+    gateways = []
     for url in urls:
         try:
-            parts = urlsplit(url)
-            host = parts.hostname
-        # Raised for an invalid IPv6 address, as one without its closing bracket.
-        except ValueError:
-            host = None
-        if not host or parts.scheme not in ("http", "https"):
+            address = httpx.URL(url)
+            usable = address.host and 0 <= (address.port or 0) < 1 << 16
+        except (httpx.InvalidURL, UnicodeError):
+            usable = False
+        if not usable or address.scheme not in ("http", "https"):
             raise UsageError(
                 f"{url!r} is not the address of a gateway",
                 hint="write for example http://127.0.0.1:8000",
             )
-        if authority is not None and parts.scheme != "https":
+        if api_key is not None and address.userinfo:
+            cause = "A password in the address of a gateway takes the place of the API key"
+            raise UsageError(cause, hint="give one of the two")
+        if authority is not None and address.scheme != "https":
             raise UsageError(
                 f"An authority has no effect on {url}, which is not encrypted",
                 hint="write https://..., or leave the authority out",
             )
-        settings.append(
-            {
-                "base_url": url,
-                "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                "timeout": _TIMEOUT,
-                "trust_env": not is_loopback(host),  # a proxy cannot reach this machine's loopback
-                "verify": verify,
-            }
-        )
-    return settings
+        try:
+            gateway = kind(
+                base_url=url,
+                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                timeout=_TIMEOUT,
+                # A proxy cannot reach this machine's loopback.
+                trust_env=not is_loopback(address.host),
+                verify=verify,
+                transport=transport,
+            )
+        except (httpx.InvalidURL, ValueError, ImportError) as error:
+            raise UsageError(
+                f"The proxy of this environment cannot be used ({error})",
+                place="ALL_PROXY, HTTP_PROXY or HTTPS_PROXY",
+                hint="name one as http://HOST:PORT, or leave it out (NO_PROXY)",
+            ) from error
+        gateways.append(gateway)
+    return gateways
 
 
 def _classify_request(image: ImageLike, options: ClassifyOptions) -> dict[str, Any]:
@@ -277,7 +294,7 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
         raise SwarmError(
             "The gateway did not answer in time", place=str(url), hint="try again later"
         ) from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, UnicodeError) as error:  # a name with an empty label, or a long one
         cause = f"The gateway cannot be reached ({error or type(error).__name__})"
         hint = "check the address; layershuffle swarm up starts a gateway on this machine"
         if "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -297,33 +297,31 @@ class Drill:
         """
         scenario, quarter = SCENARIOS[name], self.requests // 4
         victims, orders = scenario.victims(self.hosts), list[asyncio.Future[Any]]()
-        watch: asyncio.Task[float | None] | None = None
+        watches = list[asyncio.Task[float | None]]()
 
         async def breaking() -> None:
-            nonlocal watch
             begun = time.perf_counter()
             orders.extend(self._order(host, scenario.kind) for host in victims)
             # Their threads go on if this drill ends: mending comes after them.
             await asyncio.shield(asyncio.gather(*orders))
             if not scenario.lasts:
-                watch = asyncio.create_task(self._recovery(scenario, victims, begun))
+                watches.append(asyncio.create_task(self._recovery(scenario, victims, begun)))
 
         async def mending() -> None:
-            nonlocal watch
-            watch = asyncio.create_task(self._mended(victims, orders))
+            watches.append(asyncio.create_task(self._mended(victims, orders)))
 
         before = {quarter: breaking} | ({3 * quarter: mending} if scenario.lasts else {})
         try:
             replies = await sent(
                 self.ask, self.requests, before=before, concurrency=self.concurrency
             )
-            assert watch is not None
+            (watch,) = watches
             # A host that lies now and then is found only while requests go on.
             while not watch.done():
                 replies.append(await self.ask(len(replies)))
             whole = watch.result()
         finally:
-            if watch is not None:
+            for watch in watches:
                 watch.cancel()
             # Also where it lasts, if the requests ended before it was mended.
             await self._mended(victims, orders)

@@ -296,16 +296,19 @@ class Members(Mapping[str, Member]):
         turn, block = divmod(message["slot"], self._depth)
         if block not in member.assigned or turn not in self._models:
             return  # of an assignment before this one
-        if turn != self._turn and kind == "failed":
-            member.beside_failed = message["why"]
-        elif turn != self._turn:
-            member.beside[block] = message["seconds"]
-        elif kind == "ready":
-            again, member.ready[block] = block in member.ready, message["seconds"]
-            if watcher is not None and not again:
-                watcher.loaded(member, block)
-        elif watcher is not None:
-            watcher.failed(member, block, why=message["why"])
+        if turn != self._turn:
+            if kind == "failed":
+                member.beside_failed = message["why"]
+            else:
+                member.beside[block] = message["seconds"]
+            return
+        if kind == "failed":
+            if watcher is not None:
+                watcher.failed(member, block, why=message["why"])
+            return
+        again, member.ready[block] = block in member.ready, message["seconds"]
+        if watcher is not None and not again:
+            watcher.loaded(member, block)
 
     def _answered(self, member: Member, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
@@ -395,7 +398,7 @@ class HostConnection(asyncio.Protocol):
 
     def close(self, code: int, why: str) -> None:
         """Close the connection, with a reason that the host reads."""
-        self._wire.fail(code, why.encode()[:_MOST_REASON].decode(errors="ignore"))
+        self._wire.fail(code, why.encode(errors="replace")[:_MOST_REASON].decode(errors="ignore"))
         self._flush()
         self._transport.close()
         self._end(why)
@@ -459,7 +462,7 @@ class HostConnection(asyncio.Protocol):
         self._parts = []
         try:
             self._members.received(self, str(content, "utf-8") if self._is_text else content)
-        except (WireError, UnicodeDecodeError) as error:
+        except (WireError, UnicodeError) as error:  # JSON may hold half a surrogate pair
             self._end(f"it breaks the protocol: {error}")
             self.close(Close.BROKEN, str(error))
 

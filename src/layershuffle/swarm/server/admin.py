@@ -12,12 +12,14 @@ back is the same: what hosts had is still on their disks.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -63,7 +65,7 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     gateway: Gateway = app.state.gateway
     keys = Keys([key])
 
-    async def command(name: CommandName, fields: Fields, request: Request) -> dict[str, Any]:
+    async def command(name: CommandName, request: Request) -> dict[str, Any]:
         await gateway.admission.admit(request)  # before the key, so that guessing is slow
         if not keys.accept(key_of(request)):
             raise HTTPError(
@@ -71,6 +73,11 @@ def add_operator(app: FastAPI, *, key: str) -> None:
                 "The operator's key is missing or wrong",
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
+        try:  # not as an argument: FastAPI would read the body of anybody, of any size
+            fields = Fields.model_validate_json(await request.body())
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            raise RequestValidationError(problems) from error
         try:
             return await _carry_out(gateway, name=name, fields=fields)
         except UsageError:
@@ -168,15 +175,15 @@ def _check_form(before: ServedModel, after: ServedModel) -> None:
 async def _tested(coordinator: Coordinator, model: ServedModel) -> dict[Member, frozenset[int]]:
     """Wait until all hosts have loaded their blocks of `model`; those that answer rightly."""
     members, router = coordinator.members, coordinator.router
-    tested = dict[Member, frozenset[int]]()
+    tested = defaultdict[Member, frozenset[int]](frozenset)  # a host may have room for none
     end = router.clock() + LOAD_SECONDS
     while True:
         there = [m for m in members.values() if router.swarm[m.name].usable]
         for member in there:
-            for block in sorted(member.beside.keys() - tested.get(member, frozenset())):
+            for block in sorted(member.beside.keys() - tested[member]):
                 await _test(coordinator, model, member=member, block=block)
-                tested[member] = tested.get(member, frozenset()) | {block}
-        whole = all(m.assigned <= tested.get(m, frozenset()) for m in there)
+                tested[member] |= {block}
+        whole = all(m.assigned <= tested[m] for m in there)
         if whole and len(frozenset[int]().union(*(tested[m] for m in there))) == model.depth:
             return tested
         why = next((m.beside_failed for m in there if m.beside_failed), "")

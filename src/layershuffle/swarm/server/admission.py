@@ -160,6 +160,12 @@ def answer_to(
     return JSONResponse(body, status, headers)
 
 
+async def answer_plainly(request: Request, error: Exception) -> Response:
+    """`answer_to` as the handler of an app."""
+    del request
+    return answer_to(error)
+
+
 def status_of(error: Exception) -> HTTPStatus:
     """The HTTP status for `error`: 422 for a request that can be read but not carried out, 500 for
     unexpected errors."""

@@ -22,11 +22,7 @@ from starlette.responses import Response
 
 from layershuffle._version import __version__
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import (
-    LOG,
-    answer_to,
-    status_of,
-)
+from layershuffle.swarm.server.admission import LOG, answer_plainly, answer_to, status_of
 from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.gateway import Gateway, Options
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
@@ -77,13 +73,11 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         yield
         await asyncio.to_thread(gateway.close)  # it may wait for work that needs the loop
 
+    async def answer_options(request: Request, error: RequestValidationError) -> Response:
+        return await answer_error(request, _wrong_options(error))
+
     async def answer_error(request: Request, error: Exception) -> Response:
-        wait, reference = None, None
-        if isinstance(error, RequestValidationError):
-            error = _wrong_options(error)
-        if isinstance(error, HTTPException | ClientDisconnect):
-            return answer_to(error)
-        status = status_of(error)
+        wait, reference, status = None, None, status_of(error)
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             metrics.count_refusal(status)
@@ -107,16 +101,19 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         # A redirect would contain the Host header, which the client chooses.
         redirect_slashes=False,
         lifespan=lifespan,
+        # Starlette calls the handler of the most specific class, so all of these need ours.
+        exception_handlers={
+            RequestValidationError: answer_options,
+            HTTPException: answer_plainly,
+            ClientDisconnect: answer_plainly,
+            LayerShuffleError: answer_error,
+            Exception: answer_error,
+        },
     )
     app.state.gateway = gateway
     _add_routes(app, gateway, metrics=metrics)
     if page:
         app.router.routes += page_of(gateway)
-    # Starlette calls the handler of the most specific class, so all of these need ours.
-    for kind in (
-        LayerShuffleError, RequestValidationError, HTTPException, ClientDisconnect, Exception,
-    ):  # fmt: skip
-        app.add_exception_handler(kind, answer_error)
     return app
 
 
@@ -183,7 +180,7 @@ def _wrong_options(error: RequestValidationError) -> UsageError:
     """The refusal of options that are unknown or out of their bounds."""
     names, problems = tuple(Options.model_fields), []
     for problem in error.errors()[:_MAX_PROBLEMS]:
-        name = str(problem["loc"][1])[:40]
+        name = str((*problem["loc"], "body")[1])[:40]
         text = f"{name}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             match = nearest(name, names)

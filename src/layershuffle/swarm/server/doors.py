@@ -52,7 +52,7 @@ class Keys:
 
     `lines`, or those of a `file`: a key each, and behind it the requests that it may make, if there
     is a bound: `KEY 1000/day` (second, minute, hour, day). Raises `UsageError` for another line,
-    and for keys that are short enough to be guessed.
+    for keys that are short enough to be guessed, and for those that no header carries.
     """
 
     def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
@@ -90,9 +90,9 @@ class Keys:
 def _parsed(line: str, *, place: Path | None = None) -> tuple[bytes, Rate | None]:
     """The digest of a key, and its quota. Raises `UsageError` for another line of `place`."""
     key, _, quota = line.partition(" ")
-    if len(key) < _SHORTEST_KEY:
+    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()):
         raise UsageError(
-            f"An API key needs at least {_SHORTEST_KEY} characters",
+            f"An API key needs at least {_SHORTEST_KEY} ASCII letters, digits and signs",
             place=place,
             hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
         )
@@ -226,7 +226,7 @@ def secret_in(path: Path, *, what: str, hint: str) -> str:
     The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
         raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
     except (OSError, UnicodeDecodeError) as error:

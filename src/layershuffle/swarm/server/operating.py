@@ -59,13 +59,10 @@ class Operated:
                 hint="end it, or name another --state",
             ) from error
 
-    def publish(
-        self, url: str, *, model: str, hosts: Sequence[str], certificate: Path | None
-    ) -> None:
-        """Write where the gateway is, what it serves from which hosts of its own, the key and, for
-        https, its certificate."""
-        facts = {"url": url, "key": self.key, "process": os.getpid()}
-        facts |= {"model": model, "hosts": hosts}
+    def publish(self, url: str, *, hosts: Sequence[str], certificate: Path | None) -> None:
+        """Write where the gateway is, which hosts are its own, the key and, for https, its
+        certificate."""
+        facts = {"url": url, "key": self.key, "process": os.getpid(), "hosts": hosts}
         if certificate is not None:
             facts["certificate"] = str(certificate.absolute())
         write_bytes(self._path, json.dumps(facts).encode(), private=True)
@@ -80,8 +77,8 @@ class Operator:
     """Gives commands to the swarm of the directory `state` (default: this user's). Each may raise
     `LayerShuffleError`.
 
-    `process`: that of the gateway; `model`: what it serves; `hosts`: its own. Raises
-    `UsageError` if no swarm uses the directory.
+    `process`: that of the gateway; `hosts`: its own. Raises `UsageError` if no swarm uses the
+    directory.
     """
 
     def __init__(self, state: str | None = None) -> None:
@@ -95,7 +92,6 @@ class Operator:
                 hint="start one with `layershuffle swarm up`, or name its --state directory",
             ) from error
         self.process: int = facts["process"]
-        self.model: str = facts["model"]
         self.hosts: list[str] = facts["hosts"]
         self._http = httpx.Client(
             base_url=facts["url"],

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from layershuffle.bundled import asset, packaged_file
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_to
+from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 
 if TYPE_CHECKING:
@@ -148,6 +148,10 @@ def page_of(gateway: Gateway) -> list[Route]:
 
     @lru_cache(1)  # after a roll another one
     def loading(model: str) -> asyncio.Future[Workbench]:
+        def forget_failure(done: asyncio.Future[Workbench]) -> None:
+            if done.cancelled() or done.exception():
+                loading.cache_clear()
+
         def load() -> Workbench:
             # In the thread: it imports torch, which takes seconds, and the gateway does without it.
             from layershuffle.models import read_record
@@ -157,7 +161,9 @@ def page_of(gateway: Gateway) -> list[Route]:
             same = ordinary["depth"] == gateway.router.depth
             return workbench_of(model, beside=ORDINARY if same else None)
 
-        return asyncio.ensure_future(asyncio.to_thread(load))
+        future = asyncio.ensure_future(asyncio.to_thread(load))
+        future.add_done_callback(forget_failure)
+        return future
 
     async def workbench() -> Workbench:
         if not here:  # it may be large
@@ -184,13 +190,9 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
     async def facts() -> dict[str, Any]:
         return (await workbench()).facts()
 
-    async def answer_error(request: Request, error: Exception) -> Response:
-        del request
-        return answer_to(error)
-
     return Starlette(
         routes=page_routes(facts, workbench, admission=admission, admit=admission.admit),
-        exception_handlers={LayerShuffleError: answer_error, ClientDisconnect: answer_error},
+        exception_handlers={LayerShuffleError: answer_plainly, ClientDisconnect: answer_plainly},
     )
 
 

@@ -9,6 +9,7 @@ says what other servers hold, and docs/deploy.md what none does.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import ssl
@@ -20,7 +21,7 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.members import HostConnection, Members
 from layershuffle.swarm.server.admission import GatewayLimits, client_of
 
@@ -47,7 +48,7 @@ async def listening(
 
     `port` 0 takes a free one. With `tls` (`doors.Https.context`) it accepts only https. `trusted`:
     addresses or networks of proxies, whose X-Forwarded-For is believed; `members`: the hosts that
-    dial in there, if any. Raises `LayerShuffleError` if it cannot listen on the address.
+    dial in there, if any. Raises what `GatewaySocket` raises.
 
         async with listening(app) as (listener, _):
             httpx.get(f"http://127.0.0.1:{listener.port}/livez")
@@ -95,18 +96,26 @@ class GatewaySocket(socket.socket):
 
     A connection waits for its client until a whole request is there, and while an answer is not
     read. Connections count from their acceptance, so TLS handshakes do as well. Those of `trusted`
-    proxies count in the total alone. Raises `LayerShuffleError` if it cannot listen on the address.
+    proxies count in the total alone. Raises `UsageError` for a proxy that is no address or network,
+    and `LayerShuffleError` if it cannot listen on the address.
     """
 
     def __init__(
         self, host: str, *, port: int, limits: GatewayLimits, trusted: Sequence[str] = ()
     ) -> None:
+        try:
+            self._trusted = [ipaddress.ip_network(proxy) for proxy in trusted]
+        except ValueError as error:
+            raise UsageError(
+                f"A trusted proxy is no address or network ({error})",
+                place="--trusted-proxy",
+                hint="write for example 127.0.0.1 or 10.0.0.0/8",
+            ) from error
         # Without the protocol asyncio leaves Nagle's algorithm on, and every answer, which is sent
         # as head and body, waits 40 ms for the client's delayed acknowledgement.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._limits, self._trusted = limits, frozenset(map(client_of, trusted))
-        self._patience, self.scheme = limits.head_ms / 1000, "http"
+        self._limits, self._patience, self.scheme = limits, limits.head_ms / 1000, "http"
         self._accepted: dict[tuple[str, int], Accepted] = {}
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,7 +157,9 @@ class GatewaySocket(socket.socket):
         connection, address = super().accept()
         client, others = client_of(address[0]), self.open
         same = sum(client_of(other) == client for other, _ in others)
-        many = same >= self._limits.client_connections and client not in self._trusted
+        network = ipaddress.ip_network(client)  # of one address, or of IPv6 a /64
+        trusted = any(map(network.overlaps, self._trusted))
+        many = same >= self._limits.client_connections and not trusted
         if many or len(others) >= self._limits.connections:
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")

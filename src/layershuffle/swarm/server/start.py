@@ -143,12 +143,7 @@ async def serve_swarm(
                 members=coordinator.members,
             ) as (listener, served):
                 certificate = None if https is None else https.certificate
-                operated.publish(
-                    listener.url,
-                    model=settings.model,
-                    hosts=children.names,
-                    certificate=certificate,
-                )
+                operated.publish(listener.url, hosts=children.names, certificate=certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
                     from layershuffle.swarm.on_ray import hosts_on_ray
