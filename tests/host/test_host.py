@@ -399,7 +399,7 @@ def test_proxies_of_the_environment(
 def test_the_command_serves_without_torch_and_ends_by_sigterm(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8-sig")  # as some editors do
     words = ["--token-file", tmp_path / "token", "--name", "pi", "--memory", "50MB"]
     words += ["--cache", tmp_path / "cache", "--threads", "1"]
 

@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     async def serve() -> None:
         host = Host(
             given.urls,
-            token=given.token_file.read_text(encoding="utf-8").strip(),
+            token=given.token_file.read_text(encoding="utf-8-sig").strip(),
             name=given.name,
             memory=given.memory,
             threads=given.threads,
