@@ -47,7 +47,8 @@ _LOCK_POLL_SECONDS = 0.2
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in UTF-8; see `write_bytes`."""
-    write_bytes(path, text.encode("utf-8"))
+    # Names of files may hold bytes that are no UTF-8.
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:

@@ -18,6 +18,7 @@ from layershuffle.analysis import (
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
+from pictures import noise
 
 MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=64&test=48"
@@ -77,6 +78,17 @@ def test_a_repeated_analysis_is_equal_and_replaces_the_first(everything):
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
         assert heard[:2] == [("test images", 0, 48), ("test images", 24, 48)]
         assert name == "norms" or heard[-1] == ("embeddings", 7, 8)
+
+
+def test_images_in_a_folder_whose_name_is_no_utf8(tmp_path):
+    data = tmp_path / "caf\udce9"
+    for index in range(4):
+        (place := data / "val" / "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
+        noise(index, size=(28, 56)).save(place / f"{index}.png")
+    model, settings = MODEL.replace("num_classes=100", "num_classes=2"), AnalysisSettings()
+    out = tmp_path / "norms"
+    run_analysis("norms", model, data_spec=f"folder:{data}", settings=settings, out=out)
+    assert r"caf\udce9" in (out / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,8 @@ def test_the_record_is_kept_and_must_be_json(saved: Path, tmp_path: Path) -> Non
     assert read_record(tmp_path / "m") == kept
     ls.save(model, tmp_path / "m", record={})
     assert not RECORD.keys() & read_record(tmp_path / "m").keys()
+    ls.save(model, tmp_path / "m", record={"settings": {"data": "folder:caf\udce9"}})
+    assert read_record(tmp_path / "m")["settings"] == {"data": "folder:caf?"}
     for value in ({1, 2}, float("nan"), object()):
         with refuses(UsageError):
             ls.save(model, tmp_path / "m", record={"settings": {"x": value}})

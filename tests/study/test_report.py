@@ -195,7 +195,7 @@ def test_hostile_text_stays_text(tmp_path: Path):
     names = ("<img src=x onerror=alert(1)>", "$\\frac$&", "_hidden")
     arms = dict.fromkeys(names, "baseline") | {"layershuffle": "layershuffle"}
     failed = {"layershuffle-seed0": bad}
-    out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=bad)
+    out = write_study(tmp_path, orders=2, arms=arms, failed=failed, hostile=f"{bad}\udce9")
     write_report(out)
     html = page_of(out)
     assert not [*html.iter("script")]

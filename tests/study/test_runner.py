@@ -22,7 +22,7 @@ import layershuffle as ls
 from forked import STARTS, ForkedTeam, studying
 from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
+from layershuffle.errors import DataError, Interrupted, LayerShuffleError, UsageError
 from layershuffle.results import ScoreRow, read_rows
 from layershuffle.settings import read_recipe
 from layershuffle.study.paper.report import write_report
@@ -217,6 +217,18 @@ def test_a_task_that_ends_its_processes_is_given_up(tmp_path):
     attempt(task, tmp_path)
     assert "ended 3 processes without a word" in failure_of(task, tmp_path)
     assert unfinished([task], tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [DataError, RuntimeError])
+def test_a_task_fails_because_of_a_file_whose_name_is_no_utf8(tmp_path, monkeypatch, error):
+    def broken(*_, say):
+        raise error(f"cannot read image {os.fsdecode(b'caf' + bytes([0xE9]))}.png")
+
+    monkeypatch.setattr("layershuffle.study.worker.record", broken)
+    task = plan_of(StudySettings(**RECIPE)).runs[0]
+    task.directory(tmp_path).mkdir(parents=True)
+    attempt(task, tmp_path)
+    assert r"cannot read image caf\udce9.png" in failure_of(task, tmp_path)
 
 
 def test_a_task_is_tried_again_after_a_power_cut(tmp_path):

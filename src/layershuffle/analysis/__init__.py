@@ -69,7 +69,7 @@ def run_analysis(
 
     from layershuffle.analysis.results import SUMMARY, check_replaceable, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
-    from layershuffle.files import staged_directory
+    from layershuffle.files import staged_directory, write_text
 
     title = find_analysis(name)
     check_replaceable(out)
@@ -96,7 +96,7 @@ def run_analysis(
         for file, picture in pictures.items():
             (stage / file).write_bytes(picture)
         for file, text in texts.items():
-            (stage / file).write_text(text, encoding="utf-8")
+            write_text(stage / file, text)
     return summary
 
 

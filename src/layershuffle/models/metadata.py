@@ -87,8 +87,9 @@ def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """`record` as JSON types. Raises `UsageError` for unknown keys and other types."""
     try:
         # As JSON, so tuples become lists now, not only when the model is loaded.
-        text = json.dumps(dict(record), allow_nan=False)
-        return ModelRecord.model_validate_json(text).model_dump(exclude_unset=True)
+        text = json.dumps(dict(record), allow_nan=False, ensure_ascii=False)
+        content = text.encode(errors="replace")  # paths may hold bytes that are no UTF-8
+        return ModelRecord.model_validate_json(content).model_dump(exclude_unset=True)
     except (TypeError, ValueError) as error:
         keys = ", ".join(ModelRecord.model_fields)
         raise UsageError(

@@ -85,9 +85,9 @@ class LocalTeam:
             code = None if process is None else process.poll()
             if code is not None and code > 0 and code != Interrupted.exit_code:
                 raise LayerShuffleError(
-                    f"A worker ended with exit code {code} before it had a task",
+                    f"A worker ended with exit code {code}",
                     place=self.out,
-                    hint="its error stands above",
+                    hint="its error stands above, or at the end of the log.txt of its task",
                 )
             if process is None or code is not None:
                 is_needed = bool(unfinished(self.tasks, self.out))

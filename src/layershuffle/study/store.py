@@ -164,7 +164,7 @@ def record(task: Task[Any], out: Path, *, say: Say) -> None:
         if merges:
             write_rows(out / MERGES_FILE, merges)
         done = [stored.facts[each.name] for each in plan.tasks if each.name in stored.facts]
-        lines = (json.dumps(facts, separators=(",", ":"), ensure_ascii=False) for facts in done)
+        lines = (json.dumps(facts, separators=(",", ":")) for facts in done)
         # Last: from now on the task is done.
         write_text(out / TASKS_FILE, "".join(f"{line}\n" for line in lines))
 
