@@ -86,6 +86,13 @@ def edit(out: Path, **fields: Any) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
+def test_only_a_newline_ends_a_line(out: Path):
+    path = out / "tasks.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace("digits split", "digits\x85\u2028split"), encoding="utf-8")
+    assert done(out) == [json.loads(line)["task"] for line in text.splitlines()]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

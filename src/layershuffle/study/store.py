@@ -126,7 +126,8 @@ def read_facts(out: Path) -> dict[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         if not text.endswith("\n"):
             raise ValueError("its last line is cut off")
-        lines = [json.loads(line) for line in text.splitlines()]
+        # Not `splitlines`: text of JSON may hold other ends of lines, as U+2028.
+        lines = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
         return {facts["task"]: facts for facts in lines}
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"The file is cut off or cannot be read ({one_line(error)})"
