@@ -1,8 +1,10 @@
 """Files are complete or absent, whatever happens while they are written."""
 
 import errno
+import itertools
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,35 @@ def test_a_directory_is_replaced_whole(tmp_path, monkeypatch, swaps):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_directory(tmp_path, monkeypatch, failing):
+    final, renames = tmp_path / "model", itertools.count(1)
+    with staged_directory(final) as stage:
+        (stage / "weights").write_text("old")
+
+    def replace(*places, rename=os.replace):
+        if next(renames) == failing:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", *places)
+        rename(*places)
+
+    monkeypatch.setattr("layershuffle.files._exchange", lambda left, right: False)
+    monkeypatch.setattr("os.replace", replace)
+    with pytest.raises(LayerShuffleError), staged_directory(final):
+        pass
+    assert (final / "weights").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "out").symlink_to("disk/model")
+    with staged_directory(tmp_path / "out") as stage:
+        (stage / "weights").write_text("new")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "model" / "weights").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["disk", "model", "out", "weights"]
+
+
 def test_other_files_beside_ours_are_not_deleted(tmp_path):
     for name in ("manifest.json", "stem.onnx", ".lock", ".staged-7-a.onnx"):
         (tmp_path / name).write_text("ours")
@@ -69,6 +100,13 @@ def test_other_files_beside_ours_are_not_deleted(tmp_path):
     for place in (tmp_path, tmp_path / "thesis.txt"):
         with refuses(UsageError, place):
             refuse_others(place, ours=("manifest.json", "*.onnx"), kind="exported model")
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path):
+    (tmp_path / "link").symlink_to("/proc")
+    for place in (Path("/proc"), tmp_path / "link"):
+        with refuses(UsageError, place):
+            refuse_others(place, ours=("*",), kind="exported model")
 
 
 def test_stale_stages_go_and_nothing_else(tmp_path):
@@ -86,6 +124,7 @@ def test_stale_stages_go_and_nothing_else(tmp_path):
         errno.ENOSPC,
         errno.EROFS,
         errno.EACCES,
+        errno.EBUSY,
     ],
 )
 def test_system_errors_in_words(tmp_path, number):

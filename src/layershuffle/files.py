@@ -29,6 +29,7 @@ _STAGE_PREFIX, _LOCK = ".staged-", ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
 _NEARLY_FULL_BYTES = 1 << 20
 _AGAIN, _ELSEWHERE = "free some space and run the same command again", "choose another {flag}"
+_MOUNTED = ("A mount point cannot be replaced", "name a place inside it")
 _CAUSES = {
     errno.ENOSPC: ("The disk is full", _AGAIN),
     errno.EDQUOT: ("The disk quota is used up", _AGAIN),
@@ -40,6 +41,8 @@ _CAUSES = {
     errno.EISDIR: ("A directory stands where a file is needed", "name a file, not a directory"),
     errno.ENOTDIR: ("A file stands where a directory is needed", _ELSEWHERE),
     errno.EEXIST: ("A file stands where a directory is needed", _ELSEWHERE),
+    errno.EBUSY: _MOUNTED,
+    errno.EXDEV: _MOUNTED,
 }
 _LOCK_SECONDS = 90.0  # longer than a study gives its runs to save and end
 _LOCK_POLL_SECONDS = 0.2
@@ -84,6 +87,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
     If the block raises, nothing of it stays and `final` is as it was. Raises `LayerShuffleError`
     for a full disk or a read-only place.
     """
+    final = final.resolve()  # what a link leads to is replaced, not the link
     with explained(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent))
@@ -120,11 +124,14 @@ def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
 
 
 def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
-    """Raises `UsageError` if `directory`, which will be replaced, is a file, or holds files that
-    no pattern of `ours` names as those of a `kind`.
+    """Raises `UsageError` if `directory`, which will be replaced, is a file or a mount point, or
+    holds files that no pattern of `ours` names as those of a `kind`.
     """
     if not directory.exists():
         return
+    if directory.resolve().is_mount():
+        cause, hint = _MOUNTED
+        raise UsageError(cause, place=directory, hint=hint)
     names = names_in(directory) if directory.is_dir() else {directory.name}
     others = sorted(n for n in names if not any(fnmatchcase(n, pattern) for pattern in ours))
     if others or not directory.is_dir():
@@ -218,10 +225,14 @@ def _replace_directory(stage: Path, final: Path) -> None:
     if _exchange(stage, final):
         return  # the old directory is now the stage, which the caller deletes
     # Without that system call there is a moment in which neither directory has the final name.
-    old = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent)) / "old"
-    os.replace(final, old)
-    os.replace(stage, final)
-    shutil.rmtree(old.parent)
+    with tempfile.TemporaryDirectory(prefix=_STAGE_PREFIX, dir=final.parent) as place:
+        old = Path(place) / "old"
+        os.replace(final, old)
+        try:
+            os.replace(stage, final)
+        except OSError:
+            os.replace(old, final)
+            raise
 
 
 def _exchange(stage: Path, final: Path) -> bool:

@@ -19,6 +19,7 @@ from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from pictures import noise
+from refusals import refuses
 
 MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=64&test=48"
@@ -78,6 +79,13 @@ def test_a_repeated_analysis_is_equal_and_replaces_the_first(everything):
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
         assert heard[:2] == [("test images", 0, 48), ("test images", 24, 48)]
         assert name == "norms" or heard[-1] == ("embeddings", 7, 8)
+
+
+def test_what_is_no_analysis_is_not_deleted(tmp_path):
+    (tmp_path / "summary.json").write_text('{"files": ["*"]}')
+    (tmp_path / "thesis.txt").touch()
+    with refuses(UsageError, tmp_path):
+        run_analysis("norms", MODEL, data_spec=DATA, settings=AnalysisSettings(), out=tmp_path)
 
 
 def test_images_in_a_folder_whose_name_is_no_utf8(tmp_path):
