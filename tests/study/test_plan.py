@@ -157,15 +157,22 @@ def test_the_plan_holds_the_recipe_alone(study, tmp_path):
 
 def test_changes_of_a_study_that_are_allowed(tmp_path):
     """Unfinished tasks may change and new ones may be added; finished ones must stay."""
-    study = StudySettings(**TINY)
-    write_plan(study, tmp_path)
-    finish(tmp_path, plan_of(study).runs[0])
+    norms = {"name": "norms", "arm": "baseline"}
+    recipe = {**TINY, "analyses": [norms]}
+    write_plan(StudySettings(**recipe), tmp_path)
+    plan = plan_of(StudySettings(**recipe))
+    finish(tmp_path, plan.runs[0])
+    tell(tmp_path, plan.analyses[0].name, title="Norms", facts={})
 
     def check(**changed):
         found = read_facts(tmp_path)
-        check_plan(StudySettings(**{**TINY, **changed}), tmp_path, facts=found)
+        check_plan(StudySettings(**{**recipe, **changed}), tmp_path, facts=found)
 
     check(workers=1)
+    for seeds in ([0], [0, 1]):
+        check(seeds=[0, 1], analyses=[{**norms, "seeds": seeds}])
+    with refuses(UsageError, tmp_path / "plan.json"):
+        check(analyses=[{**norms, "options": {"max_images": 9}}])
     check(seeds=[0, 1], arms=[*TINY["arms"], {"method": "layerdrop"}])
     check(arms=[{"method": "baseline"}, {"method": "layershuffle", "fit": {"lr": 0.5}}])
     for changed in ({"seeds": [1]}, {"evaluate": {"modes": "sequential"}}, {"name": "other"}):

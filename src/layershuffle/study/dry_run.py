@@ -35,10 +35,8 @@ def plan_text(study: StudySettings, plan: Plan) -> str:
             f"time; scored under {first.passes} orders on {images} test images"
         )
     for merging in plan.mergings:
-        merges = merging.options.options.merges
-        lines.append(
-            f"  {merging.name}: {counted(merges, 'merge')} of {len(merging.donors)} models"
-        )
+        merges = counted(merging.options.merges, "merge")
+        lines.append(f"  {merging.name}: {merges} of {len(merging.donors)} models")
     for analysis in plan.analyses:
         lines.append(f"  {analysis.name}: {analysis.images:,} images")
     return "\n".join(lines)

@@ -141,7 +141,7 @@ def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> Merging
         passes=options.merges * len(options.variants) + len(donors) * 4 * options.num_orders,
         needs=tuple(run.name for run in donors),
         donors=tuple(donors),
-        options=merging.model_copy(update={"options": options}),
+        options=options,
     )
 
 
@@ -156,7 +156,7 @@ def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
         passes=ANALYSIS_PASSES,
         needs=(model.name,),
         model=model,
-        options=analysis.model_copy(update={"options": options}),
+        options=options,
     )
 
 

@@ -18,11 +18,12 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.policies import parse_modes
+from layershuffle.merging.settings import MergingSettings
 from layershuffle.results import AnyRow, MergingRow, ScoreRow
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings, digest
-from layershuffle.study.settings import AnalysisTask, Merging
 
 FIT_DIRECTORY = "fit"
 """The directory of the training below that of a run; `layershuffle eval` accepts it."""
@@ -250,23 +251,23 @@ class MergingSpec(Task[MergingResult]):
 
     result = MergingResult
     donors: tuple[RunSpec, ...]
-    options: Merging
+    options: MergingSettings
 
     def run(self, out: Path, say: Say) -> MergingResult:
         from layershuffle.merging.scoring import score_merging
 
-        options, started = self.options.options, time.monotonic()
+        started = time.monotonic()
         first = self.donors[0]  # the donors differ only in their seed
         mode = first.settings.build_method().selects_by
         rows, notes = score_merging(
             [run.model(out) for run in self.donors],
             first.settings.data,
-            settings=options,
+            settings=self.options,
             mode=mode,  # as in the paper, merges run in the order for which they were trained
             names=self.needs,
             progress=lambda what, done, total: say(what, done / total),
         )
-        facts = _facts_of(options, started=started, precision=options.precision)
+        facts = _facts_of(self.options, started=started, precision=self.options.precision)
         return MergingResult(
             **facts | {"mode": mode, "notes": notes},
             donors=list(self.needs),
@@ -278,28 +279,27 @@ class MergingSpec(Task[MergingResult]):
         return facts.get(self.name, {}).get("donors") == list(self.needs)
 
     def continues(self, done: Any) -> bool:
-        # Not all of `options`, whose list of arms may grow without a change to this arm.
-        return set(done.needs) <= set(self.needs) and done.options.options == self.options.options
+        return set(done.needs) <= set(self.needs) and done.options == self.options
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisSpec(Task[AnalysisResult]):
-    """One analysis of the model of one run."""
+    """One analysis, `kind`, of the model of one run."""
 
     result = AnalysisResult
     model: RunSpec
-    options: AnalysisTask
+    options: AnalysisSettings
 
     def run(self, out: Path, say: Say) -> AnalysisResult:
         from layershuffle.analysis import run_analysis
 
-        options, started = self.options.options, time.monotonic()
+        started = time.monotonic()
         files = self.directory(out) / "files"
         run_analysis(
-            self.options.name,
+            self.kind,
             self.model.model(out),
             data_spec=self.model.settings.data,
-            settings=options,
+            settings=self.options,
             out=files,
             progress=lambda what, done, total: say(what, done / total),
         )
@@ -308,7 +308,7 @@ class AnalysisSpec(Task[AnalysisResult]):
         for picture in files.glob("*.png"):
             shutil.copy(picture, out / FIGURES / f"{self.name}-{picture.name}")
         return AnalysisResult(
-            **_facts_of(options, started=started),
+            **_facts_of(self.options, started=started),
             title=answer["title"],
             facts=_numbers(answer["facts"]),
         )

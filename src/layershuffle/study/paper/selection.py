@@ -30,7 +30,7 @@ def artefacts_of(study: StudySettings, plan: Plan) -> dict[str, set[str]]:
         # The paper has a figure for one analysis; the others have their own names.
         **{
             "fig4" if name == "umap" else name: {
-                task.name for task in plan.analyses if task.options.name == name
+                task.name for task in plan.analyses if task.kind == name
             }
             for name in ANALYSES
         },

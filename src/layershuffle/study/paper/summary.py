@@ -131,7 +131,7 @@ class Summary:
         """A number of an analysis by its path in the facts, averaged over the analysed models."""
         numbers = []
         for task, result in self.study.analyses:
-            if (task.options.name, task.arm) == (analysis, arm):
+            if (task.kind, task.arm) == (analysis, arm):
                 value: Any = result.facts
                 for key in path:
                     value = value.get(key) if isinstance(value, dict) else None

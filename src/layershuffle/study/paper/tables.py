@@ -284,7 +284,7 @@ def _positions(summary: Summary, lengths: Sequence[int]) -> list[tuple[str, ...]
     by_model = (
         result.facts.get("sources", {})
         for task, result in summary.study.analyses
-        if task.options.name == "position"
+        if task.kind == "position"
     )
     rows = []
     sources = unique(source for each in by_model for source in each)
