@@ -217,10 +217,12 @@ def test_time_comes_from_finished_tasks_of_the_same_kind(tmp_path):
     finish(tmp_path, plan.runs[0], train_seconds=20.0, eval_seconds=4.0, **sizes)
     assert forecast_text(plan, tmp_path, workers=2) == (
         "Left: 3 of 4 tasks: 4 training steps, 1,760 images scored, once per order\n"
-        "Time: about 0:00:12 with 2 side by side (0:00:24 of work), and of 2 tasks not known yet"
+        "Time: about 0:00:24 with 2 side by side (0:00:24 of work), and of 2 tasks not known yet"
     )
     tell(tmp_path, plan.analyses[0].name, title="Norms", facts={}, seconds=30.0)
     assert "Time: about 0:00:54 with 1 side by side" in forecast_text(plan, tmp_path, workers=1)
+    # A run of 24 seconds and an analysis of 30 are left.
+    assert "Time: about 0:00:30 with 2 side by side" in forecast_text(plan, tmp_path, workers=16)
     finish(tmp_path, plan.runs[1])
     tell(tmp_path, plan.analyses[1].name, title="Norms", facts={}, seconds=30.0)
     assert forecast_text(plan, tmp_path, workers=1) == "All of 4 tasks are finished"

@@ -76,19 +76,18 @@ def _time_text(left: Sequence[AnyTask], plan: Plan, stored: Stored, *, workers: 
             for kind in {task.kind, task.kind.partition(" ")[0]}:
                 seconds, work = spent.get(kind, (0.0, 0.0))
                 spent[kind] = (seconds + result.seconds, work + cost)
-    total, untimed = 0.0, 0
+    times = []
     for task in left:
         seconds, work = spent.get(task.kind, spent.get(task.kind.partition(" ")[0], (0.0, 0.0)))
         cost = task.cost(sizes)
-        if cost is None or not work:
-            untimed += 1
-        else:
-            total += cost * seconds / work
-    if not total:
+        if cost is not None and work:
+            times.append(cost * seconds / work)
+    if not times:
         return "Time: not known until a task has finished; then this command tells it"
-    count = min(workers or room(visible_gpus()), len(plan.tasks))
+    total, untimed = sum(times), len(left) - len(times)
+    count = min(workers or room(visible_gpus()), len(left))
     unknown = f", and of {counted(untimed, 'task')} not known yet" if untimed else ""
     return (
-        f"Time: about {clock(total / count)} with {count} side by side ({clock(total)} of "
-        f"work){unknown}"
+        f"Time: about {clock(max(total / count, *times))} with {count} side by side "
+        f"({clock(total)} of work){unknown}"
     )
