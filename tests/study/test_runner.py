@@ -27,7 +27,7 @@ from layershuffle.results import ScoreRow, read_rows
 from layershuffle.settings import read_recipe
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.plan import plan_of, read_plan, write_plan
-from layershuffle.study.runner import LocalTeam, run_study, states_of
+from layershuffle.study.runner import LocalTeam, run_study, states_of, visible_gpus
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import failure_of, read_facts
 from layershuffle.study.worker import attempt, claimed, unfinished
@@ -253,6 +253,15 @@ def test_a_worker_that_cannot_start_ends_the_study(tmp_path):
                 pass
     finally:
         team.stop()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [("", []), ("-1", []), ("2, GPU-8932f937", ["2", "GPU-8932f937"]), ("1,-1,0", ["1"])],
+)
+def test_gpus_are_those_that_cuda_shows(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == gpus
 
 
 def test_a_recipe_that_differs_waits_until_nobody_works(tmp_path):

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,8 +140,9 @@ def room(gpus: Sequence[str]) -> int:
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return [name for name in names if name.strip()]
+        names = map(str.strip, os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+        # CUDA, too, ignores what follows a number that no GPU has.
+        return [*takewhile(lambda name: name and not name.startswith("-"), names)]
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
