@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from pydantic import ValidationError
 
-from layershuffle.errors import LayerShuffleError
 from layershuffle.files import explained, write_text
 from layershuffle.results import MergingRow, ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import Plan, plan_of, read_plan, run_name
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import (
+    RESTORE,
     AnalysisResult,
     AnalysisSpec,
     MergingResult,
@@ -38,17 +37,13 @@ from layershuffle.study.tasks import (
     RunSpec,
     Say,
     Stored,
+    StudyError,
     Task,
 )
 from layershuffle.text import one_line
 
 TASKS_FILE, SCORES_FILE, MERGES_FILE = "tasks.jsonl", "results.csv", "merging.csv"
 FAILURE_FILE = "failure.txt"
-_HINT = "restore the file, or run the study into a new --out"
-
-
-class StudyError(LayerShuffleError):
-    """A file of a study is missing, cut off, or contradicts the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +74,18 @@ def read_study(out: Path) -> Study:
             hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
         )
     _refuse_lost_rows(plan, stored, out)
-    try:
-        return Study(
-            settings=settings,
-            plan=plan,
-            runs=tuple((task, r) for task in plan.runs if (r := task.read(stored))),
-            mergings=tuple((task, m) for task in plan.mergings if (m := task.read(stored))),
-            analyses=tuple((task, a) for task in plan.analyses if (a := task.read(stored))),
-            unfinished={
-                task.name: failure_of(task, out)
-                for task in plan.tasks
-                if not task.is_done(stored.facts)
-            },
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise StudyError(
-            f'The field "{name}" of a {error.title} is wrong: {first["msg"]}',
-            place=out / TASKS_FILE,
-            hint=_HINT,
-        ) from error
+    return Study(
+        settings=settings,
+        plan=plan,
+        runs=tuple((task, r) for task in plan.runs if (r := task.read(stored))),
+        mergings=tuple((task, m) for task in plan.mergings if (m := task.read(stored))),
+        analyses=tuple((task, a) for task in plan.analyses if (a := task.read(stored))),
+        unfinished={
+            task.name: failure_of(task, out)
+            for task in plan.tasks
+            if not task.is_done(stored.facts)
+        },
+    )
 
 
 def _refuse_lost_rows(plan: Plan, stored: Stored, out: Path) -> None:
@@ -107,7 +93,7 @@ def _refuse_lost_rows(plan: Plan, stored: Stored, out: Path) -> None:
         for task in tasks:
             if task.name in stored.facts and task.name not in stored.rows:
                 cause = f"{file} has no scores of {task.name}, which is finished"
-                raise StudyError(cause, place=out, hint=_HINT)
+                raise StudyError(cause, place=out, hint=RESTORE)
 
 
 def failure_of(task: Task[Any], out: Path) -> str:
@@ -131,7 +117,7 @@ def read_facts(out: Path) -> dict[str, dict[str, Any]]:
         return {facts["task"]: facts for facts in lines}
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"The file is cut off or cannot be read ({one_line(error)})"
-        raise StudyError(cause, place=path, hint=_HINT) from error
+        raise StudyError(cause, place=path, hint=RESTORE) from error
 
 
 def read_stored(out: Path) -> Stored:
@@ -139,13 +125,13 @@ def read_stored(out: Path) -> Stored:
     rows: dict[str, list[Any]] = {}
     scores, merges = out / SCORES_FILE, out / MERGES_FILE
     if scores.is_file():
-        for row in read_rows(scores, ScoreRow, hint=_HINT):
+        for row in read_rows(scores, ScoreRow, hint=RESTORE):
             rows.setdefault(run_name(row.method, row.seed), []).append(row)
     if merges.is_file():
-        for merge in read_rows(merges, MergingRow, hint=_HINT):
+        for merge in read_rows(merges, MergingRow, hint=RESTORE):
             rows.setdefault(f"merging-{merge.arm}", []).append(merge)
     grouped = {name: tuple(group) for name, group in rows.items()}
-    return Stored(facts=read_facts(out), rows=grouped)
+    return Stored(place=out / TASKS_FILE, facts=read_facts(out), rows=grouped)
 
 
 def record(task: Task[Any], out: Path, *, say: Say) -> None:

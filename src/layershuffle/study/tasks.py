@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.policies import parse_modes
+from layershuffle.errors import LayerShuffleError
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.results import AnyRow, MergingRow, ScoreRow
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings, digest
@@ -39,6 +40,8 @@ _ANY_DEPTH = 1000  # for the number of orders of a model that has not been opene
 _TRAINING_COST = 6
 ASSUMED_SIZES = {"train": 50_000, "test": 5_000}
 """Numbers of images while no run has finished that knows them."""
+RESTORE = "restore the file, or run the study into a new --out"
+"""The hint of every `StudyError` of a file that was changed."""
 _DIGITS = {"top1": 4, "top5": 4, "cross_entropy": 6}
 
 
@@ -106,10 +109,16 @@ class AnalysisResult(TaskResult):
 ResultT = TypeVar("ResultT", RunResult, MergingResult, AnalysisResult)
 
 
+class StudyError(LayerShuffleError):
+    """A file of a study is missing, cut off, or contradicts the plan."""
+
+
 @dataclass(kw_only=True)
 class Stored:
-    """What the files of a study hold: facts and rows of scores, by the name of the task."""
+    """What the files of a study hold: facts, which stand in `place`, and rows of scores, by the
+    name of the task."""
 
+    place: Path
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -139,12 +148,21 @@ class Task(Generic[ResultT]):
         raise NotImplementedError
 
     def read(self, stored: Stored) -> ResultT | None:
-        """Its result; `None` if it is not done. Raises pydantic's `ValidationError`."""
+        """Its result; `None` if it is not done. Raises `StudyError`."""
         if not self.is_done(stored.facts):
             return None
-        answer: ResultT = self.result(
-            **stored.facts[self.name], rows=stored.rows.get(self.name, ())
-        )
+        try:
+            answer: ResultT = self.result(
+                **stored.facts[self.name], rows=stored.rows.get(self.name, ())
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise StudyError(
+                f'The field "{name}" of a {error.title} is wrong: {first["msg"]}',
+                place=stored.place,
+                hint=RESTORE,
+            ) from error
         return answer
 
     def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
