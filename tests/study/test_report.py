@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree.ElementTree import Element, fromstring
@@ -14,6 +15,7 @@ from fixture import (
     CONDITIONS,
     LEVELS,
     merging_rows,
+    tell,
     write_merging,
     write_study,
 )
@@ -32,7 +34,7 @@ from layershuffle.study.paper.figures import (
 from layershuffle.study.paper.numbers import NUMBERS
 from layershuffle.study.paper.report import gain, report_text, write_report
 from layershuffle.study.paper.summary import Summary, label, summarise
-from layershuffle.study.paper.tables import merging_section
+from layershuffle.study.paper.tables import merging_section, table_notes
 from layershuffle.study.store import read_study
 
 MODES = ("sequential", "arbitrary")
@@ -205,6 +207,16 @@ def test_hostile_text_stays_text(tmp_path: Path):
     assert [heading for heading in html.iter("h2") if "id" not in heading.attrib] == []
 
 
+def test_an_arm_whose_name_is_a_pattern_has_its_figures(tmp_path: Path):
+    analyses = [{"name": "norms", "arm": "drop [0.5]"}]
+    out = write_study(tmp_path, orders=2, arms={"drop [0.5]": "layerdrop"}, analyses=analyses)
+    tell(out, "norms-drop [0.5]-seed0", title="Norms", facts={})
+    (out / "figures").mkdir()
+    (out / "figures" / "norms-drop [0.5]-seed0-ratio.png").touch()
+    write_report(out)
+    assert "(figures/norms-drop%20%5B0.5%5D-seed0-ratio.png)" in markdown_of(out)
+
+
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -229,6 +241,24 @@ def lines_of(axes: Axes) -> dict[str, list[ErrorbarContainer]]:
     for container in axes.containers:
         bars.setdefault(str(container.get_label()), []).append(container)
     return bars
+
+
+@pytest.mark.parametrize(
+    ("per_batch", "drawn"),
+    [
+        ([], "one order per pass over the test data; +-"),
+        (LEVELS, "a new order for every batch; +-"),
+        (
+            ["layerdrop", "layershuffle-depth"],
+            "one order per pass over the test data (baseline, LayerShuffle); a new order for "
+            "every batch (LayerDrop, LayerShuffle-depth); +-",
+        ),
+    ],
+)
+def test_the_note_names_the_arms_of_each_draw(summary: Summary, per_batch: list[str], drawn: str):
+    cells = (replace(c, draw="batch" if c.arm in per_batch else "pass") for c in summary.cells)
+    notes = table_notes(replace(summary, cells=tuple(cells)))
+    assert notes.startswith(f"Orders: {drawn}")
 
 
 def test_lines_and_intervals_equal_the_summary(summary: Summary):

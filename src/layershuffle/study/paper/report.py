@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -166,7 +167,7 @@ def _analysis_sections(summary: Summary, out: Path) -> list[str]:
             row = numbers.setdefault(result.title, {}).setdefault(number["name"], {})
             row[task.model.name] = f"{number['value']:.6g}"
         shown = blocks.setdefault(result.title, [])
-        for path in sorted((out / FIGURES).glob(f"{task.name}-*")):
+        for path in sorted((out / FIGURES).glob(f"{escape(task.name)}-*")):
             caption = f"{task.name}: {path.stem.removeprefix(f'{task.name}-')}"
             shown.append(picture(f"{FIGURES}/{path.name}", caption))
     sections = []

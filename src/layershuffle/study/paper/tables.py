@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.results import (
     CHOICES,
+    DRAWS,
     MODES,
     MergingRow,
     ScoreRow,
@@ -52,6 +53,7 @@ _CHOICES = {
     "first": "the first ones",
     "last": "the last ones",
 }
+_DRAWN = {"pass": "one order per pass over the test data", "batch": "a new order for every batch"}
 
 
 def interval_text(score: Estimate) -> str:
@@ -106,8 +108,11 @@ def main_table(summary: Summary) -> str:
 
 def table_notes(summary: Summary) -> str:
     """How to read the main table: its orders, intervals and the paper's numbers."""
-    per_batch = any(cell.draw == "batch" for cell in summary.cells)
-    drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
+    arms = {draw: unique(label(c.arm) for c in summary.cells if c.draw == draw) for draw in DRAWS}
+    draws = [draw for draw in DRAWS if arms[draw]] or ["pass"]
+    drawn = "; ".join(
+        _DRAWN[draw] + f" ({', '.join(arms[draw])})" * (len(draws) > 1) for draw in draws
+    )
     kept = f" Blocks that are kept: {_CHOICES[summary.choose]}." if summary.choose else ""
     images = counted_as(c.top1.effective for c in summary.cells if c.top1.kind == "images")
     return (
