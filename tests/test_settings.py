@@ -58,6 +58,7 @@ def test_wrong_settings(fields, phrase):
         "a: [",
         "a: !!python/object/apply:os.system ['true']",
         "1: 2",
+        "a: 2024-13-45",
         "",
         pytest.param("[" * 5000, id="deep"),
     ],

@@ -303,7 +303,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
             "There is no such file", place=path, hint="name a YAML file that exists"
         ) from error
     # A few hundred nested brackets are enough for yaml's parser to end in a RecursionError.
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    # YAML makes a date of 2024-13-45, which is a ValueError, as are bytes that are no UTF-8.
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(
             f"The recipe cannot be read ({one_line(error)})",
             place=path,

@@ -16,7 +16,7 @@ from layershuffle.bench.workload import make_workload, random_spec
 from layershuffle.cli import main
 from layershuffle.core import losses
 from layershuffle.core.stack import running, with_hooks
-from layershuffle.errors import TrainingError
+from layershuffle.errors import TrainingError, UsageError
 from refusals import refuses
 
 # torch's own, while it traces.
@@ -66,6 +66,18 @@ def test_a_batch_that_is_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(losses, "loss_along", no_memory)
     with refuses(TrainingError):
         bench("train", TINY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("eval", replace(TINY, orders_per_batch=4)),
+        ("train", replace(TINY, model=SMALL.replace("num_classes=10", "num_classes=0"))),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(kind, config):
+    with refuses(UsageError):
+        bench(kind, config)
 
 
 def test_flops_of_a_vit_in_closed_form():

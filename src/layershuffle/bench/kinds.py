@@ -19,7 +19,7 @@ from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.data import ImageData, Split
-from layershuffle.errors import TrainingError
+from layershuffle.errors import TrainingError, UsageError
 from layershuffle.machine import hardware, versions
 from layershuffle.settings import FitSettings
 from layershuffle.text import Progress, unheard
@@ -35,7 +35,11 @@ TakeSteps = Callable[[Iterable[object]], None]
 
 
 def bench(kind: str, config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Measure `kind`: train or eval. Raises `TrainingError` for a batch that is too large."""
+    """Measure `kind`: train or eval. Raises `TrainingError` for a batch that is too large,
+    `UsageError` for forwards in several orders and for a model without classes."""
+    if kind == "eval" and config.orders_per_batch > 1:
+        cause = "bench eval runs every batch in one order"
+        raise UsageError(cause, place="--orders-per-batch", hint="leave it out for eval")
     workload = make_workload(config.model, batch_size=config.batch_size, device=config.device)
     forward, training = flops_of(workload.model)
     ceiling = matmul_ceiling(config.device, config.precision)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.data.transforms import PixelFinish
+from layershuffle.errors import UsageError
 from layershuffle.models import image_view, load, num_classes_of
 
 
@@ -36,13 +37,19 @@ class Workload:
 def make_workload(
     spec: str, *, batch_size: int, device: str = "cpu", model: nn.Module | None = None
 ) -> Workload:
-    """The wrapped `model`, else that of `spec`, on `device`, and a batch of noise."""
+    """The wrapped `model`, else that of `spec`, on `device`, and a batch of noise.
+
+    Raises `UsageError` for a model without classes, for which there are no labels.
+    """
     model = (model or load(random_spec(spec), seed=0)).to(device)
+    classes = num_classes_of(model)
+    if not classes:
+        raise UsageError("The model has no classes", place=spec, hint="give it num_classes=1000")
     view = image_view(model)
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, view.channels, view.height, view.width)
     pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    labels = torch.randint(num_classes_of(model), (batch_size,), generator=generator)
+    labels = torch.randint(classes, (batch_size,), generator=generator)
     # As from a loader: copies from pinned memory are asynchronous.
     if device == "cuda":
         pixels, labels = pixels.pin_memory(), labels.pin_memory()
