@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
@@ -132,6 +133,14 @@ def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
             place=directory,
             hint=f"name another place, or an older {kind} to replace",
         )
+
+
+def listed_by(summary: Path) -> set[str]:
+    """The names that a JSON file of ours lists as its "files", and its own; else none."""
+    try:
+        return {summary.name, *json.loads(summary.read_text(encoding="utf-8"))["files"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def remove_stale_stages(directory: Path) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pandas import DataFrame
-
-from layershuffle.errors import UsageError
 
 SUMMARY = "summary.json"
 Tables = Mapping[str, DataFrame]
@@ -55,19 +50,3 @@ def table_text(table: DataFrame) -> str:
         index=False, float_format="%.6g", na_rep="nan", lineterminator="\n"
     )
     return text
-
-
-def check_replaceable(out: Path) -> None:
-    """Raises `UsageError` if `out`, which will be replaced, holds other files than an analysis."""
-    if not out.exists():
-        return
-    ours = {SUMMARY}
-    # Another program's file of that name is no analysis, and must not be replaced.
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        ours.update(json.loads((out / SUMMARY).read_text(encoding="utf-8"))["files"])
-    if not out.is_dir() or {path.name for path in out.iterdir()} - ours:
-        raise UsageError(
-            "This directory holds files other than an analysis, which writing would delete",
-            place=out,
-            hint="name a new directory with --out",
-        )
