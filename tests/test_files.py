@@ -9,8 +9,8 @@ import pytest
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import (
     explained,
-    locked,
     listed_by,
+    locked,
     refuse_others,
     remove_stale_stages,
     staged_directory,
