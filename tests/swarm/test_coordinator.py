@@ -323,6 +323,38 @@ def test_a_start_waits_for_no_room_and_no_host_without_blocks(room: float, held:
     asyncio.run(main())
 
 
+def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first process ends after a line of 100,000 characters, its second cannot be started."""
+    begin, begun = asyncio.create_subprocess_exec, list[str]()
+
+    async def started(*words: str, **how: object) -> asyncio.subprocess.Process:
+        begun.append(words[-1])
+        if begun[-1] == "a" and begun.count("a") == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        first = begun[-1] == "a" and begun.count("a") == 1
+        return await begin(
+            "sh", "-c", f"{'printf %0100000d 0 >&2; exit 3;' * first} exec sleep 60", **how
+        )
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        children = Children(("a", "b"), limits=Limits(restart_ms=1))
+        running = asyncio.create_task(children.run())
+        await until(lambda: begun.count("a") == 3 and len(children.pids) == 2)
+        assert begun.count("b") == 1
+        running.cancel()
+        await until(lambda: not children.pids)
+
+    asyncio.run(main())
+    ended, refused = caplog.messages
+    assert ended == f"The process of host a has ended (3): {'0' * 1000}"
+    assert refused == (
+        "The process of host a cannot be started: [Errno 11] Resource temporarily unavailable"
+    )
+
+
 def test_a_held_host_stays_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with gateway() as site, family(site, hosts=2) as children:
