@@ -39,7 +39,7 @@ from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Route, Visited
-from layershuffle.swarm.service import running_service
+from layershuffle.swarm.service import beside, running_service
 from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from layershuffle_host import wire
@@ -245,13 +245,9 @@ async def family(site: Site, *, hosts: int) -> AsyncIterator[Children]:
     names, limits = tuple(f"host-{number + 1}" for number in range(hosts)), Limits(restart_ms=50)
     children = Children(names, url=site.url, token=TOKEN, memory=10**8, limits=limits)
     site.coordinator.children = children
-    running = asyncio.create_task(children.run())
-    try:
+    async with beside(children.run()):
         assert await site.coordinator.ready(hosts, within=60) == []
         yield children
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path) -> None:
@@ -314,11 +310,9 @@ def test_a_start_waits_for_no_room_and_no_host_without_blocks(room: float, held:
         async with gateway() as site:
             memory = int(room * site.model.weights[0].size)
             children = Children(("a", "b"), url=site.url, token=TOKEN, memory=memory, limits=BUSY)
-            running = asyncio.create_task(children.run())
-            lacking = await asyncio.wait_for(site.coordinator.ready(2, within=1000), 60)
+            async with beside(children.run()), asyncio.timeout(60):
+                lacking = await site.coordinator.ready(2, within=1000)
             assert len(lacking) == 12 - 2 * held
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -341,10 +335,9 @@ def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_
     async def main() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         children = Children(("a", "b"), limits=Limits(restart_ms=1))
-        running = asyncio.create_task(children.run())
-        await until(lambda: begun.count("a") == 3 and len(children.pids) == 2)
-        assert begun.count("b") == 1
-        running.cancel()
+        async with beside(children.run()):
+            await until(lambda: begun.count("a") == 3 and len(children.pids) == 2)
+            assert begun.count("b") == 1
         await until(lambda: not children.pids)
 
     asyncio.run(main())

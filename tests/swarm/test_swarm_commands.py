@@ -25,7 +25,7 @@ from layershuffle.swarm.server.operating import Operator, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.settings import SwarmSettings
-from waiting import wait_for
+from waiting import HANGS, wait_for
 
 
 def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
@@ -252,6 +252,20 @@ def test_blocks_that_no_host_holds_are_said_at_the_start(tmp_path, monkeypatch, 
     monkeypatch.setattr(start, "_PATIENCE", 0.0)  # long before a host is up
     served(tmp_path, lambda *_: None)
     assert "No host of this machine holds the blocks 0, 1, 2" in caplog.text
+
+
+@pytest.mark.parametrize("work", ["Upkeep.run", "Children.run", "hosts_on_ray"])
+def test_what_breaks_beside_a_swarm_ends_it_with_its_sentence(tmp_path, monkeypatch, work):
+    async def broken(*_, **how):
+        await asyncio.sleep(0.1)
+        raise UsageError("it broke")
+
+    monkeypatch.setattr(f"layershuffle.swarm.server.start.{work}", broken)
+    ray = "auto" if work == "hosts_on_ray" else None
+    settings = SwarmSettings(state=str(tmp_path / "s"), hosts=0, port=0, page=False, ray=ray)
+    model, told = ServedModel(asset("digits-onnx")), {"say": print, "ready": print}
+    with pytest.raises(UsageError, match="it broke"):
+        asyncio.run(asyncio.wait_for(serve_swarm(Serving(settings), model, **told), HANGS))
 
 
 def test_nobody_without_the_key_is_an_operator(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.coordinator import Coordinator
@@ -45,15 +46,27 @@ async def running_service(
     )
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
-    watch = asyncio.create_task(_keep_watch(coordinator))
     try:
-        yield Service(coordinator, remote_model)
+        async with beside(_keep_watch(coordinator)):
+            yield Service(coordinator, remote_model)
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """`works` run until the end of the block. The first error of one ends the block, and is the
+    block's."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            yield
+            for task in tasks:
+                task.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904 -- it has its own cause
 
 
 async def _keep_watch(coordinator: Coordinator) -> None:

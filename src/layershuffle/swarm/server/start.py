@@ -16,6 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.on_ray import hosts_on_ray
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
@@ -25,7 +26,7 @@ from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.service import running_service
+from layershuffle.swarm.service import beside, running_service
 from layershuffle.swarm.settings import SwarmSettings
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -100,7 +101,7 @@ async def serve_swarm(
 
     `say` gets the steps of the start; `ready` the coordinator, the address and the operator's key,
     once it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot
-    be listened on.
+    be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
     settings, operated, https = serving.settings, serving.operated, serving.https
     # A port that is in use is found before hosts are started.
@@ -132,32 +133,30 @@ async def serve_swarm(
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
-        tasks = [asyncio.create_task(upkeep.run())]
+        certificate = None if https is None else https.certificate
         try:
-            async with listening(
-                app,
-                host=settings.listen,
-                port=settings.port,
-                tls=None if https is None else https.context,
-                trusted=settings.trusted_proxy,
-                members=coordinator.members,
-            ) as (listener, served):
-                certificate = None if https is None else https.certificate
-                operated.publish(listener.url, hosts=children.names, certificate=certificate)
+            async with (
+                beside(upkeep.run()),
+                listening(
+                    app,
+                    host=settings.listen,
+                    port=settings.port,
+                    tls=None if https is None else https.context,
+                    trusted=settings.trusted_proxy,
+                    members=coordinator.members,
+                ) as (listener, served),
+            ):
+                url, others = listener.url, []
+                operated.publish(url, hosts=children.names, certificate=certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
-                    from layershuffle.swarm.on_ray import hosts_on_ray
-
-                    url = listener.url
-                    work = hosts_on_ray(settings.ray, url=url, token=token, memory=memory)
-                    tasks.append(asyncio.create_task(work))
-                ready(coordinator, listener.url, operated.key)
-                await served
+                    others = [hosts_on_ray(settings.ray, url=url, token=token, memory=memory)]
+                async with beside(*others):
+                    ready(coordinator, url, operated.key)
+                    # Shielded, because the block above ends it without a word of cancelled tasks.
+                    await asyncio.shield(served)
         finally:
             operated.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -180,13 +179,11 @@ async def local_hosts(
             memory=memory,
             limits=coordinator.router.limits,
         )
-        running = asyncio.create_task(children.run())
-        try:
-            yield children
-        finally:
-            coordinator.members.watcher = None  # that they leave now is no news
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        async with beside(children.run()):
+            try:
+                yield children
+            finally:
+                coordinator.members.watcher = None  # that they leave now is no news
 
 
 def token_in(path: Path) -> str:
