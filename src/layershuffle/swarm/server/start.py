@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
+from layershuffle.manifest import MANIFEST
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.on_ray import hosts_on_ray
@@ -107,12 +108,17 @@ async def serve_swarm(
     # A port that is in use is found before hosts are started.
     GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
     token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
-    upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
     async with (
         running_service(settings, model, token=token) as service,
         local_hosts(service.coordinator, settings.hosts, memory=memory) as children,
     ):
         coordinator = service.coordinator
+        upkeep = Upkeep(
+            operated.state,
+            token_file=serving.token_file,
+            model=lambda: coordinator.model.directory / MANIFEST,
+            https=https,
+        )
         if settings.hosts:
             lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
             if lacking:
