@@ -79,7 +79,9 @@ def test_the_programs_know_every_flag() -> None:
         else:
             command = cli.parse(words)
             assert isinstance(command, UpCommand)
-            assert command.listen == "127.0.0.1" or command.keys, "open to everybody"
+            assert command.settings.listen == "127.0.0.1" or command.settings.keys, (
+                "open to everybody"
+            )
     assert sorted(programs) == ["layershuffle"] * 3 + ["layershuffle-host"] * 3
 
 

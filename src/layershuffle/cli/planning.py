@@ -32,7 +32,7 @@ class DevicesCommand(Command):
     _: KW_ONLY
     model: str = DEFAULT_MODEL
     """Model to serve."""
-    copies: int = 2
+    copies: AtLeastOne = 2
     """Hosts that hold each block, where memory allows."""
 
 
