@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 class Reference:
     """The reference for hosts that hold a block: the block itself, in this process.
 
-    `compute` returns the state after the block, float32 `[images, tokens, width]`. `sample` is a
-    typical input of the block, of one image; `digest` is that of the weights.
+    `compute` returns the state after the block, float32 `[1, tokens, width]`. `sample` is a
+    typical input of the block; `digest` is that of the weights.
     """
 
     sample: State
@@ -141,7 +141,7 @@ class Habit:
     def audits(
         self, before: State, after: State, *, share: float, chance: np.random.Generator
     ) -> bool:
-        """Whether the visit with these states `[images, tokens, width]` around it is audited.
+        """Whether the visit with these states `[1, tokens, width]` around it is audited.
 
         In the long run a fraction `share` of visits is, drawn from the secret generator `chance`;
         if it is small, half of these are chosen for their oddness, and none if it is 1.
@@ -345,9 +345,6 @@ class HealthMonitor:
         share = self.router.limits.audit_share
         if after is None or not share:
             return
-        if len(after) > 1:
-            row = int(self._chance.integers(len(after)))  # one image stands for all of them
-            before, after = before[row : row + 1], after[row : row + 1]
         habit = self._habits.setdefault(hop.host, Habit())
         chosen = habit.audits(before, after, share=share, chance=self._chance)
         reference = self._reference_of(hop.host, hop.block)
