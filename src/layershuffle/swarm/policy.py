@@ -115,11 +115,13 @@ def decide(
     sure = progress.confidence is not None and progress.chance >= progress.confidence
     # A pipeline gives no partial answers (decision 010).
     late: Ending = "deadline" if free else "lost"
-    ended: Ending | None = late if left <= 0 else None
+    ended: Ending | None = None
     if len(ran) == depth:
         ended = "complete"
     elif sure and free and len(ran) >= progress.min_blocks:
         ended = "sure"
+    elif left <= 0:
+        ended = late
     if ended is not None:
         return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
