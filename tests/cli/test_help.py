@@ -223,7 +223,7 @@ FLAGS = {
     "completion": "shell",
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
-    "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
+    "min-accuracy model page port public ray state token-file trusted-proxy wire",
     "swarm demo": "",
     "swarm status": "address api-key-file authority json",
     "swarm drain": "host state",

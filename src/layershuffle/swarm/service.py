@@ -37,13 +37,7 @@ async def running_service(
     """The swarm of `model`, without hosts: they dial in to the routes of its `members`, and know
     `token`."""
     members = Members(model, token=token)
-    router = Router(
-        members,
-        depth=model.depth,
-        limits=limits or Limits(),
-        routing=settings.routing,
-        wire=settings.wire,
-    )
+    router = Router(members, depth=model.depth, limits=limits or Limits(), wire=settings.wire)
     coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     try:

@@ -33,8 +33,6 @@ class SwarmSettings(Settings):
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
     directory of --state)."""
-    routing: Routing = "order-free"
-    """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
     wire: Wire = "fp32"
     """Number format of states on the wire."""
     listen: str = "127.0.0.1"
