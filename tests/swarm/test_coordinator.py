@@ -40,7 +40,6 @@ from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Route, Visited
 from layershuffle.swarm.service import beside, running_service
-from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from layershuffle_host import wire
 from layershuffle_host.blocks import Block
@@ -171,8 +170,7 @@ def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: 
 
 def test_a_watch_that_breaks_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with running_service(SwarmSettings(), digits(), token=TOKEN) as service:
-            coordinator = service.coordinator
+        async with running_service(digits(), token=TOKEN) as (coordinator, _):
             await until(lambda: coordinator.watching)
             with monkeypatch.context() as patch:
                 patch.setattr(coordinator.health, "due", lambda now: 1 / 0)

@@ -44,7 +44,6 @@ from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.sureness import probabilities
 from pictures import file_of
 from refusals import refuses
@@ -275,10 +274,10 @@ def another(directory: Path, **facts: Any) -> Path:
 @asynccontextmanager
 async def opened(model: ServedModel) -> AsyncIterator[tuple[RemoteModel, Coordinator, str]]:
     """A swarm of `model` without hosts, and the address for them."""
-    async with running_service(SwarmSettings(), model, token=TOKEN, limits=SLOW) as service:
-        members = service.coordinator.members
+    async with running_service(model, token=TOKEN, limits=SLOW) as (coordinator, remote_model):
+        members = coordinator.members
         async with listening(Starlette(routes=members.routes()), members=members) as (way, _):
-            yield service.remote_model, service.coordinator, f"ws://127.0.0.1:{way.port}"
+            yield remote_model, coordinator, f"ws://127.0.0.1:{way.port}"
 
 
 @asynccontextmanager

@@ -108,11 +108,11 @@ async def serve_swarm(
     # A port that is in use is found before hosts are started.
     GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
     token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
+    swarm = running_service(model, token=token, copies=settings.copies, wire=settings.wire)
     async with (
-        running_service(settings, model, token=token) as service,
-        local_hosts(service.coordinator, settings.hosts, memory=memory) as children,
+        swarm as (coordinator, remote_model),
+        local_hosts(coordinator, settings.hosts, memory=memory) as children,
     ):
-        coordinator = service.coordinator
         upkeep = Upkeep(
             operated.state,
             token_file=serving.token_file,
@@ -126,7 +126,7 @@ async def serve_swarm(
                 why = "answers lack them until other hosts dial in, or these get more --memory-mb"
                 _log.warning("No host of this machine holds the blocks %s: %s", blocks, why)
         gateway = Gateway(
-            service.remote_model,
+            remote_model,
             coordinator,
             keys=serving.keys,
             model=settings.model,
