@@ -232,7 +232,7 @@ FLAGS = {
     "swarm drill": "address api-key-file authority concurrency confidence deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",
-    "swarm simulate": "churn clients confidence copies devices hosts json min-blocks model rate "
+    "swarm simulate": "churn clients confidence copies devices json min-blocks model rate "
     "requests scenario seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

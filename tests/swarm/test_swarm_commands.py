@@ -131,8 +131,6 @@ def test_plan_and_simulate(capsys, tmp_path):
     assert (free, 30 < ordered < 70) == (0, True)
     code, _, err = run(capsys, *words, "--min-blocks", "13")
     assert (code, "ask for at most 12 (--min-blocks)" in err) == (2, True)
-    code, out, _ = run(capsys, *words, "--hosts", "40")
-    assert (code, out.startswith("40 hosts, seed 0\n")) == (0, True)
     for wrong in ("", "60", "1 2 3", "inf 0", "0 10", "nan 1", "1 inf"):
         assert run(capsys, *words, "--churn", *wrong.split())[0] == 2
     for wrong in ("--requests 0", "--rate 0", "--clients 0", "--scenario thirds"):
