@@ -27,15 +27,17 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.bundled import asset
 from layershuffle.export import export_model
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.messages import Visit
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import Service, running_service
-from layershuffle.swarm.settings import DEFAULT_MODEL, SwarmSettings
+from layershuffle.swarm.service import running_service
+from layershuffle.swarm.settings import DEFAULT_MODEL
 
 CLIENTS, PLENTY = 2, 100_000.0
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}
@@ -94,23 +96,25 @@ def megabytes(pid: int) -> float:
 
 
 @asynccontextmanager
-async def swarm_of(model: str, hosts: int, *, blocks: int = 64) -> AsyncIterator[Service]:
+async def swarm_of(
+    model: str, hosts: int, *, blocks: int = 64
+) -> AsyncIterator[tuple[Coordinator, RemoteModel]]:
     """A swarm of processes of this machine, all of them up, with room for so many blocks."""
     served = ServedModel(served_directory(model))
     async with (
-        running_service(SwarmSettings(model=model), served, token="of a benchmark") as service,
-        local_hosts(service.coordinator, hosts, memory=blocks * served.weights[0].size),
+        running_service(served, token="of a benchmark") as (coordinator, remote_model),
+        local_hosts(coordinator, hosts, memory=blocks * served.weights[0].size),
     ):
-        missing = await service.coordinator.ready(hosts, within=120, say=lambda _: None)
+        missing = await coordinator.ready(hosts, within=120, say=lambda _: None)
         assert not missing, missing
-        yield service
+        yield coordinator, remote_model
 
 
 @asynccontextmanager
-async def gateway_of(service: Service) -> AsyncIterator[int]:
-    """The port of a gateway to `service`, which listens inside."""
+async def gateway_of(coordinator: Coordinator, remote_model: RemoteModel) -> AsyncIterator[int]:
+    """The port of a gateway to a swarm, which listens inside."""
     limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
-    gateway = Gateway(service.remote_model, service.coordinator, limits=limits)
+    gateway = Gateway(remote_model, coordinator, limits=limits)
     async with listening(create_app(gateway), limits=limits) as (listener, _):
         gc.collect()
         gc.freeze()  # as `swarm up` does
@@ -122,9 +126,9 @@ async def cost(hosts: int, *, effort: Effort) -> ClaimRow:
     count, turns = (4, 1) if effort is SMOKE else (200, 5)
     body = asset("digit-pair.png").read_bytes()
     totals, parts = [], []
-    async with swarm_of(DEFAULT_MODEL, hosts) as service, gateway_of(service) as port:
+    async with swarm_of(DEFAULT_MODEL, hosts) as swarm, gateway_of(*swarm) as port:
         await asked(port, body, count=count)  # warms it up
-        groups = [os.getpid()], [*service.coordinator.children.pids.values()]
+        groups = [os.getpid()], [*swarm[0].children.pids.values()]
         for _ in range(turns):
             before = [processor_ms(group) for group in groups]
             await asked(port, body, count=count)
@@ -169,7 +173,7 @@ async def asked(
 async def answers(hosts: int, *, clients: int) -> ClaimRow:
     """Requests as fast as they are answered: how many a second, or of one client how long each."""
     body, alone = asset("digit-pair.png").read_bytes(), clients == 1
-    async with swarm_of(DEFAULT_MODEL, hosts) as service, gateway_of(service) as port:
+    async with swarm_of(DEFAULT_MODEL, hosts) as swarm, gateway_of(*swarm) as port:
         await asked(port, body, count=80, clients=clients)  # warms it up
         turns = [await asked(port, body, count=160, clients=clients) for _ in range(5)]
     return ClaimRow(
@@ -184,12 +188,12 @@ async def answers(hosts: int, *, clients: int) -> ClaimRow:
 
 async def hop(*, count: int) -> ClaimRow:
     """Visits of one block after another, one at a time: time beyond the block's own compute."""
-    async with swarm_of(WIDE, 1) as service:
-        state, times = service.coordinator.model.sample, []
+    async with swarm_of(WIDE, 1) as (coordinator, _):
+        state, times = coordinator.model.sample, []
         for number in range(count + 3):
             begun = time.perf_counter()
             visit = Visit("host-1", number % 2, 30.0)
-            answer = await service.coordinator.members.visit(visit, state, form="int8")
+            answer = await coordinator.members.visit(visit, state, form="int8")
             times.append(1000 * (time.perf_counter() - begun) - answer.compute_ms)
     return ClaimRow(
         name="a hop, 148 KiB (int8)",
@@ -205,14 +209,14 @@ async def hop(*, count: int) -> ClaimRow:
 async def felt(*, count: int) -> ClaimRow:
     """A host is killed: until its connection has ended, and with it its visits."""
     times = []
-    async with swarm_of(DEFAULT_MODEL, 2) as service:
+    async with swarm_of(DEFAULT_MODEL, 2) as (coordinator, _):
         for _ in range(count):
             begun = time.perf_counter()
-            service.coordinator.children.signal("host-1", signal.SIGKILL)
-            while "host-1" in service.coordinator.members:
+            coordinator.children.signal("host-1", signal.SIGKILL)
+            while "host-1" in coordinator.members:
                 await asyncio.sleep(0)
             times.append(1000 * (time.perf_counter() - begun))
-            while not service.coordinator.router.swarm["host-1"].usable:
+            while not coordinator.router.swarm["host-1"].usable:
                 await asyncio.sleep(0.05)
     return ClaimRow(
         name="a host is killed (SIGKILL)",
@@ -248,17 +252,15 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
         if model != "digits":
             spec, hosts = f"{place}/model", 1
             export_model(VIT, Path(spec), precision=precision, data="formula?classes=10&test=20")
-        async with swarm_of(spec, hosts, blocks=4) as service:
-            pid = service.coordinator.children.pids["host-1"]
-            held = sorted(service.coordinator.router.swarm["host-1"].blocks)
+        async with swarm_of(spec, hosts, blocks=4) as (coordinator, _):
+            pid = coordinator.children.pids["host-1"]
+            held = sorted(coordinator.router.swarm["host-1"].blocks)
             assert len(held) == 4
 
             async def visited(number: int) -> float:
                 visit = Visit("host-1", held[number % 4], 30.0)
                 begun = time.perf_counter()
-                await service.coordinator.members.visit(
-                    visit, service.coordinator.model.sample, form="int8"
-                )
+                await coordinator.members.visit(visit, coordinator.model.sample, form="int8")
                 return 1000 * (time.perf_counter() - begun)
 
             memory, spent = [], []

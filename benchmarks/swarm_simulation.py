@@ -17,7 +17,7 @@ from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.policy import RequestProgress, decide
 from layershuffle.swarm.rounds import QUEUE
 from layershuffle.swarm.settings import ROUTINGS, Routing
-from layershuffle.swarm.simulation.hosts import SimulatedDevice, in_turn
+from layershuffle.swarm.simulation.hosts import SimulatedDevice
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.state import HostView, Swarm
@@ -45,8 +45,13 @@ def play(
 
 def size_row(hosts: int, requests: int, repeats: int) -> ClaimRow:
     """Visits per second of processor time, and what came of the requests under every routing."""
-    ten = {f"host-{h + 1}": SimulatedDevice(frozenset(range(h, DEPTH, 10))) for h in range(10)}
-    devices = in_turn(ten, hosts)
+    # Ten devices in turn (host-1 ... host-10, host-1~2 ...).
+    devices = {
+        f"host-{h % 10 + 1}" + (f"~{h // 10 + 1}" if h >= 10 else ""): SimulatedDevice(
+            frozenset(range(h % 10, DEPTH, 10))
+        )
+        for h in range(hosts)
+    }
     speeds, walls = [], []
     for _ in range(repeats):
         began, wall = time.process_time(), time.perf_counter()

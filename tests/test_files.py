@@ -11,6 +11,7 @@ import pytest
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import (
     explained,
+    listed_by,
     locked,
     refuse_others,
     remove_stale_stages,
@@ -107,6 +108,18 @@ def test_a_mount_point_is_refused_before_the_work(tmp_path):
     for place in (Path("/proc"), tmp_path / "link"):
         with refuses(UsageError, place):
             refuse_others(place, ours=("*",), kind="exported model")
+
+
+@pytest.mark.parametrize("listing", ['{"files": {"stem.onnx": {}}}', '{"files": 1}', "3", None])
+def test_files_of_another_program_are_not_taken_for_ours_by_their_names(tmp_path, listing):
+    for name in ("stem.onnx", "yolo.onnx"):
+        (tmp_path / name).touch()
+    if listing is not None:
+        (tmp_path / "manifest.json").write_text(listing)
+    ours = listed_by(tmp_path / "manifest.json")
+    assert ours == ({"manifest.json", "stem.onnx"} if "stem" in (listing or "") else set())
+    with refuses(UsageError, tmp_path):
+        refuse_others(tmp_path, ours=ours, kind="exported model")
 
 
 def test_stale_stages_go_and_nothing_else(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -140,6 +142,15 @@ def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
             place=directory,
             hint=f"name another place, or an older {kind} to replace",
         )
+
+
+def listed_by(summary: Path) -> set[str]:
+    """The names that a JSON file of ours lists as its "files", and its own; else none."""
+    try:
+        names = json.loads(summary.read_text(encoding="utf-8"))["files"]
+        return {summary.name, *map(escape, names)}  # `refuse_others` takes patterns
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def remove_stale_stages(directory: Path) -> None:

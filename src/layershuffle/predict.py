@@ -97,7 +97,8 @@ def predict(
     device = next(model.parameters()).device
     transform, finish = PlainTransform(view), PixelFinish(view)
     predictions: list[Prediction | DataError] = []
-    with in_eval(model), torch.inference_mode(), running(model, chosen):
+    # Not inference_mode, as in `evaluate`: the model can be trained afterwards.
+    with in_eval(model), torch.no_grad(), running(model, chosen):
         for start in range(0, len(paths), _AT_ONCE):
             progress("images", start, len(paths))
             group = paths[start : start + _AT_ONCE]

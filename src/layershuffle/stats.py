@@ -104,7 +104,7 @@ def estimate(
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
     values = [value for group in groups for value in group]
-    low, high, kind = _interval(means, values, images if effective is None else effective, percent)
+    low, high, kind = _interval(means, groups, images if effective is None else effective, percent)
     return Estimate(
         mean=mean(means),
         sd_orders=pooled_deviation(groups),
@@ -254,17 +254,26 @@ class ImageGroups:
         import numpy as np
 
         rows = np.sort(groups, axis=1)
-        self.images, self._width = map(int, rows.shape)
-        self.count = len(np.unique(rows))
+        self.images, width = map(int, rows.shape)
+        # Columns with a number in common, as the two digits of pairs, are one family of groups.
+        families: list[tuple[set[int], int]] = []
+        for column in groups.T:
+            numbers, wide = set(column.tolist()), 1
+            for family in [family for family in families if family[0] & numbers]:
+                families.remove(family)
+                numbers, wide = numbers | family[0], wide + family[1]
+            families.append((numbers, wide))
+        # The family with the fewest groups limits what all together can show.
+        self.count, self._width = min((len(numbers), wide) for numbers, wide in families)
         # A pair of one digit with itself belongs to that digit's group once.
         fresh = np.ones(rows.shape, dtype=bool)
         fresh[:, 1:] = rows[:, 1:] != rows[:, :-1]
         # Two images that share two groups are met in the sums over both. Sums over pairs of groups
         # take them out again, and so on: inclusion and exclusion, in n k steps and not n * n.
         self._sums: list[tuple[int, NDArray[Any], NDArray[Any]]] = []
-        for size in range(1, self._width + 1):
+        for size in range(1, width + 1):
             members, names = [], []
-            for columns in map(list, combinations(range(self._width), size)):
+            for columns in map(list, combinations(range(width), size)):
                 member = np.flatnonzero(fresh[:, columns].all(axis=1))
                 members.append(member)
                 names.append(rows[member][:, columns])
@@ -320,12 +329,13 @@ class ImageGroups:
 
 
 def _interval(
-    means: Sequence[float], values: Sequence[float], images: float, percent: bool
+    means: Sequence[float], groups: Sequence[Sequence[float]], images: float, percent: bool
 ) -> tuple[float | None, float | None, IntervalKind]:
-    # One model, or equal ones, say nothing about other seeds: the interval covers orders then.
+    # One model, or equal ones, say nothing about other seeds: the interval covers the orders of
+    # one of them then, because all run in the same.
     kinds: tuple[tuple[IntervalKind, Sequence[float]], ...] = (
         ("models", means),
-        ("orders", values),
+        ("orders", max(groups, key=lambda group: deviation(group) or 0.0)),
     )
     for kind, numbers in kinds:
         if deviation(numbers):

@@ -1,6 +1,7 @@
 """Every analysis against an explicit computation, over the families of host models."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -322,6 +323,12 @@ def predicting(monkeypatch, request):
 
     monkeypatch.setattr(Subject, "_split", split)
     return subject_of(model, count=32, batch_size=16)
+
+
+def test_a_probe_that_missed_a_position_is_refused(predicting):
+    settings = predicting.settings.model_copy(update={"num_orders": 1})
+    with refuses(UsageError):
+        position.measure(replace(predicting, settings=settings))
 
 
 def test_accuracies_against_loops(predicting):

@@ -223,7 +223,7 @@ FLAGS = {
     "completion": "shell",
     "doctor": "",
     "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
-    "min-accuracy model page port public ray routing state token-file trusted-proxy wire",
+    "min-accuracy model page port public ray state token-file trusted-proxy wire",
     "swarm demo": "",
     "swarm status": "address api-key-file authority json",
     "swarm drain": "host state",
@@ -232,7 +232,7 @@ FLAGS = {
     "swarm drill": "address api-key-file authority concurrency confidence deadline-ms json "
     "requests scenarios state",
     "swarm plan": "copies devices model",
-    "swarm simulate": "churn clients confidence copies devices hosts json min-blocks model rate "
+    "swarm simulate": "churn clients confidence copies devices json min-blocks model rate "
     "requests scenario seed",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

@@ -13,9 +13,10 @@ from timm.data import ImageNetInfo
 from timm.models import save_for_hf
 from torch.utils.data import Dataset
 from torchvision.models import ViT_B_16_Weights
+from transformers import BeitConfig, BeitForImageClassification
 
 import layershuffle as ls
-from common import FAMILIES, redraw
+from common import FAMILIES, SIZE, images, redraw
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import Item
@@ -258,3 +259,17 @@ def test_an_ensemble_of_a_model_with_names_and_one_without(saved: Path) -> None:
     assert (score.top1, f"in the order of {models[0]}" in notes[0]) == (100.0, True)
     with refuses(UsageError):
         score_ensemble(models[::-1], data, settings=settings)
+
+
+def test_a_model_can_be_trained_after_it_was_asked(tmp_path: Path) -> None:
+    """BEiT keeps its indices of relative positions from the first images."""
+    file = tmp_path / "1.png"
+    Image.new("RGB", (SIZE, SIZE)).save(file)
+    config = BeitConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        image_size=SIZE, patch_size=16, use_relative_position_bias=True,
+    )  # fmt: skip
+    model = ls.wrap(BeitForImageClassification(config))
+    ls.predict(model, [file])
+    loss = ls.Method("layershuffle").loss(model.train(), images(4), torch.zeros(4).long(), step=0)
+    loss.backward()

@@ -21,7 +21,7 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.errors import SettingsError, UsageError
+from layershuffle.errors import DataError, SettingsError, UsageError
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
@@ -236,6 +236,22 @@ def test_the_greedy_soup_never_sees_the_reported_images(work, monkeypatch):
         "logits-same", "probabilities-same",
     }  # fmt: skip
     assert [row.main for row in rows if row.kind == "ensemble"] == [1, 0]
+
+
+def test_the_greedy_soup_is_chosen_on_what_no_donor_trained_on(work, monkeypatch):
+    record = work / "runs" / "b" / "layershuffle.json"
+    record.write_text(record.read_text().replace('"holdout": 0.05', '"holdout": 0.01'))
+    shares = []
+
+    def opened(*_, options, **__):
+        shares.append(options.holdout)
+        raise DataError("enough")
+
+    monkeypatch.setattr("layershuffle.merging.scoring.open_scored", opened)
+    for donors in (["runs/a", "runs/b", "runs/c"], ["runs/b", "runs/c", "runs/a"]):
+        with pytest.raises(DataError, match="enough"):
+            score_merging(donors, DATA, settings=MergingSettings(merges=1))
+    assert shares == [0.01, 0.01]
 
 
 def test_random_merges_table_csv_and_json_agree(capsys, work):

@@ -99,7 +99,7 @@ def test_ensembles_equal_the_slow_path(combine, orders, draw):
             return [ls.Shuffled().draw(DEPTH, seed=3, rank=rank, **place) for rank in ranks]
 
         top1, loss = slow(donors, orders_at, combine)
-        assert (score.images, score.top1) == (6, top1)
+        assert (score.images, score.top1, score.kept) == (6, top1, DEPTH)
         assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
         assert score.member_orders == (tuple(orders_at(0)) if draw == "pass" else ())
         assert (score.order is None) == (orders == "independent" or draw == "batch")
@@ -124,6 +124,8 @@ def test_nothing_to_score():
     donors = donors_of("timm-vit", count=2)
     with refuses(DataError):
         evaluate_ensemble(donors, [])
+    with refuses(DataError):
+        evaluate_ensemble(donors, BATCHES, groups=torch.arange(5)[:, None])
     with refuses(UsageError):
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
 

@@ -177,11 +177,8 @@ def test_models_that_are_never_right_are_judged(tmp_path):
         "does not hold",
         "layershuffle-position +0.00 points (one model or equal differences, no interval)",
     )
-    assert verdict_on("unusable", out) == (
-        "holds",
-        "single 0.00, merged 0.00 (over merges of these models)",
-    )
-    assert verdict_on("price of arbitrary", out) == ("not measured", "-")
+    for words in ("unusable", "price of arbitrary", "LayerShuffle works"):
+        assert verdict_on(words, out) == ("not measured", "-")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from layershuffle.swarm.rounds import Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.run import listening
+from layershuffle.swarm.service import beside
 from layershuffle.swarm.settings import Wire
 from layershuffle_host import wire
 from layershuffle_host.host import Host
@@ -85,12 +86,10 @@ async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[
     site = Site(limits, parallel)
     async with listening(site, members=site.members) as (listener, _):
         site.url = f"ws://127.0.0.1:{listener.port}"
-        keeping = asyncio.create_task(site.coordinator.run())
         try:
-            yield site
+            async with beside(site.coordinator.run()):
+                yield site
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
             await site.coordinator.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,11 +140,15 @@ def test_who_was_first_gives_up_what_later_ones_have_loaded() -> None:
     assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} <= {2, 3}
 
 
-def test_equal_hosts_hold_equally_many_and_each_block_twice() -> None:
-    for hosts in (2, 3, 4, 6, 12):
-        held = assign([Holder(f"host-{n}", 1000) for n in range(hosts)], BLOCKS)
-        assert {len(places) for places in held.values()} == {24 // hosts}
-        assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} == {2}
+@pytest.mark.parametrize("speed", [1.0, 0.2])
+@pytest.mark.parametrize("hosts", [2, 3, 4, 6, 12, 24, 36, 240])
+def test_equal_hosts_hold_equally_many_and_each_block_at_least_twice(
+    hosts: int, speed: float
+) -> None:
+    """Also where each holds one block, and there are more of them than blocks to hold twice."""
+    held = assign([Holder(f"host-{n}", 1000, speed) for n in range(hosts)], BLOCKS)
+    assert {len(places) for places in held.values()} == {max(1, 24 // hosts)}
+    assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} == {max(2, hosts // 12)}
 
 
 def test_fast_hosts_hold_more() -> None:

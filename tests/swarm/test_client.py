@@ -27,6 +27,7 @@ from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.doors import client_context, read_keys, server_context
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.server.start import Serving, serve_swarm
+from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.state import Swarm
 from pictures import file_of
 from refusals import refuses
@@ -319,7 +320,7 @@ def papers(tmp_path_factory):
 def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
     """A swarm with certificate and key, asked by both clients and on the command line."""
     keys = str(written(tmp_path / "keys", KEY))
-    up = UpCommand(
+    settings = SwarmSettings(
         hosts=1,
         port=0,
         keys=Path(keys),
@@ -332,10 +333,10 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
     async def serving(tell):
         def ready(coordinator, url, key):
             assert key
-            tell((url, up.described(coordinator, url, serving=opened)))
+            tell((url, UpCommand(settings=settings).described(coordinator, url, serving=opened)))
 
         model = ServedModel(asset("digits-onnx"))
-        opened = Serving(up)
+        opened = Serving(settings)
         await serve_swarm(opened, model, say=lambda _: None, ready=ready)
 
     image = tmp_path / "image.png"
@@ -446,7 +447,7 @@ def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(papers, tmp_pa
 
     def warnings(**options):
         caplog.clear()
-        opened = Serving(UpCommand(state=str(tmp_path / "state"), listen="0.0.0.0", **options))
+        opened = Serving(SwarmSettings(state=str(tmp_path / "state"), listen="0.0.0.0", **options))
         opened.operated.close()
         return [record.getMessage() for record in caplog.records]
 

@@ -39,8 +39,7 @@ from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Route, Visited
-from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import SwarmSettings
+from layershuffle.swarm.service import beside, running_service
 from layershuffle.swarm.state import Swarm
 from layershuffle_host import wire
 from layershuffle_host.blocks import Block
@@ -77,7 +76,7 @@ def is_up(site: Site, name: str) -> bool:
 def test_answers_are_those_of_one_process_bit_for_bit(tmp_path: Path, parallel: int) -> None:
     async def main() -> None:
         async with swarm(tmp_path, 3, parallel=parallel) as (site, _):
-            starts = [states(1 + n % 2, seed=n) for n in range(12)]
+            starts = [states(seed=n) for n in range(12)]
             done = await asyncio.gather(*map(site.walk, starts))
             for start, (state, route) in zip(starts, done, strict=True):
                 assert route.kept == 12
@@ -171,8 +170,7 @@ def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: 
 
 def test_a_watch_that_breaks_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with running_service(SwarmSettings(), digits(), token=TOKEN) as service:
-            coordinator = service.coordinator
+        async with running_service(digits(), token=TOKEN) as (coordinator, _):
             await until(lambda: coordinator.watching)
             with monkeypatch.context() as patch:
                 patch.setattr(coordinator.health, "due", lambda now: 1 / 0)
@@ -245,13 +243,9 @@ async def family(site: Site, *, hosts: int) -> AsyncIterator[Children]:
     names, limits = tuple(f"host-{number + 1}" for number in range(hosts)), Limits(restart_ms=50)
     children = Children(names, url=site.url, token=TOKEN, memory=10**8, limits=limits)
     site.coordinator.children = children
-    running = asyncio.create_task(children.run())
-    try:
+    async with beside(children.run()):
         assert await site.coordinator.ready(hosts, within=60) == []
         yield children
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path) -> None:
@@ -314,13 +308,42 @@ def test_a_start_waits_for_no_room_and_no_host_without_blocks(room: float, held:
         async with gateway() as site:
             memory = int(room * site.model.weights[0].size)
             children = Children(("a", "b"), url=site.url, token=TOKEN, memory=memory, limits=BUSY)
-            running = asyncio.create_task(children.run())
-            lacking = await asyncio.wait_for(site.coordinator.ready(2, within=1000), 60)
+            async with beside(children.run()), asyncio.timeout(60):
+                lacking = await site.coordinator.ready(2, within=1000)
             assert len(lacking) == 12 - 2 * held
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first process ends after a line of 100,000 characters, its second cannot be started."""
+    begin, begun = asyncio.create_subprocess_exec, list[str]()
+
+    async def started(*words: str, **how: object) -> asyncio.subprocess.Process:
+        begun.append(words[-1])
+        if begun[-1] == "a" and begun.count("a") == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        first = begun[-1] == "a" and begun.count("a") == 1
+        return await begin(
+            "sh", "-c", f"{'printf %0100000d 0 >&2; exit 3;' * first} exec sleep 60", **how
+        )
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        children = Children(("a", "b"), limits=Limits(restart_ms=1))
+        async with beside(children.run()):
+            await until(lambda: begun.count("a") == 3 and len(children.pids) == 2)
+            assert begun.count("b") == 1
+        await until(lambda: not children.pids)
+
+    asyncio.run(main())
+    ended, refused = caplog.messages
+    assert ended == f"The process of host a has ended (3): {'0' * 1000}"
+    assert refused == (
+        "The process of host a cannot be started: [Errno 11] Resource temporarily unavailable"
+    )
 
 
 def test_a_held_host_stays_away(tmp_path: Path) -> None:

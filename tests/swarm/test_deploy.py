@@ -79,7 +79,9 @@ def test_the_programs_know_every_flag() -> None:
         else:
             command = cli.parse(words)
             assert isinstance(command, UpCommand)
-            assert command.listen == "127.0.0.1" or command.keys, "open to everybody"
+            assert command.settings.listen == "127.0.0.1" or command.settings.keys, (
+                "open to everybody"
+            )
     assert sorted(programs) == ["layershuffle"] * 3 + ["layershuffle-host"] * 3
 
 
@@ -138,9 +140,9 @@ def test_probes_ask_what_the_gateway_answers() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_gateway_has_every_metric_of_alerts_and_dashboard(tmp_path: Path) -> None:
     certify(tmp_path)
-    (tmp_path / "token").write_text("a token")
+    (token := tmp_path / "token").write_text("a token")
     https = Https(tmp_path / "cert.pem", tmp_path / "key.pem")
-    upkeep = Upkeep(tmp_path, token_file=tmp_path / "token", https=https)
+    upkeep = Upkeep(tmp_path, token_file=token, model=lambda: token, https=https)
 
     async def go(place: Any) -> str:
         await place.classify(file_of(picture()))

@@ -10,6 +10,7 @@ import pytest
 from dial_site import TOKEN, gateway, replayed, states
 
 from layershuffle.swarm.on_ray import hosts_on_ray
+from layershuffle.swarm.service import beside
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.alone
@@ -45,10 +46,7 @@ def test_a_host_on_every_node_that_ray_starts_again(cluster, tmp_path, monkeypat
 
     async def main():
         async with gateway() as site:
-            keeping = asyncio.create_task(
-                hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)
-            )
-            try:
+            async with beside(hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)):
                 await site.until(lambda: min(site.holders()) == 2, seconds=60)
                 assert len(site.members) == 2
                 workers = hosts_of(cluster)
@@ -60,9 +58,6 @@ def test_a_host_on_every_node_that_ray_starts_again(cluster, tmp_path, monkeypat
                 start = states()
                 state, route = await site.walk(start, least=12)
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
             await site.until(lambda: len(site.members) == 0, seconds=60)
 
     asyncio.run(main())

@@ -26,7 +26,6 @@ from layershuffle.swarm.server.page import demo_app
 from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.server.workbench import ORDINARY, OURS, workbench_of
 from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import SwarmSettings
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
 SEQUENTIAL = ",".join(map(str, range(12)))
@@ -301,13 +300,11 @@ def gateway_address():
         # No room for the blocks of a host that dies.
         memory = 3 * model.weights[0].size
         async with (
-            running_service(SwarmSettings(copies=1), model, token="a token") as service,
-            local_hosts(service.coordinator, 4, memory=memory),
+            running_service(model, token="a token", copies=1) as (coordinator, remote_model),
+            local_hosts(coordinator, 4, memory=memory),
         ):
-            assert await service.coordinator.ready(4, within=60) == []
-            gateway = Gateway(
-                service.remote_model, service.coordinator, model="bundled:digits-onnx"
-            )
+            assert await coordinator.ready(4, within=60) == []
+            gateway = Gateway(remote_model, coordinator, model="bundled:digits-onnx")
             app = create_app(gateway, page=True)
             add_operator(app, key=KEY)
             yield app

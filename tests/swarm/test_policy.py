@@ -103,15 +103,15 @@ def test_with_too_few_blocks_who_may_come_back_is_waited_for():
     assert next_of(left, now=5.0, **few) == "unreachable"
 
 
-def test_images_count_as_work():
-    """Link and compute times are of one image: 16 of them take 16 * 2 + 16 * 4 ms."""
-    assert next_of(A, images=16, deadline=2.0).limit == pytest.approx(4 * 0.096)
-    short = next_of(A, images=16, deadline=0.15)
+def test_a_slow_host_has_longer_for_a_visit_as_far_as_the_deadline_allows():
+    slow = host("a", 0, 1, compute=0.064, link=0.032)
+    assert next_of(slow, deadline=2.0).limit == pytest.approx(4 * 0.096)
+    short = next_of(slow, deadline=0.15)
     assert (short.limit, short.fair) == (pytest.approx(0.14), False), "less than twice its need"
     assert next_of(A, deadline=0.05).fair
-    large = next_of(host("a", 0, compute=0.04), images=16, deadline=9.0)
-    assert large.limit == pytest.approx(2 * 16 * 0.042), "the cap of 1 s is for silent hosts"
-    assert large.budget == pytest.approx(8.99)
+    slower = next_of(slow._replace(compute=0.64), deadline=9.0)
+    assert slower.limit == pytest.approx(2 * 0.672), "the cap of 1 s is for silent hosts"
+    assert slower.budget == pytest.approx(8.99)
 
 
 def test_a_request_ends_when_it_is_sure():

@@ -30,7 +30,7 @@ from layershuffle.swarm.planning import (
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.settings import ROUTINGS
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice, in_turn
+from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice
 from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
 from layershuffle.swarm.simulation.run import arrivals, life, simulate
 from layershuffle.swarm.sureness import Stop, Sureness
@@ -347,19 +347,12 @@ def test_too_few_blocks_are_no_answer():
 
 
 def test_a_thousand_hosts_under_churn():
-    outcome = run(in_turn(spread(), 1000), requests=60, churn=(20, 10), rate=200)
+    many = {f"{name}~{turn}": d for turn in range(84) for name, d in spread().items()}
+    outcome = run(many, requests=60, churn=(20, 10), rate=200)
     assert ends(outcome) == [60, 0, 0, 0]
 
 
 # --- around it ------------------------------------------------------------------------------------
-
-
-def test_devices_in_turn():
-    grown = in_turn(spread(5), 12)
-    assert list(grown)[4:7] == ["host-5", "host-1~2", "host-2~2"]
-    assert grown["host-2~3"] == grown["host-2"]
-    with refuses(UsageError):
-        in_turn(spread(5), 4)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

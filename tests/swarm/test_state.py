@@ -35,9 +35,6 @@ def test_the_first_answer_sets_the_averages_and_later_ones_move_them_by_a_fifth(
     assert seen.compute == pytest.approx(0.8 * 0.004 + 0.2 * 0.009)
     assert seen.link == pytest.approx(0.8 * 0.004 + 0.2 * 0.010)
     assert answered(HOST, hop(ms=5.0)).link == 0.0, "never less than no time"
-    many = answered(once, Visited("a", 0, "answered", 100.0, 40.0, images=16, batch=16.0))
-    assert many.link == pytest.approx(0.004), "links are measured by single images"
-    assert many.compute == pytest.approx(0.8 * 0.004 + 0.2 * 0.0025)
 
 
 def test_pauses_double_up_to_their_bound():
@@ -110,14 +107,12 @@ def test_expected_time_counts_link_queue_and_batches():
     host = answered(HOST, *[Visited("a", 0, "answered", 45.0, 40.0, 2.0, batch=8.0)] * 60)
     assert host.compute == pytest.approx(0.005)
     assert state.expected(host, pace=Pace(1, 1)) == pytest.approx(0.003 + 0.04, rel=1e-3)
-    full = state.expected(host, pace=Pace(1, 1), images=16)
-    assert full == pytest.approx(16 * 0.003 + 16 * 0.005, rel=1e-3)
 
 
 def test_waiting_counts_what_is_under_way():
     host = state.sent(state.sent(HOST, 2), 3)
     assert host.waiting == 5
-    assert answered(host, hop(images=2)).waiting == 3
+    assert answered(host, hop()).waiting == 4
     assert state.sent(host, -6).waiting == 0
 
 

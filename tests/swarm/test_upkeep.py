@@ -30,7 +30,9 @@ from starlette.applications import Starlette
 from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import operating as upkeep_of
 from layershuffle.swarm.server.admin import roll
@@ -42,7 +44,6 @@ from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.swarm.sureness import probabilities
 from pictures import file_of
 from refusals import refuses
@@ -93,8 +94,10 @@ def test_a_certificate_is_read_again_and_a_broken_one_changes_nothing(https, tmp
 
 def kept(place, https=None):
     (place / "state").mkdir()
-    (place / "token").write_text("a token")
-    return Upkeep(place / "state", token_file=place / "token", https=https)
+    for name in ("token", "manifest"):
+        (place / name).write_text("a token")
+    files = {"token_file": place / "token", "model": lambda: place / "manifest"}
+    return Upkeep(place / "state", **files, https=https)
 
 
 @needs_openssl
@@ -126,7 +129,9 @@ def test_what_goes_away_is_said_and_what_is_back_is_not(tmp_path, monkeypatch):
     (tmp_path / "token").rename(tmp_path / "away")
     assert list(upkeep.troubles()) == ["token"]
     shutil.rmtree(tmp_path / "state")
-    assert sorted(upkeep.troubles()) == ["state", "token"]
+    (tmp_path / "manifest").unlink()
+    assert sorted(upkeep.troubles()) == ["model", "state", "token"]
+    (tmp_path / "manifest").touch()
     (tmp_path / "away").rename(tmp_path / "token")
     (tmp_path / "state").mkdir()
     assert upkeep.troubles() == {}
@@ -224,6 +229,29 @@ class Saying(logging.Handler):
         self.said.append(record.getMessage())
 
 
+def test_blocks_are_tested_and_used_once_files_that_were_removed_are_back(tmp_path, caplog):
+    """A host has them on its disk; the gateway says once that it cannot compare."""
+    place, cache = tmp_path / "model", tmp_path / "cache"
+    shutil.copytree(asset("digits-onnx"), place)
+    model = ServedModel(place)
+    shutil.copytree(place, cache)
+    for digest, path in model.files.items():
+        (cache / path.name).rename(cache / digest)
+
+    async def main():
+        place.rename(tmp_path / "away")
+        async with opened(model) as (_, coordinator, url), hosting(url, cache=cache, name="a"):
+            await until(lambda: caplog.messages)
+            await asyncio.sleep(1)  # it is tried again five times
+            (tmp_path / "away").rename(place)
+            assert not await coordinator.ready(1, within=HANGS)
+
+    asyncio.run(main())
+    (said,) = caplog.messages
+    assert said.startswith("A block of a host cannot be tested, so it is not used: ")
+    assert said.endswith(f"Where: {place / 'block.onnx'}. Next: export the model again.")
+
+
 # --- rolling upgrades -----------------------------------------------------------------------------
 
 CHANGED = 5
@@ -244,22 +272,26 @@ def another(directory: Path, **facts: Any) -> Path:
 
 
 @asynccontextmanager
+async def opened(model: ServedModel) -> AsyncIterator[tuple[RemoteModel, Coordinator, str]]:
+    """A swarm of `model` without hosts, and the address for them."""
+    async with running_service(model, token=TOKEN, limits=SLOW) as (coordinator, remote_model):
+        members = coordinator.members
+        async with listening(Starlette(routes=members.routes()), members=members) as (way, _):
+            yield remote_model, coordinator, f"ws://127.0.0.1:{way.port}"
+
+
+@asynccontextmanager
 async def served(tmp_path: Path, **how: Any) -> AsyncIterator[Gateway]:
     """The shipped model on two hosts, beside one without room for a block, and its gateway."""
-    model = ServedModel(asset("digits-onnx"))
     async with (
-        running_service(SwarmSettings(), model, token=TOKEN, limits=SLOW) as service,
-        listening(
-            Starlette(routes=service.coordinator.members.routes()),
-            members=service.coordinator.members,
-        ) as (way, _),
-        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "a", name="a", **how),
-        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "b", name="b", **how),
-        hosting(f"ws://127.0.0.1:{way.port}", cache=tmp_path / "c", name="c", memory=1),
+        opened(ServedModel(asset("digits-onnx"))) as (remote_model, coordinator, url),
+        hosting(url, cache=tmp_path / "a", name="a", **how),
+        hosting(url, cache=tmp_path / "b", name="b", **how),
+        hosting(url, cache=tmp_path / "c", name="c", memory=1),
     ):
-        assert not await service.coordinator.ready(3, within=60)
+        assert not await coordinator.ready(3, within=60)
         limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
-        yield Gateway(service.remote_model, service.coordinator, limits=limits)
+        yield Gateway(remote_model, coordinator, limits=limits)
 
 
 def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:

@@ -67,12 +67,12 @@ def run_analysis(
     """
     from pandas import DataFrame
 
-    from layershuffle.analysis.results import SUMMARY, check_replaceable, numbers_of, table_text
+    from layershuffle.analysis.results import SUMMARY, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
-    from layershuffle.files import staged_directory, write_text
+    from layershuffle.files import listed_by, refuse_others, staged_directory, write_text
 
     title = find_analysis(name)
-    check_replaceable(out)
+    refuse_others(out, ours=listed_by(out / SUMMARY), kind="analysis")
     subject = open_subject(
         model_spec, data_spec, settings=settings, device=device, progress=progress
     )

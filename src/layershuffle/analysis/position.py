@@ -31,6 +31,7 @@ from layershuffle.analysis.position_table import (
     interval,
     position_table,
     read_map,
+    refuse_gaps,
 )
 from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
@@ -109,6 +110,8 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
                 positions[turn.step.block] += [turn.step.position] * len(batch.images)
                 for source, rows in _probed(turn, token).items():
                     vectors[source, turn.step.block].append(rows)
+    # A probe would never name a position that it did not see.
+    refuse_gaps(sum(len({*seen}) for seen in positions.values()), depth=subject.depth)
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
         subject.progress("probes", number, len(vectors))

@@ -34,6 +34,15 @@ _SPAN = 8.0
 _LIGHT = 0.45  # luma above which a cell has dark text
 
 
+def refuse_gaps(pairs: int, *, depth: int) -> None:
+    """Raises `UsageError` if so few pairs of block and position were run that some are missing."""
+    if pairs < depth**2:
+        raise UsageError(
+            f"{depth**2 - pairs} of {depth**2} pairs of block and position were never run",
+            hint="raise --num-orders or --max-images, or lower --batch-size",
+        )
+
+
 class PositionMeans:
     """A mean per (block, position), and the influence of every image on each of them."""
 
@@ -52,12 +61,7 @@ class PositionMeans:
 
     def mean(self) -> Floats:
         """Means `[block, position]`. Raises `UsageError` if a cell has no value."""
-        missing = int((self._counts == 0).sum())
-        if missing:
-            raise UsageError(
-                f"{missing} of {self._counts.size} pairs of block and position were never run",
-                hint="raise --num-orders or --max-images, or lower --batch-size",
-            )
+        refuse_gaps(int((self._counts > 0).sum()), depth=len(self._counts))
         return self._sums / self._counts
 
     def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:

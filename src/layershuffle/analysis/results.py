@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from glob import escape
-from pathlib import Path
 from typing import Any
 
 from pandas import DataFrame
-
-from layershuffle.files import refuse_others
 
 SUMMARY = "summary.json"
 Tables = Mapping[str, DataFrame]
@@ -56,12 +50,3 @@ def table_text(table: DataFrame) -> str:
         index=False, float_format="%.6g", na_rep="nan", lineterminator="\n"
     )
     return text
-
-
-def check_replaceable(out: Path) -> None:
-    """Raises `UsageError` if `out`, which will be replaced, holds other files than an analysis."""
-    ours = {SUMMARY}
-    # Another program's file of that name is no analysis, and must not be replaced.
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        ours.update(map(escape, json.loads((out / SUMMARY).read_text(encoding="utf-8"))["files"]))
-    refuse_others(out, ours=ours, kind="analysis")

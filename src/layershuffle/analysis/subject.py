@@ -98,7 +98,7 @@ class Subject:
         self, images: Tensor, order: ExecutionOrder | Sequence[ExecutionOrder], *hooks: BlockHook
     ) -> Tensor:
         """Logits `[n, classes]` under one order or one per image, with hooks around the blocks."""
-        with torch.inference_mode(), running(self.model, order), with_hooks(self.model, *hooks):
+        with torch.no_grad(), running(self.model, order), with_hooks(self.model, *hooks):
             return self.logits(images)
 
     def batches(self, *, split: str = "test", share: float = 1.0) -> Iterator[Batch]:

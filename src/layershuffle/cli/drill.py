@@ -19,13 +19,14 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
-from layershuffle.swarm.settings import DEFAULT_MODEL, SwarmSettings
+from layershuffle.swarm.settings import DEFAULT_MODEL
 from layershuffle.text import table
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
     from layershuffle.swarm.drill import Labelled
+    from layershuffle.swarm.remote_model import RemoteModel
     from layershuffle.swarm.server.operating import Operator
-    from layershuffle.swarm.service import Service
 
 _HOSTS, _REQUESTS = 6, 200  # of the demo, in each of its phases
 
@@ -140,16 +141,17 @@ class DemoCommand(Command):
         # Room for each block once, so that a dead host's blocks are lost.
         memory = math.ceil(model.depth / _HOSTS) * model.weights[0].size
         print(f"Starting {_HOSTS} hosts, each a process with its own blocks ...", flush=True)
-        settings, token = SwarmSettings(copies=1), secrets.token_hex()
         async with (
-            running_service(settings, model, token=token) as service,
-            local_hosts(service.coordinator, _HOSTS, memory=memory),
+            running_service(model, token=secrets.token_hex(), copies=1) as (coordinator, remote),
+            local_hosts(coordinator, _HOSTS, memory=memory),
         ):
-            await service.coordinator.ready(_HOSTS, within=60, say=lambda _: None)
-            await self._show(service, images)
+            await coordinator.ready(_HOSTS, within=60, say=lambda _: None)
+            await self._show(coordinator, remote, images=images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
-    async def _show(self, service: Service, images: Sequence[Labelled]) -> None:
+    async def _show(
+        self, coordinator: Coordinator, remote: RemoteModel, *, images: Sequence[Labelled]
+    ) -> None:
         import httpx
 
         from layershuffle.swarm.client import AsyncSwarmClient
@@ -159,9 +161,8 @@ class DemoCommand(Command):
         from layershuffle.swarm.server.gateway import Gateway
 
         # The API without a port, and without a limit on the rate of its one client.
-        limits, calibration = GatewayLimits(rate=1e5, burst=1e5), service.remote_model.calibration
-        coordinator, router = service.coordinator, service.coordinator.router
-        gateway = Gateway(service.remote_model, coordinator, limits=limits, model=DEFAULT_MODEL)
+        limits, router = GatewayLimits(rate=1e5, burst=1e5), coordinator.router
+        gateway = Gateway(remote, coordinator, limits=limits, model=DEFAULT_MODEL)
         transport = httpx.ASGITransport(app=create_app(gateway))
         victims, rows = SCENARIOS["third"].victims(coordinator.children.names), []
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
@@ -170,7 +171,7 @@ class DemoCommand(Command):
             async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
                 print(f"{_REQUESTS} requests: {name} ...", flush=True)
                 replies = await sent(ask, _REQUESTS, before=before)
-                rows.append((name, *cells(replies, judged(replies, calibration))))
+                rows.append((name, *cells(replies, judged(replies, remote.calibration))))
 
             async def kill() -> None:
                 for host in victims:

@@ -32,7 +32,7 @@ class DevicesCommand(Command):
     _: KW_ONLY
     model: str = DEFAULT_MODEL
     """Model to serve."""
-    copies: int = 2
+    copies: AtLeastOne = 2
     """Hosts that hold each block, where memory allows."""
 
 
@@ -60,8 +60,6 @@ class SimulateCommand(DevicesCommand, Reporting):
     requests, and the same failures at the same simulated times.
     """
 
-    hosts: int | None = None
-    """Number of hosts: the devices are repeated in turn, with their blocks, up to this number."""
     requests: AtLeastOne = 1000
     """Number of requests."""
     scenario: ScenarioName | None = None
@@ -86,16 +84,13 @@ class SimulateCommand(DevicesCommand, Reporting):
         """Simulate every routing, and print them side by side."""
         require("swarm")
 
-        from layershuffle.swarm.planning import model_facts, plan_for, read_hosts
-        from layershuffle.swarm.simulation.hosts import in_turn
+        from layershuffle.swarm.planning import devices_of, model_facts, read_hosts
         from layershuffle.swarm.simulation.outcome import outcome_report
         from layershuffle.swarm.simulation.run import simulate
 
         file, facts = read_hosts(self.devices), model_facts(self.model)
         stop = facts.stop(self.confidence)
-        devices = plan_for(file, facts, copies=self.copies).devices
-        if self.hosts is not None:
-            devices = in_turn(devices, self.hosts)
+        devices = devices_of(file, facts, copies=self.copies)
         scenario = None if self.scenario is None else SCENARIOS[self.scenario]
         outcomes = [
             simulate(

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from layershuffle.cli.command import Command
+from layershuffle.cli.command import Command, Inline
 from layershuffle.extras import require
 from layershuffle.swarm.settings import SwarmSettings
 from layershuffle.text import counted
@@ -75,7 +75,7 @@ def steps() -> Callable[[str], None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpCommand(SwarmSettings, Command):
+class UpCommand(Command):
     """Serve a model from hosts: API, page, and the place where hosts dial in, on one port.
 
     Starts --hosts processes on this machine, which end with it. Hosts on other machines run
@@ -83,6 +83,7 @@ class UpCommand(SwarmSettings, Command):
     address and the next commands.
     """
 
+    settings: Inline[SwarmSettings] = field(default_factory=SwarmSettings)
     log_json: bool = False
     """Write the log, on standard error, as lines of JSON."""
 
@@ -100,12 +101,12 @@ class UpCommand(SwarmSettings, Command):
         def ready(coordinator: Coordinator, url: str, key: str) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, serving.reload)
             # Only for eyes: what is printed elsewhere becomes a log, which others may read.
-            shown = key if self.page and sys.stdout.isatty() else ""
+            shown = key if self.settings.page and sys.stdout.isatty() else ""
             print(self.described(coordinator, url, serving=serving, key=shown), flush=True)
 
         with logged(as_json=self.log_json):
-            serving = Serving(self)
-            model = ServedModel(served_directory(self.model, say=say))
+            serving = Serving(self.settings)
+            model = ServedModel(served_directory(self.settings.model, say=say))
             # A service manager ends it as Ctrl-C does: the blocks below end the hosts.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             with suppress(KeyboardInterrupt):
@@ -134,11 +135,11 @@ class UpCommand(SwarmSettings, Command):
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
         token = coordinator.members.token if key else "TOKEN"
         lines = [
-            f"{self.model}, {coordinator.model.depth} blocks on {hosts}. It answers at {url} "
-            f"(API: {url}/openapi.json). In another shell:",
+            f"{self.settings.model}, {coordinator.model.depth} blocks on {hosts}. It answers at "
+            f"{url} (API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
-            f"  layershuffle swarm drill{address} --requests 300{state_flag(self.state)}",
+            f"  layershuffle swarm drill{address} --requests 300{state_flag(self.settings.state)}",
             f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}{authority}",
             f"A browser tab as a host: {join_address(url, token=token)}",
         ]

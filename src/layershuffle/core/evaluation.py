@@ -107,13 +107,20 @@ class Tally:
             self.steps = (self.steps or 0) + steps.sum()
 
     def check(self) -> None:
-        """Raises `DataError` if there was no image, or a label that is not a class of the model."""
+        """Raises `DataError` if there was no image, a label that is not a class of the model, or
+        another number of images than of rows of the groups."""
         if not self.images:
             raise DataError("There is nothing to evaluate: no image was given")
         if invalid := int(self.invalid_labels):
             raise DataError(
                 f"{invalid} of {self.images} labels are not class numbers of the model",
                 hint="number the classes from 0; give the model a head with as many outputs",
+            )
+        if self.groups is not None and self.groups.images != self.images:
+            more = " and more" if self.images > self.groups.images else ""
+            raise DataError(
+                f"There are {self.images} images{more}, but groups for {self.groups.images}",
+                hint="give `groups` a row for every image of the batches",
             )
 
     def values(self) -> dict[str, Any]:
@@ -206,13 +213,6 @@ def evaluate(
             if groups is not None and columns[0].tally.images > len(groups):
                 break
     columns[0].tally.check()
-    images = columns[0].tally.images
-    if groups is not None and len(groups) != images:
-        more = " and more" if images > len(groups) else ""
-        raise DataError(
-            f"There are {images} images{more}, but groups for {len(groups)}",
-            hint="give `groups` a row for every image of the batches",
-        )
     return [
         Score(
             mode=column.mode,

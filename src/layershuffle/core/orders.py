@@ -14,10 +14,9 @@ An order is written as "3,0,2" if every step reads the newest version, as "3+7+0
 
 from __future__ import annotations
 
-import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -93,33 +92,6 @@ class ExecutionOrder:
             steps += _parse_steps(word, text, position=len(steps))
         blocks, versions = zip(*steps, strict=True)
         return cls(blocks, depth, versions)
-
-    @classmethod
-    def from_json(cls, data: str | Mapping[str, Any]) -> ExecutionOrder:
-        """The order that `to_json` wrote, from its text or from the decoded mapping."""
-        try:
-            fields = json.loads(data) if isinstance(data, str) else dict(data)
-            blocks, depth, versions = fields["blocks"], fields["depth"], fields.get("versions")
-        # json parses nested lists recursively, and a gateway's clients may nest thousands of them.
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"This is not an execution order in JSON ({error.__class__.__name__}: {error})",
-                hint='the form is {"blocks": [3, 0, 2], "depth": 12}',
-            ) from error
-        # A string is iterable too, and "210" would become three block ids.
-        for name, values in (("blocks", blocks), ("versions", versions)):
-            if not isinstance(values, (list, tuple)) and not (
-                name == "versions" and values is None
-            ):
-                raise UsageError(f'"{name}" must be a list of integers, not {values!r}')
-        return cls(tuple(blocks), depth, None if versions is None else tuple(versions))
-
-    def to_json(self) -> str:
-        """`{"blocks": [3, 0, 2], "depth": 12}`, with "versions" if a step reads an older one."""
-        fields: dict[str, Any] = {"blocks": list(self.blocks), "depth": self.depth}
-        if self.versions is not None:
-            fields["versions"] = list(self.versions)
-        return json.dumps(fields)
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:

@@ -34,7 +34,7 @@ from layershuffle.export.graphs import (
     graph_of,
 )
 from layershuffle.extras import require
-from layershuffle.files import refuse_others, staged_directory, write_bytes, write_text
+from layershuffle.files import listed_by, refuse_others, staged_directory, write_bytes, write_text
 from layershuffle.machine import collector_paused, processor, versions
 from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
@@ -136,8 +136,7 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
 
 def _opened(spec: str, out: Path) -> nn.Module:
     require("export")
-    ours = (MANIFEST, CALIBRATION, "*.onnx", "*.weights")
-    refuse_others(out, ours=ours, kind="exported model")
+    refuse_others(out, ours=[CALIBRATION, *listed_by(out / MANIFEST)], kind="exported model")
     model = load(spec)
     if isinstance(blocks_of(model)[0], OnnxGraph):
         raise UsageError(

@@ -33,9 +33,16 @@ Variant = tuple[Combine, EnsembleOrders]
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleScore(Score):
-    """A score of an ensemble. `member_orders`: those of the members; empty if drawn per batch."""
+    """A score of an ensemble. `member_orders`: those of the members; empty if drawn per batch, and
+    then `batch_orders` are those of the first member."""
 
     member_orders: tuple[ExecutionOrder, ...] = ()
+
+    @property
+    def kept(self) -> int:
+        """The number of steps in one pass through the blocks that ran, of the first member."""
+        first = (self.member_orders or self.batch_orders)[0]
+        return len(first) // (1 if self.mode is None else self.mode.passes)
 
 
 def evaluate_ensemble(
@@ -133,6 +140,10 @@ def evaluate_ensembles(
                 # The order of the ensemble, if all members have the same.
                 order=members[0] if (kind == "same" or not drawn) and not per_batch else None,
                 member_orders=() if per_batch else members,
+                batch_orders=tuple(
+                    drawn_for(kind, index, batch)[0]
+                    for batch in range(number + 1 if per_batch else 0)
+                ),
                 **tally.values(),
             )
             scores[combine, kind].append(score)

@@ -85,8 +85,9 @@ def score_merging(
     trained = [trained_with(backbone_of(donor)) for donor in group.donors]
     options = DataOptions(
         train=settings.soups,
-        # The share that was held out in training, so the greedy soup uses no training images.
-        holdout=trained[0].get("holdout", DataOptions.holdout),
+        # What all donors held out in training, so the greedy soup uses no training images: held-out
+        # parts of the same data contain each other.
+        holdout=min(run.get("holdout", DataOptions.holdout) for run in trained),
     )
     opened = open_scored(group.donors, data, settings=settings, options=options, names=group.names)
     # Again, because donors without names have some now.

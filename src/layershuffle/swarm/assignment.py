@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 COPIES = 2
 """Members that hold a block, so that the death of one is felt by nobody."""
@@ -81,10 +83,11 @@ class _Table:
         self.holders: dict[str, list[str]] = {digest: [] for digest in self.places}
         self.files: dict[str, list[str]] = {name: [] for name in devices}
         self.room = {name: device.memory for name, device in devices.items()}
-        total = sum(device.speed for device in devices.values()) or 1.0
-        # What each would hold if all worked by their speed, rounded down.
-        work = copies * len(self.places)
-        self.share = {name: int(work * d.speed / total) for name, d in devices.items()}
+        # What each would hold if all worked by their speed, rounded up, so that all have work; as
+        # fractions, because equal devices would hold one more where their floats add up to less.
+        speeds = {name: Fraction(device.speed) for name, device in devices.items()}
+        work = Fraction(copies * len(self.places)) / (sum(speeds.values()) or 1)
+        self.share = {name: ceil(work * speed) for name, speed in speeds.items()}
         for name, device in devices.items():
             for digest in self.places:
                 # A device may come back with less memory.

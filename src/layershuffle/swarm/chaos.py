@@ -78,12 +78,14 @@ class ChaosTransport:
 
     def _lies(self, visit: Visit) -> bool:
         faults = self._faults.get(visit.host, ())
+        if "wrong" in faults:
+            return True
         # Canaries have no budget, by which a careful liar recognises them.
-        if "wrong" in faults or visit.budget is None:
-            return "wrong" in faults
-        return "wrong-but-canaries" in faults or (
-            "wrong-rarely" in faults and bool(self._chance.random() < _RARELY)
-        )
+        if visit.budget is None:
+            return False
+        if "wrong-but-canaries" in faults:
+            return True
+        return "wrong-rarely" in faults and bool(self._chance.random() < _RARELY)
 
     async def _slowly(self, visit: Visit, state: State, *, form: Wire) -> Answer:
         """Run one visit after the other, because a host computes in one thread; without batches."""

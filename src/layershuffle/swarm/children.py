@@ -16,8 +16,10 @@ from collections.abc import Mapping
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.limits import Limits
+from layershuffle.text import one_line
 
 _PR_SET_PDEATHSIG = 1
+_KEPT = 1000  # bytes of what a process said last
 _log = logging.getLogger(__name__)
 
 
@@ -87,30 +89,38 @@ class Children:
         while True:
             await self._held[name].wait()
             begun = loop.time()
-            words = (*self._words, "--name", name)
-            reading, writing = os.pipe()
             try:
-                os.write(writing, self._token)
-                self._processes[name] = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "layershuffle_host", *words),
-                    stdin=reading,
-                    stderr=asyncio.subprocess.PIPE,
-                    preexec_fn=_die_with_parent,
-                )
-            finally:
-                os.close(reading)
-                os.close(writing)
-            last = b""
-            assert process.stderr is not None
-            async for line in process.stderr:
-                last = line
-            code = await process.wait()
+                end = await self._run(name)
+            except OSError as error:  # the machine has no process or file left: it may have again
+                end = f"cannot be started: {one_line(error)}"
             if 1000 * (loop.time() - begun) >= limits.stable_ms:
                 pause_ms = limits.restart_ms / 2
             pause_ms = min(2 * pause_ms, limits.restart_max_ms)
-            why = last.decode(errors="replace").strip()
-            _log.warning("The process of host %s has ended (%s): %s", name, code, why)
+            _log.warning("The process of host %s %s", name, end)
             await asyncio.sleep(pause_ms / 1000)
+
+    async def _run(self, name: str) -> str:
+        """Start the process of a host and wait for its end; returns how it ended."""
+        words = (*self._words, "--name", name)
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, self._token)
+            self._processes[name] = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "layershuffle_host", *words),
+                stdin=reading,
+                stderr=asyncio.subprocess.PIPE,
+                preexec_fn=_die_with_parent,
+            )
+        finally:
+            os.close(reading)
+            os.close(writing)
+        tail = b""
+        assert process.stderr is not None
+        # Not by lines, of which a reader refuses long ones.
+        while more := await process.stderr.read(_KEPT):
+            tail = (tail + more)[-_KEPT:]
+        last = tail.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"has ended ({await process.wait()}): {last}"
 
 
 # Loaded here, because nothing may be imported between fork and exec.

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from layershuffle.errors import ModelFileError
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import rounded
@@ -35,6 +36,7 @@ from layershuffle.swarm.state import HostView, Swarm
 
 _TICK = 0.05  # seconds between checks of which hosts are due
 _AUDITS = 8  # at a time; further visits are not audited meanwhile
+_REMIND = 60.0  # seconds between two lines of the log on files that are gone
 _MILLI = 1000.0
 _NOISE = 0.1  # in a canary, as a share of the spread of a real state
 # The largest difference due to rounding on the wire, relative to the largest value.
@@ -51,8 +53,8 @@ _log = logging.getLogger(__name__)
 class Reference:
     """The reference for hosts that hold a block: the block itself, in this process.
 
-    `compute` returns the state after the block, float32 `[images, tokens, width]`. `sample` is a
-    typical input of the block, of one image; `digest` is that of the weights.
+    `compute` returns the state after the block, float32 `[1, tokens, width]`. `sample` is a
+    typical input of the block; `digest` is that of the weights.
     """
 
     sample: State
@@ -139,7 +141,7 @@ class Habit:
     def audits(
         self, before: State, after: State, *, share: float, chance: np.random.Generator
     ) -> bool:
-        """Whether the visit with these states `[images, tokens, width]` around it is audited.
+        """Whether the visit with these states `[1, tokens, width]` around it is audited.
 
         In the long run a fraction `share` of visits is, drawn from the secret generator `chance`;
         if it is small, half of these are chosen for their oddness, and none if it is 1.
@@ -187,6 +189,7 @@ class HealthMonitor:
         self._questions: dict[tuple[int, str], _Question] = {}
         self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_watched` says otherwise
         self._audits: set[asyncio.Task[None]] = set()
+        self._told = -math.inf
         router.observers.append(self._observe)
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
@@ -266,7 +269,7 @@ class HealthMonitor:
                 self._set_alarm(visit.host, self.router.clock() + every)
 
     async def canary(self, visit: Visit) -> str:
-        """Test a block of a host now; returns the fault, or "" without one.
+        """Test a block of a host now; returns why it has not passed, or "" if it has.
 
         A failure counts against the host as for any visit, and a wrong answer shuts it out.
         """
@@ -274,8 +277,15 @@ class HealthMonitor:
         if reference is None:
             return ""
         question = self._question(visit.block, reference)
-        # Shielded, because the canaries of other hosts wait for it as well.
-        expected = await asyncio.shield(question.output)
+        try:
+            # Shielded, because the canaries of other hosts wait for it as well.
+            expected = await asyncio.shield(question.output)
+        except ModelFileError as error:  # somebody removed the files, which is no host's fault
+            now = self.router.clock()
+            if now - self._told >= _REMIND:
+                self._told = now
+                _log.error("A block of a host cannot be tested, so it is not used: %s", error)
+            return error.cause
         hop = await self._ask(visit, question.start, expected=expected)
         if self._reference_of(visit.host, visit.block) is not reference:
             return ""  # it got other weights meanwhile, so the answer proves nothing
@@ -335,9 +345,6 @@ class HealthMonitor:
         share = self.router.limits.audit_share
         if after is None or not share:
             return
-        if len(after) > 1:
-            row = int(self._chance.integers(len(after)))  # one image stands for all of them
-            before, after = before[row : row + 1], after[row : row + 1]
         habit = self._habits.setdefault(hop.host, Habit())
         chosen = habit.audits(before, after, share=share, chance=self._chance)
         reference = self._reference_of(hop.host, hop.block)

@@ -75,8 +75,8 @@ class VisitError(LayerShuffleError):
 class Visited(NamedTuple):
     """One hop of a route: times in milliseconds, `why` unless the outcome is "answered".
 
-    `images`: images of the request; `batch`: as in `Answer`; `lag_ms`: time beyond the expected
-    one, `None` for canaries; `begun_ms`: its begin, since that of its walk.
+    `batch`: as in `Answer`; `lag_ms`: time beyond the expected one, `None` for canaries;
+    `begun_ms`: its begin, since that of its walk.
     """
 
     host: str
@@ -86,7 +86,6 @@ class Visited(NamedTuple):
     compute_ms: float = 0.0
     queue_ms: float = 0.0
     why: str = ""
-    images: int = 1
     batch: float = 1.0
     lag_ms: float | None = None
     begun_ms: float = 0.0

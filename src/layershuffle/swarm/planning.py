@@ -137,19 +137,20 @@ def read_hosts(path: Path) -> HostsFile:
         raise SettingsError(error.cause, place=path, hint=hint) from error
 
 
-def plan_for(file: HostsFile, facts: ModelFacts, *, copies: int = COPIES) -> Planned:
-    """The plan for these devices. Raises `UsageError` if their memory is too small for all blocks.
+def devices_of(
+    file: HostsFile, facts: ModelFacts, *, copies: int = COPIES
+) -> dict[str, SimulatedDevice]:
+    """The devices by name with the blocks that a gateway would give them, those without left out.
 
-    >>> planned = plan_for(HostsFile(hosts={"pi": {"memory_mb": 1}}), facts)  # doctest: +SKIP
+    Raises `UsageError` if their memory is too small for all blocks.
     """
-    hosts, block_ms = file.named(), facts.block_ms
+    hosts = file.named()
     holders = [
         Holder(name, memory=int(spec.memory_mb * MEGA), speed=spec.speed)
         for name, spec in hosts.items()
     ]
     blocks_of = assign(holders, facts.blocks, copies=copies)
-    places = range(len(facts.blocks))
-    if missing := sorted(set(places).difference(*blocks_of.values())):
+    if missing := sorted({*range(len(facts.blocks))}.difference(*blocks_of.values())):
         sizes = {file.digest: file.size for file in facts.blocks}
         needed, there = sum(sizes.values()), sum(holder.memory for holder in holders)
         raise UsageError(
@@ -157,15 +158,25 @@ def plan_for(file: HostsFile, facts: ModelFacts, *, copies: int = COPIES) -> Pla
             f"hosts have {there / MEGA:.2f} MB",
             hint="add hosts or memory",
         )
-    seconds = np.array([block_ms / spec.speed / _MILLI for spec in hosts.values()])
-    memory = np.array([holder.memory for holder in holders], dtype=np.float64)
-    allowed = np.array([[block in blocks_of[name] for block in places] for name in hosts])
+    return {
+        name: SimulatedDevice(blocks_of[name], facts.block_ms / spec.speed, spec.link_ms)
+        for name, spec in hosts.items()
+        if blocks_of[name]
+    }
+
+
+def plan_for(file: HostsFile, facts: ModelFacts, *, copies: int = COPIES) -> Planned:
+    """The plan for these devices. Raises what `devices_of` raises.
+
+    >>> planned = plan_for(HostsFile(hosts={"pi": {"memory_mb": 1}}), facts)  # doctest: +SKIP
+    """
+    hosts, devices = file.named(), devices_of(file, facts, copies=copies)
+    blocks_of = [devices[name].blocks if name in devices else () for name in hosts]
+    allowed = np.array([[n in blocks for n in range(len(facts.blocks))] for blocks in blocks_of])
+    seconds = np.array([facts.block_ms / spec.speed / _MILLI for spec in hosts.values()])
+    memory = np.array([float(int(spec.memory_mb * MEGA)) for spec in hosts.values()])
     return Planned(
-        devices={
-            name: SimulatedDevice(blocks_of[name], block_ms / spec.speed, spec.link_ms)
-            for name, spec in hosts.items()
-            if blocks_of[name]
-        },
+        devices=devices,
         most=most_per_second(seconds, facts.blocks, memory=memory, allowed=allowed),
         bound=most_per_second(seconds, facts.blocks, memory=memory, allowed=np.ones_like(allowed)),
     )

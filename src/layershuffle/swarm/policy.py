@@ -63,9 +63,8 @@ class RequestProgress:
     read. `deadline`: when the answer must be ready, in seconds of the router's clock. `min_blocks`:
     with fewer blocks the request waits, as long as it has time, for hosts that may come back.
     `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
-    `images`: the number of images in its state. `under_way`: all visits in flight. `chance`: that
-    the answer after the blocks in `done` is right; in free order the request ends when it reaches
-    `confidence`.
+    `under_way`: all visits in flight. `chance`: that the answer after the blocks in `done` is
+    right; in free order the request ends when it reaches `confidence`.
     """
 
     depth: int
@@ -74,7 +73,6 @@ class RequestProgress:
     routing: Routing = "order-free"
     done: list[int] = field(default_factory=list)
     seed: int = 0
-    images: int = 1
     versions: list[int] = field(default_factory=list)
     under_way: Sequence[UnderWay] = ()
     chance: float = 0.0
@@ -117,11 +115,13 @@ def decide(
     sure = progress.confidence is not None and progress.chance >= progress.confidence
     # A pipeline gives no partial answers (decision 010).
     late: Ending = "deadline" if free else "lost"
-    ended: Ending | None = late if left <= 0 else None
+    ended: Ending | None = None
     if len(ran) == depth:
         ended = "complete"
     elif sure and free and len(ran) >= progress.min_blocks:
         ended = "sure"
+    elif left <= 0:
+        ended = late
     if ended is not None:
         return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
@@ -208,7 +208,7 @@ def _first_answer(
     pace, alone = swarm.pace(limits), all(visit.late for visit in progress.under_way)
     offers = [
         # The name breaks ties, so the result is the same in every run.
-        (expected(host, pace=pace, images=progress.images), host.name, host)
+        (expected(host, pace=pace), host.name, host)
         for host in compared(progress, swarm, blocks=blocks, limits=limits)
         # Queueing behind others would gain nothing and delay another request.
         if alone or not host.waiting
@@ -229,7 +229,7 @@ def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> flo
     """Seconds after which a visit expected to take `seconds` is late; never beyond `left`.
 
     `lag`: what visits may take beyond that, judged by recent ones (`state.lag_of`). The cap is for
-    hosts that stopped answering; visits that are known to take longer (many images) get more time.
+    hosts that stopped answering; one that is known to be slow gets more time.
     """
     patience = max(limits.hop_factor * (seconds + lag), limits.hop_floor_ms / 1000)
     return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * seconds), left)

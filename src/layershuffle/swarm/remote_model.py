@@ -30,7 +30,7 @@ _INLINE_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class Classified:
-    """Logits `[images, classes]`, float32, the route, and times in milliseconds.
+    """Logits `[1, classes]`, float32, the route, and times in milliseconds.
 
     `temperature`: what makes their probabilities the chance of being right, `None` if unknown.
     """
@@ -90,13 +90,13 @@ class RemoteModel:
 
     async def classify(
         self,
-        images: NDArray[np.float32],
+        image: NDArray[np.float32],
         *,
         deadline: float,
         min_blocks: int | None = None,
         confidence: float | None = None,
     ) -> Classified:
-        """Classify `images` `[n, channels, height, width]`, prepared for the model's view.
+        """Classify an `image` `[1, channels, height, width]`, prepared for the model's view.
 
         `deadline`: in seconds of the router's clock. With too few blocks for half of the accuracy
         it waits for hosts that may come back, but still answers in time. It ends with fewer blocks
@@ -114,14 +114,13 @@ class RemoteModel:
         late_by = max(0.0, head - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
         async with until(deadline, "the model's stem had run", clock=router.clock):
-            start = await self._stem.result(model.stem, images)
+            start = await self._stem.result(model.stem, image)
         entered = time.perf_counter()
 
         def chance(state: State, blocks: int) -> float:
             nonlocal answered
             answered = state, self._head.run(model.head, state)
-            # Of several answers the least sure counts.
-            return float(probabilities(answered[1], self.temperatures[blocks - 1]).max(-1).min())
+            return float(probabilities(answered[1], self.temperatures[blocks - 1]).max())
 
         state, route = await router.walk(
             start,

@@ -125,7 +125,7 @@ class Router:
     ) -> tuple[State, Route]:
         """Run the blocks that can be reached; return the state after them, and the route.
 
-        `start`: float32 `[images, tokens, width]`; `deadline`: the time to return, in seconds of
+        `start`: float32 `[1, tokens, width]`; `deadline`: the time to return, in seconds of
         the router's clock; `min_blocks`: with fewer blocks, the request waits for hosts that may
         come back. Failing hosts raise no exception: the route names the skipped blocks with the
         reasons. `chance(state, blocks)`: that the answer after so many blocks is right; the request
@@ -138,7 +138,6 @@ class Router:
             min_blocks=min_blocks,
             routing=self.routing,
             seed=next(self._numbers),
-            images=len(start),
             confidence=confidence,
             state=start,
             started=self.clock(),
@@ -194,8 +193,7 @@ class Router:
     def _drop(self, call: PendingVisit) -> None:
         """Nobody waits for a visit any more; without this its host would look busy forever."""
         call.answer.cancel()
-        work = len(call.before)
-        self.update(call.visit.host, lambda host: state.sent(host, -work))
+        self.update(call.visit.host, lambda host: state.sent(host, -1))
 
     async def _wait(self, walk: Walk, action: Wait) -> None:
         """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes.
@@ -229,7 +227,7 @@ class Router:
         """Send the newest state to a host, as decided at `now`."""
         # Read before the visit is sent: a host may have begun by the time that this goes on.
         before, started = walk.state, self.clock()
-        self.put(state.sent(self.swarm[visit.host], len(before)))
+        self.put(state.sent(self.swarm[visit.host]))
         answer = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
 
         def over(answer: asyncio.Future[Answer]) -> None:
@@ -298,7 +296,6 @@ class Router:
             visit.block,
             outcome,
             ms=seconds * _MILLI,
-            images=len(call.before),
             lag_ms=(seconds - visit.expected) * _MILLI,
             begun_ms=(call.started - walk.started) * _MILLI,
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from typing import Any
 
+from layershuffle.swarm.assignment import COPIES
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
@@ -15,45 +16,48 @@ from layershuffle.swarm.members import Members
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.settings import SwarmSettings
+from layershuffle.swarm.settings import Wire
 
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Service:
-    """A running swarm: its hosts, and the model that answers."""
-
-    coordinator: Coordinator
-    remote_model: RemoteModel
-
-
 @asynccontextmanager
 async def running_service(
-    settings: SwarmSettings, model: ServedModel, *, token: str, limits: Limits | None = None
-) -> AsyncIterator[Service]:
-    """The swarm of `model`, without hosts: they dial in to the routes of its `members`, and know
-    `token`."""
+    model: ServedModel,
+    *,
+    token: str,
+    copies: int = COPIES,
+    wire: Wire = "fp32",
+    limits: Limits | None = None,
+) -> AsyncIterator[tuple[Coordinator, RemoteModel]]:
+    """The swarm of `model`, without hosts, and the model that answers by it. Hosts dial in to the
+    routes of the coordinator's `members`, and know `token`."""
     members = Members(model, token=token)
-    router = Router(
-        members,
-        depth=model.depth,
-        limits=limits or Limits(),
-        routing=settings.routing,
-        wire=settings.wire,
-    )
-    coordinator = Coordinator(model, router=router, members=members, copies=settings.copies)
+    router = Router(members, depth=model.depth, limits=limits or Limits(), wire=wire)
+    coordinator = Coordinator(model, router=router, members=members, copies=copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
-    watch = asyncio.create_task(_keep_watch(coordinator))
     try:
-        yield Service(coordinator, remote_model)
+        async with beside(_keep_watch(coordinator)):
+            yield coordinator, remote_model
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """`works` run until the end of the block. The first error of one ends the block, and is the
+    block's."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            yield
+            for task in tasks:
+                task.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904 -- it has its own cause
 
 
 async def _keep_watch(coordinator: Coordinator) -> None:

@@ -1,13 +1,13 @@
-"""How a swarm is served: the settings of `swarm up`.
-
-It imports nothing, because the command line needs flags and names for `--help`.
-"""
+"""How a swarm is served: the settings of `swarm up`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from layershuffle.settings import Above, Positive, Settings
 
 Routing = Literal["order-free", "sequential"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -15,27 +15,24 @@ Wire = Literal["fp32", "fp16", "int8"]
 DEFAULT_MODEL = "bundled:digits-onnx"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwarmSettings:
+class SwarmSettings(Settings):
     """What is served, from which hosts, and to whom."""
 
     model: str = DEFAULT_MODEL
     """Model to serve: a directory of `layershuffle export`, or any model, which is exported
     first."""
-    hosts: int = 4
+    hosts: Annotated[int, Field(ge=0)] = 4
     """Hosts to start on this machine; 0 if others dial in."""
     ray: str | None = None
     """Address of a Ray cluster (or auto): a host on each of its nodes, which need layershuffle-host
     and reach --listen. With https they have to trust the certificate as it is."""
-    copies: int = 2
+    copies: Positive = 2
     """Hosts that hold each block, where they have room."""
-    memory_mb: float = 200.0
+    memory_mb: Above = 200.0
     """Megabytes of weights that each host of this machine, or of Ray, takes."""
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
     directory of --state)."""
-    routing: Routing = "order-free"
-    """How blocks are ordered: order-free, or sequential (a classical pipeline)."""
     wire: Wire = "fp32"
     """Number format of states on the wire."""
     listen: str = "127.0.0.1"

@@ -31,14 +31,13 @@ Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
 class HostView(NamedTuple):
     """One host as the router sees it.
 
-    `compute` and `link` are averages in seconds: per block and image, and per visit of one image
-    beyond compute and queue; they are `None` until measured. `lag`: the longest recent time, in
-    seconds, that a visit took beyond the expected one; it decays from visit to visit. `batch`: the
-    average number of images that it computes together. `waiting` counts the images of visits
-    sent and not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time
-    from which a suspect may be probed, or until which requests wait for a host whose process died.
-    `why` explains every condition but "healthy", and that if no block fits. `loading`: blocks that
-    it will serve soon.
+    `compute` and `link` are averages in seconds: per block and image, and per visit beyond compute
+    and queue; they are `None` until measured. `lag`: the longest recent time, in seconds, that a
+    visit took beyond the expected one; it decays from visit to visit. `batch`: the average number
+    of images that it computes together. `waiting` counts the visits sent and not answered yet.
+    `strikes` counts failures since the last answer. `retry_at`: the time from which a suspect may
+    be probed, or until which requests wait for a host whose process died. `why` explains every
+    condition but "healthy", and that if no block fits. `loading`: blocks that it will serve soon.
     """
 
     name: str
@@ -176,17 +175,17 @@ def _middle(times: Sequence[float], *, otherwise: float) -> float:
     return times[half] if len(times) % 2 else (times[half - 1] + times[half]) / 2
 
 
-def expected(host: HostView, *, pace: Pace, images: int = 1) -> float:
+def expected(host: HostView, *, pace: Pace) -> float:
     """Seconds until `host` would answer a visit: link, queue and compute.
 
-    Its block is assumed to run in a batch of the host's usual size, or with its own images if they
-    are more. Waiting work takes its share of such batches.
+    Its block is assumed to run in a batch of the host's usual size. Waiting work takes its share of
+    such batches.
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
     # `waiting` is this router's own count: asking the host would cost a visit, and the answer would
     # be outdated.
-    return link * images + compute * (host.waiting + max(images, host.batch))
+    return link + compute * (host.waiting + host.batch)
 
 
 def lag_of(host: HostView, pace: Pace) -> float:
@@ -198,10 +197,10 @@ def lag_of(host: HostView, pace: Pace) -> float:
     return max(host.lag or 0.0, pace.lag)
 
 
-def sent(host: HostView, images: int) -> HostView:
-    """A visit of so many images was sent; if they are negative, it is over without an answer."""
+def sent(host: HostView, visits: int = 1) -> HostView:
+    """So many visits were sent; if they are negative, they are over without an answer."""
     # A restarted host begins with 0, while visits to its old process are still ending.
-    return host._replace(waiting=max(0, host.waiting + images))
+    return host._replace(waiting=max(0, host.waiting + visits))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
@@ -212,7 +211,7 @@ def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
         link=link,
         lag=_lag_after(host, hop, fade=limits.lag_fade),
         batch=batch,
-        waiting=max(0, host.waiting - hop.images),
+        waiting=max(0, host.waiting - 1),
         # Also of a suspect: it is late, not gone. But only a probe brings it back.
         strikes=0,
     )
@@ -225,17 +224,11 @@ def _lag_after(host: HostView, hop: Visited, *, fade: float) -> float | None:
     return max(hop.lag_ms / 1000, (1 - fade) * (host.lag or 0.0))
 
 
-def _times_with(
-    host: HostView, hop: Visited, *, limits: Limits
-) -> tuple[float, float | None, float]:
-    """The averages `compute`, `link` and `batch` with the hop's times.
-
-    Only visits of one image measure the link; canaries are such visits.
-    """
-    link, weight = host.link, limits.average_weight
-    if hop.images == 1:
-        beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
-        link = _averaged(host.link, beyond, weight=weight)
+def _times_with(host: HostView, hop: Visited, *, limits: Limits) -> tuple[float, float, float]:
+    """The averages `compute`, `link` and `batch` with the hop's times."""
+    weight = limits.average_weight
+    beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
+    link = _averaged(host.link, beyond, weight=weight)
     compute = _averaged(host.compute, hop.compute_ms / 1000 / hop.batch, weight=weight)
     return compute, link, _averaged(host.batch, hop.batch, weight=weight)
 

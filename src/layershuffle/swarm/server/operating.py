@@ -16,7 +16,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,13 +146,21 @@ def state_directory(path: str | None = None) -> Path:
 
 
 class Upkeep:
-    """Watches over the files of a gateway: its directory `state`, its hosts' token, its `https`.
+    """Watches over the files of a gateway: its directory `state`, its hosts' token, its `https`,
+    and `model`, the manifest of what it serves now.
 
     `lag`: the longest recent time, in seconds, for which the event loop was late.
     """
 
-    def __init__(self, state: Path, *, token_file: Path, https: Https | None = None) -> None:
-        self._state, self._token_file, self.https = state, token_file, https
+    def __init__(
+        self,
+        state: Path,
+        *,
+        token_file: Path,
+        model: Callable[[], Path],
+        https: Https | None = None,
+    ) -> None:
+        self._state, self._token_file, self._model, self.https = state, token_file, model, https
         self.lag = 0.0
 
     @property
@@ -163,7 +172,8 @@ class Upkeep:
             return None
 
     def troubles(self) -> dict[str, str]:
-        """What will fail if nobody acts, by its kind: state, token, disk, certificate."""
+        """What will fail if nobody acts, by its kind: state, token, model, disk,
+        certificate."""
         troubles, free = {}, self.free_bytes
         if free is None:
             troubles["state"] = (
@@ -172,10 +182,16 @@ class Upkeep:
             )
         elif free < _LEAST_BYTES:
             troubles["disk"] = f"the disk of {self._state} has {free / 1e6:.0f} MB left"
-        if not self._token_file.is_file():
+        # Not by `Path`, which raises an error where a directory above may not be entered.
+        if not isfile(self._token_file):
             troubles["token"] = (
                 f"the token file {self._token_file} is gone: put it back before the next start, "
                 "or no host of another machine gets in"
+            )
+        if not isfile(manifest := self._model()):
+            troubles["model"] = (
+                f"the exported model {manifest} is gone: export it there again, or hosts that "
+                "come serve no block"
             )
         days = _SOON_DAYS if self.https is None else self.https.days
         if self.https is not None and days < _SOON_DAYS:

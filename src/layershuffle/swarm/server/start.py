@@ -14,8 +14,10 @@ from starlette.applications import Starlette
 
 from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
+from layershuffle.manifest import MANIFEST
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.on_ray import hosts_on_ray
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
@@ -25,7 +27,7 @@ from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.service import running_service
+from layershuffle.swarm.service import beside, running_service
 from layershuffle.swarm.settings import SwarmSettings
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -100,18 +102,23 @@ async def serve_swarm(
 
     `say` gets the steps of the start; `ready` the coordinator, the address and the operator's key,
     once it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot
-    be listened on.
+    be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
     settings, operated, https = serving.settings, serving.operated, serving.https
     # A port that is in use is found before hosts are started.
     GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
     token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
-    upkeep = Upkeep(operated.state, token_file=serving.token_file, https=https)
+    swarm = running_service(model, token=token, copies=settings.copies, wire=settings.wire)
     async with (
-        running_service(settings, model, token=token) as service,
-        local_hosts(service.coordinator, settings.hosts, memory=memory) as children,
+        swarm as (coordinator, remote_model),
+        local_hosts(coordinator, settings.hosts, memory=memory) as children,
     ):
-        coordinator = service.coordinator
+        upkeep = Upkeep(
+            operated.state,
+            token_file=serving.token_file,
+            model=lambda: coordinator.model.directory / MANIFEST,
+            https=https,
+        )
         if settings.hosts:
             lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
             if lacking:
@@ -119,7 +126,7 @@ async def serve_swarm(
                 why = "answers lack them until other hosts dial in, or these get more --memory-mb"
                 _log.warning("No host of this machine holds the blocks %s: %s", blocks, why)
         gateway = Gateway(
-            service.remote_model,
+            remote_model,
             coordinator,
             keys=serving.keys,
             model=settings.model,
@@ -132,32 +139,30 @@ async def serve_swarm(
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
-        tasks = [asyncio.create_task(upkeep.run())]
+        certificate = None if https is None else https.certificate
         try:
-            async with listening(
-                app,
-                host=settings.listen,
-                port=settings.port,
-                tls=None if https is None else https.context,
-                trusted=settings.trusted_proxy,
-                members=coordinator.members,
-            ) as (listener, served):
-                certificate = None if https is None else https.certificate
-                operated.publish(listener.url, hosts=children.names, certificate=certificate)
+            async with (
+                beside(upkeep.run()),
+                listening(
+                    app,
+                    host=settings.listen,
+                    port=settings.port,
+                    tls=None if https is None else https.context,
+                    trusted=settings.trusted_proxy,
+                    members=coordinator.members,
+                ) as (listener, served),
+            ):
+                url, others = listener.url, []
+                operated.publish(url, hosts=children.names, certificate=certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
-                    from layershuffle.swarm.on_ray import hosts_on_ray
-
-                    url = listener.url
-                    work = hosts_on_ray(settings.ray, url=url, token=token, memory=memory)
-                    tasks.append(asyncio.create_task(work))
-                ready(coordinator, listener.url, operated.key)
-                await served
+                    others = [hosts_on_ray(settings.ray, url=url, token=token, memory=memory)]
+                async with beside(*others):
+                    ready(coordinator, url, operated.key)
+                    # Shielded, because the block above ends it without a word of cancelled tasks.
+                    await asyncio.shield(served)
         finally:
             operated.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -180,13 +185,11 @@ async def local_hosts(
             memory=memory,
             limits=coordinator.router.limits,
         )
-        running = asyncio.create_task(children.run())
-        try:
-            yield children
-        finally:
-            coordinator.members.watcher = None  # that they leave now is no news
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        async with beside(children.run()):
+            try:
+                yield children
+            finally:
+                coordinator.members.watcher = None  # that they leave now is no news
 
 
 def token_in(path: Path) -> str:

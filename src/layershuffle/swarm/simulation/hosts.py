@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import Answer, State, Visit, VisitError
 from layershuffle.swarm.settings import Wire
 
@@ -33,24 +32,6 @@ class SimulatedDevice:
     blocks: frozenset[int]
     block_ms: float = 5.0
     link_ms: float = 5.0
-
-
-def in_turn(devices: Mapping[str, SimulatedDevice], hosts: int) -> dict[str, SimulatedDevice]:
-    """`hosts` hosts: copies of `devices`, in turn (NAME~2 ...).
-
-    Raises `UsageError` for fewer than there are devices.
-    """
-    names = list(devices)
-    if hosts < len(names):
-        raise UsageError(
-            f"The number of hosts must be at least that of the devices ({len(names)}), got {hosts}",
-            hint="with fewer hosts blocks would be missing; simulate more hosts or other devices",
-        )
-    rounds = [divmod(number, len(names)) for number in range(hosts)]
-    return {
-        names[place] + (f"~{turn + 1}" if turn else ""): devices[names[place]]
-        for turn, place in rounds
-    }
 
 
 @dataclass(eq=False, slots=True)
