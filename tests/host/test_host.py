@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import random
 import re
 import ssl
@@ -23,7 +24,7 @@ from exported import SHIPPED
 from layershuffle.core.stack import blocks_of
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle_host.blocks import Block
-from layershuffle_host.files import Source
+from layershuffle_host.files import Cache, Source
 from layershuffle_host.graph import RefusedGraph
 from layershuffle_host.host import Host, delays
 from layershuffle_host.wire import (
@@ -516,6 +517,35 @@ def test_two_hosts_share_a_cache(gateway: Gateway, tmp_path: Path) -> None:
             digests = [digest for digest, _, _ in gateway.fetched]
             assert sorted(digests) == sorted(set(digests))
             assert len(digests) == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("left", "fetched"), [(slice(2000), (2000, 206)), (slice(None), (0, 200))])
+def test_a_host_goes_on_where_another_one_of_its_cache_stopped(
+    gateway: Gateway, tmp_path: Path, left: slice, fetched: tuple[int, int]
+) -> None:
+    """It has opened the file by then. What is longer than the file is fetched anew."""
+    digest = gateway.blocks[0]["weights"]["sha256"]
+    content = gateway.files[digest]
+    other = (tmp_path / f"{digest}.part").open("ab", buffering=0)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    class Stopping(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            other.write((content + b"longer")[left])
+            other.close()
+            return False
+
+    async def main() -> None:
+        async with gateway.listening():
+            source = Source(f"http://127.0.0.1:{gateway.port}", TOKEN, None)
+            cache = Cache(tmp_path, limit=1 << 30)
+            got = await asyncio.to_thread(
+                cache.content, digest, len(content), source=source, stopped=Stopping()
+            )
+            assert got == content
+        assert gateway.fetched == [(digest, *fetched)]
 
     asyncio.run(main())
 
