@@ -150,6 +150,11 @@ TABLES: dict[str, tuple[dict[str, dict], dict[str, Any], str, type[Exception]]] 
     "two labels": (both(2, a=[0, 1], b=[1, 0]), {"a": LABELS, "b": LABELS}, "", UsageError),
     "no such column": (both(2, a=[0, 1]), {"a": LABELS}, "?label=medium", UsageError),
     "one split": ({"train": rows(3, 0, label=[0, 1, 2])}, {"label": LABELS}, "", DataError),
+    "two names of a split": (
+        {**both(2, a=[0, 1]), "dev": rows(2, 9, a=[0, 1]), "valid": rows(2, 9, a=[0, 1])},
+        {"a": LABELS}, "", DataError,
+    ),
+    "images of labels": (both(2, a=[0, 1]), {"a": LABELS}, "?image=a", DataError),
 }  # fmt: skip
 
 

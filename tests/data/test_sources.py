@@ -378,14 +378,18 @@ def test_labels_of_tars_in_json_members_and_a_choice_of_images(tmp_path: Path) -
     assert [label for _, label in data.splits["test"].dataset] == [0, 1] * 3
 
 
-def test_a_row_without_an_image_is_named_and_can_be_left_out(tmp_path: Path) -> None:
-    test = rows(3, 50, label=[0, 1, 2])
-    test["img"][1] = None
-    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
-    place = saved(tmp_path, splits, label=LABELS)
+@pytest.mark.parametrize("cell", [None, {"bytes": None, "path": None}])
+def test_a_row_without_an_image_is_named_and_can_be_left_out(
+    cell: dict | None, tmp_path: Path
+) -> None:
+    columns, place = rows(6, 50, label=[0, 1, 2] * 2), tmp_path / "tables"
+    place.mkdir()
+    for split in ("train", "test"):
+        pq.write_table(pa.table(columns), place / f"{split}.parquet")
+        columns["img"][1] = cell
     with refuses(DataError, f"row 1 of hf:{place} (test)"):
         list(opened(f"hf:{place}").splits["test"].dataset)
-    assert opened(f"hf:{place}", skip_corrupt=True).splits["test"].size == 2
+    assert opened(f"hf:{place}", skip_corrupt=True).splits["test"].size == 5
 
 
 def test_a_colon_names_a_configuration_unless_it_is_part_of_a_folder(
