@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from made import CLASSES, idx_files, opened, rows, sample, saved, shard, splits_of
+from PIL import Image
 
 from layershuffle.data import ImageData, ImageView
 from layershuffle.data.transforms import Images
@@ -276,6 +277,15 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
         assert "val: 15 images in 4 groups" in data.notes
     assert data.splits["test"].size == 15
     assert opened(f"folder:{root}", skip_corrupt=True).splits["test"].size == 14
+
+
+def test_an_image_too_thin_for_the_model_is_named_and_can_be_left_out(root: Path) -> None:
+    """With its short side at 8 pixels, it would have 96 million."""
+    thin = root / "val" / "ant" / "thin.png"
+    Image.new("1", (1_500_000, 1)).save(thin)
+    with refuses(DataError, thin):
+        list(opened(f"folder:{root}").splits["test"].dataset)
+    assert opened(f"folder:{root}", skip_corrupt=True).splits["test"].size == 15
 
 
 def test_accents_in_two_ways_and_names_that_are_no_text(root: Path) -> None:
