@@ -32,6 +32,7 @@ WORDS, WHOLE = datasets.Value("string"), datasets.Value("int64")
         "formula?size=8", pytest.param("formula?test=" + "9" * 5000, id="5000 digits"),
         "torchvision:FashionMnist?root=x", "torchvision:CocoDetection?root=x",
         "torchvision:FashionMNIST", "torchvision:FashionMNIST?root=x&download=maybe",
+        "torchvision:OxfordIIITPet?root=x&split=test", "torchvision:FashionMNIST?root=x&split=test",
     ],
 )  # fmt: skip
 def test_specs(spec: str) -> None:

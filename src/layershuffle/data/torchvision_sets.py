@@ -114,6 +114,13 @@ def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
             place=request.spec,
             hint=f"{guess} {_HINT}".lstrip(),
         )
+    # Elsewhere splits are parts, and those are tried in turn.
+    if "split" in request.settings and not fits >= {"train", "split"}:
+        raise UsageError(
+            f"{request.place} has no kinds to choose by split",
+            place=request.spec,
+            hint="leave split out; of EMNIST it names the kind of letters",
+        )
     if not request.settings.get("root"):
         raise UsageError(
             "It is not said where the files are",
