@@ -107,6 +107,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str, Mapping[str, Any]]] = {
     "capital splits": (renamed(train="Train", val="Val"), "", {}),
     "other splits": (renamed(train="training", val="testing"), "", {}),
     "no group": (groups("file,group", "val/ant/100.png,a", "val/ant/103.png,"), "", {}),
+    "two groups of a file": (
+        groups("file,group", "val/ant/100.png,a", "train/ant/0.png,b", "val/ant/100.png,b"), "", {},
+    ),
     "no column of files": (groups("image,group", "val/ant/100.png,a"), "", {}),
 }  # fmt: skip
 

@@ -244,8 +244,8 @@ def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
 
 
 def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -> None:
-    """Links to the folder itself, to the same file and to another class, pipes, hidden folders,
-    other files."""
+    """Links to the folder itself, to themselves, to the same file and to another class, pipes,
+    hidden folders, other files."""
     ant = root / "val" / "ant"
     picture(ant / "deep" / "x.PNG", 3)
     picture(ant / ".thumbnails" / "1.png", 4)
@@ -254,6 +254,7 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     (ant / "loop").symlink_to(".")
     (ant / "again.png").symlink_to("900.png")
     (ant / "gone.png").symlink_to("nowhere")
+    (ant / "own.png").symlink_to("own.png")
     os.mkfifo(ant / "pipe.png")
     (ant / "bees").symlink_to("../bee")
     os.link(ant / "900.png", root / "val" / "bee" / "hard.png")
@@ -286,7 +287,9 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
     """With a limit and with skipped images, each image keeps its group."""
     (root / "val" / "bee" / "904.png").write_bytes(b"no image")
     lines = [f"val/{CLASSES[k % 3]}/{k}.png,{'ab'[k % 2]}{k // 910}" for k in range(900, 915)]
-    (root / "groups.csv").write_text("\n".join(["file,group", *lines[::-1], "train/x.png,z"]))
+    (root / "groups.csv").write_text(
+        "\n".join(["file,group", *lines[::-1], "train/x.png,z", "train/y.png"])
+    )
     for options in ({}, {"max_test": 7}, {"skip_corrupt": True}, {"train": False}):
         data = opened(f"folder:{root}", **options)
         groups = data.splits["test"].groups
