@@ -30,6 +30,7 @@ from layershuffle.text import one_line
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Errors of Pillow's decoders for damaged files.
 DECODE_ERRORS = (
+    AttributeError,  # of SPIDER
     OSError,
     SyntaxError,
     ValueError,
