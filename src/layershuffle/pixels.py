@@ -13,6 +13,8 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from layershuffle.text import one_line
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Errors of Pillow's decoders for damaged files.
 DECODE_ERRORS = (
+    AttributeError,  # of SPIDER
     OSError,
     SyntaxError,
     ValueError,
@@ -82,16 +85,22 @@ def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Ima
 
     Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
     """
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    with faults_named(place), Image.open(file, formats=formats()) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise DataError(
+                f"The image has {image.width} x {image.height} pixels, at most {MAX_PIXELS}",
+                place=place,
+                hint="shrink it",
+            )
+        return decoded(image, channels, place=place)
+
+
+@contextmanager
+def faults_named(place: str | Path) -> Iterator[None]:
+    """Within, an image that cannot be decoded is a DataError that names `place`."""
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(file, formats=formats()) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DataError(
-                    f"The image has {image.width} x {image.height} pixels, at most {MAX_PIXELS}",
-                    place=place,
-                    hint="shrink it",
-                )
-            return decoded(image, channels, place=place)
+        yield
     except (Image.DecompressionBombError, *DECODE_ERRORS) as error:
         # The text of an OSError repeats the place, or names a buffer of this process.
         reason = getattr(error, "strerror", None) or one_line(error)

@@ -179,12 +179,15 @@ def test_a_palette_with_transparency_and_floating_pixels() -> None:
 
 def test_damaged_and_absent_files_are_named(tmp_path: Path) -> None:
     whole = file_of(Image.effect_noise((64, 64), 50))
+    spider = file_of(Image.new("F", (8, 8)), "SPIDER")
     damaged = {
         "short.png": whole[: len(whole) // 2],
         "text.jpg": b"not an image",
         "empty.png": b"",
         "flipped.png": whole[:60] + bytes(200) + whole[260:],
         "short.avif": file_of(noise(1, size=(64, 64)), "AVIF")[:-300],
+        # The 27th number is that of an image within a stack, which the file is not.
+        "flipped.spi": spider[:104] + struct.pack("<f", 1) + spider[108:],
         "gone.png": None,
     }
     for name, content in damaged.items():

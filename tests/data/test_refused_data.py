@@ -32,6 +32,7 @@ WORDS, WHOLE = datasets.Value("string"), datasets.Value("int64")
         "formula?size=8", pytest.param("formula?test=" + "9" * 5000, id="5000 digits"),
         "torchvision:FashionMnist?root=x", "torchvision:CocoDetection?root=x",
         "torchvision:FashionMNIST", "torchvision:FashionMNIST?root=x&download=maybe",
+        "torchvision:OxfordIIITPet?root=x&split=test", "torchvision:FashionMNIST?root=x&split=test",
     ],
 )  # fmt: skip
 def test_specs(spec: str) -> None:
@@ -106,6 +107,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str, Mapping[str, Any]]] = {
     "capital splits": (renamed(train="Train", val="Val"), "", {}),
     "other splits": (renamed(train="training", val="testing"), "", {}),
     "no group": (groups("file,group", "val/ant/100.png,a", "val/ant/103.png,"), "", {}),
+    "two groups of a file": (
+        groups("file,group", "val/ant/100.png,a", "train/ant/0.png,b", "val/ant/100.png,b"), "", {},
+    ),
     "no column of files": (groups("image,group", "val/ant/100.png,a"), "", {}),
 }  # fmt: skip
 
@@ -150,6 +154,11 @@ TABLES: dict[str, tuple[dict[str, dict], dict[str, Any], str, type[Exception]]] 
     "two labels": (both(2, a=[0, 1], b=[1, 0]), {"a": LABELS, "b": LABELS}, "", UsageError),
     "no such column": (both(2, a=[0, 1]), {"a": LABELS}, "?label=medium", UsageError),
     "one split": ({"train": rows(3, 0, label=[0, 1, 2])}, {"label": LABELS}, "", DataError),
+    "two names of a split": (
+        {**both(2, a=[0, 1]), "dev": rows(2, 9, a=[0, 1]), "valid": rows(2, 9, a=[0, 1])},
+        {"a": LABELS}, "", DataError,
+    ),
+    "images of labels": (both(2, a=[0, 1]), {"a": LABELS}, "?image=a", DataError),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from made import CLASSES, idx_files, opened, rows, sample, saved, shard, splits_of
+from PIL import ExifTags, Image
 
 from layershuffle.data import ImageData, ImageView
 from layershuffle.data.transforms import Images
@@ -81,6 +82,25 @@ def imagenette(root: Path, broken: bool) -> str:
     return f"torchvision:Imagenette?root={root}"
 
 
+def pets(root: Path, broken: bool) -> str:
+    """A set of torchvision that opens images itself. They lie on their side."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for name in ("images", "annotations"):
+        (root / "oxford-iiit-pet" / name).mkdir(parents=True)
+    for split, seeds in SPLITS.items():
+        lines = []
+        for k in seeds:
+            file = file_of(noise(k).transpose(Image.Transpose.ROTATE_90), exif=exif)
+            path = root / "oxford-iiit-pet" / "images" / f"{CLASSES[k % 3]}_{k}.jpg"
+            # Of a file that is cut off, torchvision would leave the handle open.
+            path.write_bytes(b"no image" if broken and k == BAD else file)
+            lines.append(f"{path.stem} {k % 3 + 1} 1 1\n")
+        part = {"train": "trainval", "test": "test"}[split]
+        (root / "oxford-iiit-pet" / "annotations" / f"{part}.txt").write_text("".join(lines))
+    return f"torchvision:OxfordIIITPet?root={root}"
+
+
 SOURCES: dict[str, Callable[[Path, bool], str]] = {
     "folder": folders,
     "class folders": class_folders,
@@ -88,6 +108,7 @@ SOURCES: dict[str, Callable[[Path, bool], str]] = {
     "save_to_disk": lambda root, broken: tables(root, broken, parquet=False),
     "tars": tars,
     "torchvision": imagenette,
+    "pets": pets,
 }
 every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
@@ -111,7 +132,11 @@ def expected(split: str) -> list[tuple[bytes, int]]:
 def test_all_forms_of_the_same_images_are_the_same_data(tmp_path: Path, make: Callable) -> None:
     spec = make(tmp_path / "data", False)
     data = opened(spec)
-    names = {tars: ("0", "1", "2"), imagenette: ("tench", "English springer", "cassette player")}
+    names = {
+        tars: ("0", "1", "2"),
+        imagenette: ("tench", "English springer", "cassette player"),
+        pets: ("Ant", "Bee", "Cat"),
+    }
     assert [name.split(",")[0] for name in data.classes] == list(names.get(make, CLASSES))
     held_out = items(data, "holdout")
     assert sorted(items(data, "train") + held_out) == expected("train")
@@ -133,7 +158,7 @@ def test_a_corrupt_image_is_named_when_read_and_left_out_on_request(
     with pytest.raises(DataError) as error:
         items(opened(spec), "test")
     name = str(error.value.place)
-    assert "101" in name or name.endswith("(101.png)") or "image 2" in name
+    assert "101" in name or name.endswith("(101.png)") or "image 1 of" in name
     assert "--skip-corrupt" in str(error.value)
     data = opened(spec, skip_corrupt=True)
     assert data.splits["test"].size == 5
@@ -219,8 +244,8 @@ def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
 
 
 def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -> None:
-    """Links to the folder itself, to the same file and to another class, pipes, hidden folders,
-    other files."""
+    """Links to the folder itself, to themselves, to the same file and to another class, pipes,
+    hidden folders, other files."""
     ant = root / "val" / "ant"
     picture(ant / "deep" / "x.PNG", 3)
     picture(ant / ".thumbnails" / "1.png", 4)
@@ -229,6 +254,7 @@ def test_every_file_counts_once_and_hidden_and_special_ones_do_not(root: Path) -
     (ant / "loop").symlink_to(".")
     (ant / "again.png").symlink_to("900.png")
     (ant / "gone.png").symlink_to("nowhere")
+    (ant / "own.png").symlink_to("own.png")
     os.mkfifo(ant / "pipe.png")
     (ant / "bees").symlink_to("../bee")
     os.link(ant / "900.png", root / "val" / "bee" / "hard.png")
@@ -261,7 +287,9 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
     """With a limit and with skipped images, each image keeps its group."""
     (root / "val" / "bee" / "904.png").write_bytes(b"no image")
     lines = [f"val/{CLASSES[k % 3]}/{k}.png,{'ab'[k % 2]}{k // 910}" for k in range(900, 915)]
-    (root / "groups.csv").write_text("\n".join(["file,group", *lines[::-1], "train/x.png,z"]))
+    (root / "groups.csv").write_text(
+        "\n".join(["file,group", *lines[::-1], "train/x.png,z", "train/y.png"])
+    )
     for options in ({}, {"max_test": 7}, {"skip_corrupt": True}, {"train": False}):
         data = opened(f"folder:{root}", **options)
         groups = data.splits["test"].groups
@@ -276,6 +304,15 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
         assert "val: 15 images in 4 groups" in data.notes
     assert data.splits["test"].size == 15
     assert opened(f"folder:{root}", skip_corrupt=True).splits["test"].size == 14
+
+
+def test_an_image_too_thin_for_the_model_is_named_and_can_be_left_out(root: Path) -> None:
+    """With its short side at 8 pixels, it would have 96 million."""
+    thin = root / "val" / "ant" / "thin.png"
+    Image.new("1", (1_500_000, 1)).save(thin)
+    with refuses(DataError, thin):
+        list(opened(f"folder:{root}").splits["test"].dataset)
+    assert opened(f"folder:{root}", skip_corrupt=True).splits["test"].size == 15
 
 
 def test_accents_in_two_ways_and_names_that_are_no_text(root: Path) -> None:
@@ -378,14 +415,18 @@ def test_labels_of_tars_in_json_members_and_a_choice_of_images(tmp_path: Path) -
     assert [label for _, label in data.splits["test"].dataset] == [0, 1] * 3
 
 
-def test_a_row_without_an_image_is_named_and_can_be_left_out(tmp_path: Path) -> None:
-    test = rows(3, 50, label=[0, 1, 2])
-    test["img"][1] = None
-    splits = {"train": rows(30, 0, label=[0, 1, 2] * 10), "test": test}
-    place = saved(tmp_path, splits, label=LABELS)
+@pytest.mark.parametrize("cell", [None, {"bytes": None, "path": None}])
+def test_a_row_without_an_image_is_named_and_can_be_left_out(
+    cell: dict | None, tmp_path: Path
+) -> None:
+    columns, place = rows(6, 50, label=[0, 1, 2] * 2), tmp_path / "tables"
+    place.mkdir()
+    for split in ("train", "test"):
+        pq.write_table(pa.table(columns), place / f"{split}.parquet")
+        columns["img"][1] = cell
     with refuses(DataError, f"row 1 of hf:{place} (test)"):
         list(opened(f"hf:{place}").splits["test"].dataset)
-    assert opened(f"hf:{place}", skip_corrupt=True).splits["test"].size == 2
+    assert opened(f"hf:{place}", skip_corrupt=True).splits["test"].size == 5
 
 
 def test_a_colon_names_a_configuration_unless_it_is_part_of_a_folder(

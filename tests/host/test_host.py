@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import fcntl
 import random
 import re
-import signal
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -24,8 +23,8 @@ import layershuffle as ls
 from exported import SHIPPED
 from layershuffle.core.stack import blocks_of
 from layershuffle.models.onnx_models import OnnxGraph
-from layershuffle_host.__main__ import main as command
 from layershuffle_host.blocks import Block
+from layershuffle_host.files import Cache, Source
 from layershuffle_host.graph import RefusedGraph
 from layershuffle_host.host import Host, delays
 from layershuffle_host.wire import (
@@ -393,57 +392,30 @@ def test_proxies_of_the_environment(
     asyncio.run(main())
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_serves_without_torch_and_ends_by_sigterm(
-    gateway: Gateway, tmp_path: Path
+def test_redirects_are_not_followed(
+    gateway: Gateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8-sig")  # as some editors do
-    words = ["--token-file", tmp_path / "token", "--name", "pi", "--memory", "50MB"]
-    words += ["--cache", tmp_path / "cache", "--threads", "1"]
+    """Neither to files nor to hello: the token is for the gateway that was named."""
+    digest = gateway.blocks[0]["graph"]["sha256"]
 
     async def main() -> None:
-        async with gateway.listening():
-            host = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "layershuffle_host", gateway.url, *map(str, words),
-                stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            end = await asyncio.wait_for(gateway.hosts.get(), 60)
-            assert (end.hello["name"], end.hello["memory"]) == ("pi", 50_000_000)
-            await end.load(*gateway.blocks[:4])
-            assert (await end.visit(3, states(1))).shape == (1, *SHAPE)
-            status = Path(f"/proc/{host.pid}/status").read_text()
-            (resident,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
-            assert int(resident.split()[1]) < 90_000, resident
-            assert "libtorch" not in Path(f"/proc/{host.pid}/maps").read_text()
-            os.kill(host.pid, signal.SIGTERM)
-            await end.hear("drain")
-            _, log = await asyncio.wait_for(host.communicate(), 20)
-            assert host.returncode == 0, log
-            assert b"assigns 4 blocks" in log
+        async def point(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            path = (await reader.readuntil(b"\r\n\r\n")).decode().split()[1]
+            head = f"HTTP/1.1 302 Found\r\nLocation: //127.0.0.1:{port}{path}\r\n\r\n"
+            writer.write(head.encode())
+            writer.close()
+
+        pointing = await asyncio.start_server(point, "127.0.0.1", 0)
+        async with pointing, gateway.listening():
+            port, gateway.port = gateway.port, pointing.sockets[0].getsockname()[1]
+            source = Source(f"http://127.0.0.1:{gateway.port}", TOKEN, None)
+            with pytest.raises(HTTPError, match="302"):
+                await asyncio.to_thread(source.open, digest, start=0)
+            async with hosting(gateway, cache=tmp_path):
+                await until(lambda: "HTTP 302" in caplog.text or not gateway.hosts.empty())
+            assert gateway.hosts.empty()
 
     asyncio.run(main())
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    token = tmp_path / "token"
-    assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
-    token.write_text("x")
-    assert f"No such file or directory: '{token}'. Next: " in capsys.readouterr().err
-    for content, cause in ((None, "ca.pem"), ("x", "no certificate"), ("", "no certificate")):
-        if content is not None:
-            (tmp_path / "ca.pem").write_text(content)
-        words = ["--token-file", str(token), "--ca", str(tmp_path / "ca.pem")]
-        assert command(["wss://127.0.0.1:1", "--cache", str(tmp_path / "c"), *words]) == 2
-        assert cause in capsys.readouterr().err
-    for url in ("ftp://x", "gateway:80", "ws://"):
-        assert command([url, "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
-        assert "no address of a gateway" in capsys.readouterr().err
-    for wrong in (["--memory", "much"], ["--threads", "0"], ["--name", "a\nb"]):
-        with pytest.raises(SystemExit) as exit_:
-            command(["ws://127.0.0.1:1", "--token-file", str(token), *wrong])
-        assert exit_.value.code == 2
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -545,6 +517,35 @@ def test_two_hosts_share_a_cache(gateway: Gateway, tmp_path: Path) -> None:
             digests = [digest for digest, _, _ in gateway.fetched]
             assert sorted(digests) == sorted(set(digests))
             assert len(digests) == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("left", "fetched"), [(slice(2000), (2000, 206)), (slice(None), (0, 200))])
+def test_a_host_goes_on_where_another_one_of_its_cache_stopped(
+    gateway: Gateway, tmp_path: Path, left: slice, fetched: tuple[int, int]
+) -> None:
+    """It has opened the file by then. What is longer than the file is fetched anew."""
+    digest = gateway.blocks[0]["weights"]["sha256"]
+    content = gateway.files[digest]
+    other = (tmp_path / f"{digest}.part").open("ab", buffering=0)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    class Stopping(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            other.write((content + b"longer")[left])
+            other.close()
+            return False
+
+    async def main() -> None:
+        async with gateway.listening():
+            source = Source(f"http://127.0.0.1:{gateway.port}", TOKEN, None)
+            cache = Cache(tmp_path, limit=1 << 30)
+            got = await asyncio.to_thread(
+                cache.content, digest, len(content), source=source, stopped=Stopping()
+            )
+            assert got == content
+        assert gateway.fetched == [(digest, *fetched)]
 
     asyncio.run(main())
 

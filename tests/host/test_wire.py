@@ -1,10 +1,14 @@
-"""The wire and graphs: what one end writes the other reads, and what is malformed is refused."""
+"""The wire and graphs: what one end writes the other reads, and what is malformed is refused;
+the command, and what it is shipped in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -17,11 +21,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from gateway_end import Gateway, HostEnd, states, talk
+from gateway_end import TOKEN, Gateway, HostEnd, states, talk
 from onnx import TensorProto, helper
 from packaging.requirements import Requirement
 
 from layershuffle_host import wire
+from layershuffle_host.__main__ import main as command
 from layershuffle_host.blocks import Block
 from layershuffle_host.graph import RefusedGraph, external_tensors
 from layershuffle_host.host import Host
@@ -291,7 +296,57 @@ def test_random_bytes_are_no_graph() -> None:
             external_tensors(bytes(content))
 
 
-# --- the distribution -----------------------------------------------------------------------------
+# --- the command and its distribution -------------------------------------------------------------
+
+
+def test_the_command_serves_without_torch_and_ends_by_sigterm(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8-sig")  # as some editors do
+    words = ["--token-file", tmp_path / "token", "--name", "pi", "--memory", "50MB"]
+    words += ["--cache", tmp_path / "cache", "--threads", "1"]
+
+    async def main() -> None:
+        async with gateway.listening():
+            host = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "layershuffle_host", gateway.url, *map(str, words),
+                stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            end = await asyncio.wait_for(gateway.hosts.get(), 60)
+            assert (end.hello["name"], end.hello["memory"]) == ("pi", 50_000_000)
+            await end.load(*gateway.blocks[:4])
+            assert (await end.visit(3, states(1))).shape == (1, *DIGITS)
+            status = Path(f"/proc/{host.pid}/status").read_text()
+            (resident,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+            assert int(resident.split()[1]) < 90_000, resident
+            assert "libtorch" not in Path(f"/proc/{host.pid}/maps").read_text()
+            os.kill(host.pid, signal.SIGTERM)
+            await end.hear("drain")
+            _, log = await asyncio.wait_for(host.communicate(), 20)
+            assert host.returncode == 0, log
+            assert b"assigns 4 blocks" in log
+
+    asyncio.run(main())
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
+    token.write_text("x")
+    assert f"No such file or directory: '{token}'. Next: " in capsys.readouterr().err
+    for content, cause in ((None, "ca.pem"), ("x", "no certificate"), ("", "no certificate")):
+        if content is not None:
+            (tmp_path / "ca.pem").write_text(content)
+        words = ["--token-file", str(token), "--ca", str(tmp_path / "ca.pem")]
+        assert command(["wss://127.0.0.1:1", "--cache", str(tmp_path / "c"), *words]) == 2
+        assert cause in capsys.readouterr().err
+    for url in ("ftp://x", "gateway:80", "ws://"):
+        assert command([url, "--token-file", str(token), "--cache", str(tmp_path / "c")]) == 2
+        assert "no address of a gateway" in capsys.readouterr().err
+    for wrong in (["--memory", "much"], ["--threads", "0"], ["--name", "a\nb"]):
+        with pytest.raises(SystemExit) as exit_:
+            command(["ws://127.0.0.1:1", "--token-file", str(token), *wrong])
+        assert exit_.value.code == 2
 
 
 def test_the_distribution_is_small_and_stands_alone(repository: Path) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def _memory(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 200MB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * 1000 ** ("", "k", "m", "g").index(match[2]))
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags of `layershuffle-host`."""
-    import socket
-
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("-._") or "host"
     flags = argparse.ArgumentParser(
         prog="layershuffle-host",

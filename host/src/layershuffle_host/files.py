@@ -70,9 +70,9 @@ class Cache:
             if (content := self._read(path, digest)) is not None:
                 part.unlink(missing_ok=True)
                 return content
-            if file.tell() > size:
+            if file.seek(0, os.SEEK_END) > size:
                 file.truncate(0)
-            if file.tell() < size:
+            if file.seek(0, os.SEEK_END) < size:
                 _fetch(file, digest, size=size, source=source, stopped=stopped)
             file.flush()
             os.fsync(file.fileno())

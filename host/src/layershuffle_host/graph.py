@@ -32,7 +32,6 @@ _REFUSED = {
     ("constant", 13): "constants in files",
     ("constant", 14): "constants in files",
 }
-_DOMAINS = (("opset", 1), ("node", 7))
 
 
 class RefusedGraph(ValueError):
@@ -53,7 +52,7 @@ def external_tensors(content: bytes) -> set[str]:
         for number, value in fields:
             if (kind, number) in _REFUSED:
                 raise RefusedGraph(f"the graph has {_REFUSED[kind, number]}")
-            if (kind, number) in _DOMAINS and value not in (b"", b"ai.onnx"):
+            if (kind, number) in (("opset", 1), ("node", 7)) and value not in (b"", b"ai.onnx"):
                 raise RefusedGraph("the graph has operators of another domain than ONNX's own")
         is_graph |= kind == "graph"
         # Of a field that is there twice, protobuf takes the last.

@@ -135,8 +135,7 @@ class Host:
     def drop_unassigned(self) -> None:
         """Forget blocks that no gateway wants any more; visits that wait keep theirs."""
         wanted = {key for link in self.links for key in link.slots.values()}
-        for key in self.blocks.keys() - wanted:
-            del self.blocks[key]
+        self.blocks = {key: block for key, block in self.blocks.items() if key in wanted}
 
     def room_for(self, size: int) -> None:
         """Raises `MemoryError` if weights of `size` bytes do not fit beside the others."""
@@ -245,6 +244,13 @@ class _Socket(ClientConnection):
         self.write(wire.frame(header._replace(kind=Kind.REFUSAL, note=why, time=0)))
 
 
+class _Dial(connect):
+    """Goes nowhere else, wherever an answer points: the token is for the gateway alone."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
 class _Link:
     """The connection to one gateway, which comes back for as long as the host runs."""
 
@@ -274,7 +280,7 @@ class _Link:
         while True:
             before = said
             try:
-                async with connect(
+                async with _Dial(
                     self._url + wire.HOST_PATH,
                     ssl=self._tls,
                     compression=None,
@@ -380,8 +386,7 @@ class _Link:
                 else:
                     seconds = self._host.blocks[key].seconds
                     socket.write(wire.text_of("ready", slot=slot, seconds=seconds))
-            left = failed
-            if left:
+            if left := failed:
                 await asyncio.sleep(next(waits))
 
     def _loaded(self, block: dict[str, Any], stopped: threading.Event) -> Block:

@@ -40,25 +40,22 @@ def match_classes(
     outputs of its head. Where one side has numbers alone, they are matched by number, and a note
     says so. Raises `DataError` with the differences.
     """
-    classes, cause = data.classes, None
-    # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
-    indices = None if names is None else _indices(classes, names)
+    classes, both = data.classes, f"{place} and {data.spec}"
+    hint = f"layershuffle fit --model ... --data {data.spec} makes a new head; "
+    hint += "or use data with the model's classes"
     if len(classes) != outputs:
         head = f"{outputs} outputs" if outputs else "no classifier"
         cause = f"the model has {head}, the data has {len(classes)} classes"
-    elif names is not None and indices is None and have_names(classes) and have_names(names):
+        raise DataError(cause, place=both, hint=hint)
+    if names is None:
+        return data
+    # Also for numbers, because folders are sorted as 0, 1, 10, 2, as in the names of their model.
+    indices = _indices(classes, names)
+    if indices is None and have_names(classes) and have_names(names):
         listed = listed_difference({"the model": names, "the data": classes}, same=_plain)
         cause = "the classes of model and data have other names: "
         cause += listed or "some stand for several classes"
-    if cause is not None:
-        raise DataError(
-            cause,
-            place=f"{place} and {data.spec}",
-            hint=f"layershuffle fit --model ... --data {data.spec} makes a new head; or use data "
-            "with the model's classes",
-        )
-    if names is None:
-        return data
+        raise DataError(cause, place=both, hint=hint)
     if indices is None:
         unnamed = "the model has" if have_names(classes) else "the data have"
         classes = classes if have_names(classes) else tuple(names)

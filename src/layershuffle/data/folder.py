@@ -217,8 +217,10 @@ def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int
         folders.clear()
         for name in listed:
             path = os.path.join(parent, name)
-            # A link to nothing is described as a link.
-            status = os.stat(path, follow_symlinks=os.path.exists(path))
+            try:
+                status = os.stat(path)
+            except OSError:  # of a link to nothing, to itself or out of bounds
+                status = os.lstat(path)
             kind, place = stat.S_IFMT(status.st_mode), (status.st_dev, status.st_ino)
             is_image = kind == stat.S_IFREG and path.lower().endswith(extensions())
             if name.startswith(".") or place in seen or not (is_image or kind == stat.S_IFDIR):
@@ -235,20 +237,28 @@ def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int
 def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
     """The group number of every file, int64 [n, 1], from DIR/groups.csv; None without that file.
 
-    Raises DataError if it cannot be read or lacks a file.
+    Raises DataError if it cannot be read, lacks a file or has two groups for one.
     """
     path = root / GROUPS_FILE
     if not path.is_file():
         return None
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            named = {row["file"]: row["group"] for row in csv.DictReader(file, strict=True)}
+            lines = csv.DictReader(file, restval="", strict=True)
+            rows = [(line["file"], line["group"]) for line in lines]
     except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
         raise DataError(
             f"the groups of images cannot be read ({type(error).__name__}: {one_line(error)})",
             place=path,
             hint="its first line is file,group and another one is for example val/cat/1.jpg,anna",
         ) from error
+    named = dict(rows)
+    if several := sorted({file for file, group in rows if named[file] != group}):
+        raise DataError(
+            f"files are in several groups: {shortened(several)}",
+            place=path,
+            hint="keep one line for each",
+        )
     names = [Path(file).relative_to(root).as_posix() for file in files]
     # Images without a group would count as independent, or as one group.
     if absent := [name for name in names if not named.get(name)]:

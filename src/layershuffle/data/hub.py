@@ -39,7 +39,10 @@ LOAD_ERRORS = (DatasetsError, OSError, ValueError)
 
 
 class HubTable:
-    """One split; images are decoded when they are read. `labels`: the class of every row."""
+    """One split; images are decoded when they are read. `labels`: the class of every row.
+
+    Raises DataError for a column that can hold no images.
+    """
 
     def __init__(
         self, data: Any, labels: Sequence[int], *, column: str, channels: int, place: str
@@ -47,13 +50,20 @@ class HubTable:
         self.labels, self.column, self.channels, self.place = labels, column, channels, place
         self.size = sum(Path(file["filename"]).stat().st_size for file in data.cache_files)
         names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
-        # Reading a row reads all of its columns, so the others are dropped.
-        self.data = data.select_columns(names).cast_column(column, datasets.Image(decode=False))
+        try:
+            # Reading a row reads all of its columns, so the others are dropped.
+            self.data = data.select_columns(names).cast_column(column, datasets.Image(decode=False))
+        except NotImplementedError as error:  # of Arrow
+            raise DataError(
+                f"Column {column!r} holds no images, but {data.features[column]}",
+                place=place,
+                hint="name another one (?image=COLUMN)",
+            ) from error
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming it."""
         cell, place = self.data[index][self.column], self.name(index)
-        if cell is None:
+        if not any((cell or {}).values()):
             raise DataError("There is no image", place=place, hint=SKIP_HINT)
         # The library stores bytes, or the path of a file.
         source = Path(cell["path"]) if cell["bytes"] is None else cell["bytes"]
@@ -79,9 +89,17 @@ def open_source(request: SourceRequest) -> ImageData:
     meant.
     """
     splits = load_splits(request)
-    parts = {
-        part: splits[name] for part, names in SPLITS.items() for name in names if name in splits
-    }
+    parts = {}
+    for part, names in SPLITS.items():
+        present = [name for name in names if name in splits]
+        if len(present) > 1:
+            raise DataError(
+                f"There are the splits {' and '.join(present)}",
+                place=request.spec,
+                hint="keep one of them, or give the others another name",
+            )
+        if present:
+            parts[part] = splits[present[0]]
     # The training split also names the classes in an evaluation.
     reference = next(iter((parts or splits).values()))
     features = reference.features

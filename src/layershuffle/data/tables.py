@@ -28,6 +28,7 @@ from layershuffle.data.transforms import (
     augment_transform,
 )
 from layershuffle.errors import DataError
+from layershuffle.image_view import ImageView, resized_size
 from layershuffle.text import shortened
 
 
@@ -62,7 +63,7 @@ def assemble(
         rows[name], bad = [*range(len(parts[name].labels))], list[int]()
         # Not always, because checking a million files takes long.
         if options.skip_corrupt:
-            rows[name], bad = readable_rows(parts[name])
+            rows[name], bad = readable_rows(parts[name], view)
         if not rows[name]:
             raise DataError(
                 "No image could be read",
@@ -130,14 +131,14 @@ def _training_splits(
     return splits
 
 
-def readable_rows(table: ImageTable) -> tuple[list[int], list[int]]:
-    """(readable, unreadable) rows: every image is decoded once, on all cores."""
+def readable_rows(table: ImageTable, view: ImageView) -> tuple[list[int], list[int]]:
+    """(rows whose image fits the view, others): every image is decoded once, on all cores."""
     rows = range(len(table.labels))
 
     # Threads are enough, because Pillow releases the GIL while it decodes.
     def fails(row: int) -> bool:
         try:
-            table.image(row)
+            resized_size(table.image(row).size, view)
         except DataError:
             return True
         return False

@@ -22,7 +22,7 @@ from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.errors import DataError, UsageError
-from layershuffle.pixels import read_image, to_mode
+from layershuffle.pixels import decoded, faults_named, read_image
 from layershuffle.text import did_you_mean, one_line
 
 # What sets call their parts, in the order in which they are tried.
@@ -37,19 +37,31 @@ _HINT = "name a set of images with one class each, as in torchvision:FashionMNIS
 class SetTable:
     """One part of a data set of torchvision. Raises DataError if its labels are no classes."""
 
-    def __init__(self, data: Any, *, channels: int, place: str) -> None:
+    def __init__(self, data: Any, *, channels: int, place: str, skip_corrupt: bool) -> None:
         self.data, self.channels, self.place = data, channels, place
-        labels = [data[row][1] for row in range(len(data))]
+        labels = []
+        for row in range(len(data)):
+            try:
+                labels.append(self._item(row)[1])
+            except DataError:
+                if not skip_corrupt:
+                    raise
+                labels.append(-1)  # of nobody: the image will be left out
         if not all(isinstance(label, Integral) for label in labels):
             raise DataError("The labels are no classes", place=place, hint=_HINT)
         self.labels = [int(label) for label in labels]
 
     def image(self, index: int) -> Image.Image:
         """Image `index`. Raises DataError naming it."""
-        image = self.data[index][0]
+        image = self._item(index)[0]
         if isinstance(image, str):
             return read_image(Path(image), self.channels, place=image)
-        return to_mode(image, self.channels, place=self.name(index))
+        return decoded(image, self.channels, place=self.name(index))
+
+    def _item(self, index: int) -> Any:
+        """The path of an image, or what a set without `loader` has decoded, and the label."""
+        with faults_named(self.name(index)):
+            return self.data[index]
 
     def name(self, index: int) -> str:
         """The row of image `index`."""
@@ -72,7 +84,12 @@ def open_source(request: SourceRequest) -> ImageData:
     if parts["test"] is None and "validation" not in parts:
         parts["validation"] = _part(kind, request, "validation", fits)
     tables = {
-        name: SetTable(part, channels=request.view.channels, place=f"{request.spec} ({name})")
+        name: SetTable(
+            part,
+            channels=request.view.channels,
+            place=f"{request.spec} ({name})",
+            skip_corrupt=request.options.skip_corrupt,
+        )
         for name, part in parts.items()
         if part is not None
     }
@@ -96,6 +113,13 @@ def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
             f"torchvision has no data set {request.place!r} with a training and a test part",
             place=request.spec,
             hint=f"{guess} {_HINT}".lstrip(),
+        )
+    # Elsewhere splits are parts, and those are tried in turn.
+    if "split" in request.settings and not fits >= {"train", "split"}:
+        raise UsageError(
+            f"{request.place} has no kinds to choose by split",
+            place=request.spec,
+            hint="leave split out; of EMNIST it names the kind of letters",
         )
     if not request.settings.get("root"):
         raise UsageError(
