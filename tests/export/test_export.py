@@ -28,7 +28,7 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
-from layershuffle.export.graphs import BlockForm, block_alone, form_of
+from layershuffle.export.graphs import BlockForm, BlockPrecision, block_alone, form_of
 from layershuffle.manifest import MANIFEST
 from layershuffle.merging.group import MergeGroup
 from layershuffle.models import class_names_of, image_view
@@ -36,6 +36,7 @@ from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.swarm.served import served_directory
 from layershuffle.text import unheard
+from layershuffle_host.blocks import Block
 from refusals import refuses
 
 ORDERS = ("0,1,2,3,4,5,6,7,8,9,10,11", "7,3,0,11,5,2,9,1,10,4,8,6", "4,1,4")
@@ -170,6 +171,20 @@ def test_fp16_halves_the_weights(form: BlockForm) -> None:
         block.mlp.fc1.weight[0, 0] = 1e6
     with refuses(StackError):
         form.files(block, "fp16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_an_answer_does_not_depend_on_the_others_of_its_batch(
+    form: BlockForm, precision: BlockPrecision
+) -> None:
+    """In int8 they would share a scale, and an honest host would differ from its reference."""
+    graph, weights = form.files(blocks_of(ls.load(SHIPPED))[7], precision)
+    states = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(1))
+    states *= torch.tensor([1.0, 3.0, 0.2])[:, None, None]
+    host, file = Block(graph, weights, shape=(16, 64), threads=1), OnnxGraph(graph, weights)
+    for together in (host.run(states.numpy()), file(states).numpy()):
+        alone = np.concatenate([host.run(state[None].numpy()) for state in states])
+        assert np.abs(together - alone).max() < (1e-7 if precision == "int8" else 1e-5)
 
 
 def test_int8_is_taken_if_it_is_measured(

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -179,6 +179,19 @@ def test_an_audit_finds_who_lied_without_asking_anybody(hosts):
         assert (health.audited, health.disagreed) == (1, 1)
 
     trusted(check, Limits(audit_share=1.0), hosts=hosts)
+
+
+@pytest.mark.parametrize(("rounding", "outcome"), [(0.0, "shut-out"), (1 / 127, "healthy")])
+def test_other_processors_round_int8_otherwise(rounding, outcome):
+    async def check(health, hosts):
+        reference = replace(references_of(1, [0])[0], rounding=rounding)
+        health.expect("a", {0: reference})
+        hopped(health, "a", computed(START, 0) * np.float32(1.005))
+        await until(lambda: health.audited == 1)
+        await asyncio.sleep(0.1)
+        assert health.router.swarm["a"].condition == outcome
+
+    trusted(check, Limits(audit_share=1.0), hosts="a")
 
 
 def test_a_host_that_is_dropped_during_its_canary_is_not_remembered():

@@ -183,8 +183,7 @@ class Host:
             if block.seconds * len(state) <= _INLINE_SECONDS:
                 out = block.run(state)
             else:
-                loop = asyncio.get_running_loop()
-                out = await loop.run_in_executor(self._pool, block.run, state)
+                out = await asyncio.get_running_loop().run_in_executor(self._pool, block.run, state)
         # ONNX Runtime's errors have no class of their own.
         except Exception as error:  # noqa: BLE001
             _log.warning("a block failed: %s", error)

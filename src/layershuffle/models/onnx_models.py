@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from safetensors.numpy import load as load_tensors
 from torch import Tensor, nn
@@ -51,6 +52,8 @@ class OnnxGraph(nn.Module):
                 f"ONNX Runtime refuses a graph ({one_line(error)})", hint=_AGAIN
             ) from error
         self._input = self._session.get_inputs()[0].name
+        # The states of a batch would share the scale of what is quantised as it comes.
+        self._apart = b"DynamicQuantizeLinear" in graph
         # Whoever scores asks the blocks for dtype and device by their weights.
         self.place = nn.Parameter(torch.zeros(()), requires_grad=False)
 
@@ -60,8 +63,10 @@ class OnnxGraph(nn.Module):
             raise UsageError(
                 f"Exported files take float32, not {values.dtype}", hint="leave out --precision"
             )
-        (output,) = self._session.run(None, {self._input: values.numpy(force=True)})
-        return torch.from_numpy(output).to(values.device)
+        states = values.numpy(force=True)
+        parts = np.split(states, len(states)) if self._apart else [states]
+        outputs = [self._session.run(None, {self._input: part})[0] for part in parts]
+        return torch.from_numpy(np.concatenate(outputs)).to(values.device)
 
 
 class ExportedModel(nn.Module):

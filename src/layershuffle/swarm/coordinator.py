@@ -18,7 +18,7 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.assignment import COPIES, Holder, assign
 from layershuffle.swarm.children import Children
-from layershuffle.swarm.health import HealthMonitor, Reference
+from layershuffle.swarm.health import ROUNDING, HealthMonitor, Reference
 from layershuffle.swarm.members import Member, Members
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.router import Router
@@ -304,8 +304,9 @@ class Coordinator:
 
 
 def _references_of(model: ServedModel) -> list[Reference]:
+    rounding = ROUNDING["int8"] if model.quantised else 0.0
     return [
-        Reference(model.sample, partial(model.compute, block), file.digest)
+        Reference(model.sample, partial(model.compute, block), file.digest, rounding)
         for block, file in enumerate(model.weights)
     ]
 

@@ -39,8 +39,8 @@ _AUDITS = 8  # at a time; further visits are not audited meanwhile
 _REMIND = 60.0  # seconds between two lines of the log on files that are gone
 _MILLI = 1000.0
 _NOISE = 0.1  # in a canary, as a share of the spread of a real state
-# The largest difference due to rounding on the wire, relative to the largest value.
-_ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
+# The largest difference due to rounding to these numbers, relative to the largest value.
+ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
 _TINY = 1e-12
 _WEIGHT = 0.05  # of the newest visit in a host's habits
 _KNOWN = 20  # visits after which oddness is judged; new hosts are audited anyway
@@ -54,12 +54,14 @@ class Reference:
     """The reference for hosts that hold a block: the block itself, in this process.
 
     `compute` returns the state after the block, float32 `[1, tokens, width]`. `sample` is a
-    typical input of the block; `digest` is that of the weights.
+    typical input of the block; `digest` is that of the weights; `rounding`: the largest difference
+    between processors, relative to the largest value.
     """
 
     sample: State
     compute: Callable[[State], Coroutine[None, None, State]]
     digest: str
+    rounding: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -286,7 +288,8 @@ class HealthMonitor:
                 self._told = now
                 _log.error("A block of a host cannot be tested, so it is not used: %s", error)
             return error.cause
-        hop = await self._ask(visit, question.start, expected=expected)
+        tolerance = self.router.limits.tolerance + reference.rounding
+        hop = await self._ask(visit, question.start, expected=expected, tolerance=tolerance)
         if self._reference_of(visit.host, visit.block) is not reference:
             return ""  # it got other weights meanwhile, so the answer proves nothing
         if hop.outcome == "answered":
@@ -314,7 +317,9 @@ class HealthMonitor:
             self._questions = {**live, key: question}
         return question
 
-    async def _ask(self, visit: Visit, start: State, *, expected: State) -> Visited:
+    async def _ask(
+        self, visit: Visit, start: State, *, expected: State, tolerance: float
+    ) -> Visited:
         """Make one visit outside of any request, whose answer is known."""
         router, begun = self.router, self.router.clock()
         hop = Visited(visit.host, visit.block, "answered", 0.0)
@@ -324,7 +329,7 @@ class HealthMonitor:
                 answer = await router.transport.visit(visit, start)
             ms = (router.clock() - begun) * _MILLI
             refuse_odd(answer, before=start, ms=ms)
-            if not agrees(answer.state, expected, tolerance=router.limits.tolerance):
+            if not agrees(answer.state, expected, tolerance=tolerance):
                 raise VisitError(f"it failed its canary on block {visit.block}", outcome="wrong")
             return hop._replace(
                 ms=ms, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
@@ -369,7 +374,7 @@ class HealthMonitor:
         if wire != "fp32":
             expected = before + (expected - received)  # the router adds to its own state
         self.audited += 1
-        tolerance = self.router.limits.tolerance + _ROUNDING[wire]
+        tolerance = self.router.limits.tolerance + reference.rounding + ROUNDING[wire]
         agreed = agrees(after, expected, tolerance=tolerance)
         self.disagreed += not agreed
         # If the process restarted or got other weights meanwhile, it did not give this answer.

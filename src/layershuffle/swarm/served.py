@@ -68,6 +68,11 @@ class ServedModel:
         return {"slot": block, **files, "shape": list(self.shape)}
 
     @cached_property
+    def quantised(self) -> bool:
+        """Whether blocks compute in int8, which rounds otherwise on other processors."""
+        return any(b"DynamicQuantizeLinear" in self._content(b.graph) for b in self.manifest.blocks)
+
+    @cached_property
     def sample(self) -> State:
         """See the class."""
         view = self.manifest.image_view
