@@ -83,6 +83,7 @@ def train(
         if micro_batches is None:
             return
         waited += _clock() - began
+        in_step = sum(len(labels) for _, labels in micro_batches)
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
@@ -97,15 +98,14 @@ def train(
                 forward = partial(job.method.loss_and_logits, model, images, labels)
                 with state.autocast():
                     loss, logits = job.compiler.or_eager(partial(forward, **place))
-                loss = loss / len(micro_batches)
+                loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
             sums.add(loss.detach(), logits, labels)
 
         on_phase("optimizer", state.step)
         norm, learning_rate = _update(state)
-        # Every process has as many.
-        state.images_trained += job.ranks.count * sum(len(labels) for _, labels in micro_batches)
+        state.images_trained += job.ranks.count * in_step  # every process has as many
 
         on_phase("report", state.step)
         # Processes must stop together, or one would wait for the gradients of the others.
