@@ -47,6 +47,9 @@ ARMS = {
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
     "fsdp drop": {"parallel": "fsdp", **DROP},
     "exit": {**GROUPS, "exit_weight": 0.5},
+    # Ends of an epoch: 8 images and 4, each shared; one image, which both have.
+    "rest": {**FAST, "accumulate": 2, "data": "digit-pairs?train=28&validation=32&test=32"},
+    "one left": {"data": "digit-pairs?train=17&validation=32&test=32"},
     "fsdp exit": {"parallel": "fsdp", **DROP, "exit_weight": 0.5},
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
@@ -276,7 +279,7 @@ def test_own_orders_are_refused_under_fsdp(models):
         run(models, parallel="fsdp", ema=0.9)
 
 
-@pytest.mark.parametrize("name", ["compiled", "fsdp"])
+@pytest.mark.parametrize("name", ["compiled", "rest", "fsdp"])
 def test_compiled_without_recompiles(pair, name):
     for facts in pair[1]:
         compiled = facts[f"compiled {name}"]

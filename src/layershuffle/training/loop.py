@@ -266,21 +266,24 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
     job, accumulate = state.job, state.job.settings.accumulate
-    train, ranks, images = job.data.splits["train"], job.ranks, job.images_per_forward
-    together = images * ranks.count
+    train, ranks = job.data.splits["train"], job.ranks
+    together = job.images_per_forward * ranks.count
     forwards = math.ceil(train.size / together)
     epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
     while True:
         if hasattr(train.dataset, "set_epoch"):  # augmentation is a function of it
             train.dataset.set_epoch(epoch)
         rows = epoch_rows(train.size, seed=job.settings.seed, epoch=epoch)
-        if ranks.count > 1:  # all have as many: the first rows fill up the last batch
-            rows = list(islice(cycle(rows), forwards * together))
-        # Every process takes its part of the rows of a forward.
-        own = range(images * ranks.rank + together * accumulate * done, len(rows), together)
+        own = []
+        for start in range(done * accumulate * together, len(rows), together):
+            part = rows[start : start + together]
+            # Every process has as many, so a mean over processes is one over images; at the end of
+            # an epoch some come twice.
+            size = math.ceil(len(part) / ranks.count)
+            own.append([*islice(cycle(part), ranks.rank * size, (ranks.rank + 1) * size)])
         loader = DataLoader(
             train.dataset,
-            batch_sampler=[rows[start : start + images] for start in own],
+            batch_sampler=own,
             num_workers=job.workers,
             pin_memory=job.device == "cuda",
         )
