@@ -9,13 +9,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runs import NO_DROPOUT, assert_same_weights, settings, weights
+from torch.distributed import TCPStore
 
 import layershuffle as ls
 from common import FAMILIES
@@ -54,6 +54,7 @@ ARMS = {
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}
+AGAIN = ("ddp", "fsdp drop")
 OWN = {"rank_orders": "own", "steps": 3, "eval_every": 3, "warmup": 0, "schedule": "constant"}
 
 
@@ -102,6 +103,7 @@ def work(rank, port, models, out, results):
     gc.freeze()  # see conftest.py
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
@@ -136,13 +138,9 @@ def work(rank, port, models, out, results):
                 fit(run(models, **ARMS[name], seed=5 + rank), out / "differing")
             except TrainingError as error:
                 facts[f"refused {name}"] = str(error)
+    for name in AGAIN:  # each joins anew
+        fit(run(models, **ARMS[name]), out / f"{name} again")
     (results / f"{rank}.json").write_text(json.dumps(facts))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +154,9 @@ def models(tmp_path_factory):
 def pair(models, tmp_path_factory):
     """The directory of the runs, and the results of each process."""
     out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
-    given = (free_port(), models, out, results)
+    # As torchrun's, it lives longer than a run.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (store.port, models, out, results)
     both = [SERVER.Process(target=work, args=(rank, *given)) for rank in (0, 1)]
     for process in both:
         process.start()
@@ -263,6 +263,11 @@ def test_stopped_in_two_processes_and_resumed_by_one(pair, models, alone, name):
     out = pair[0] / f"for one {name}"
     fit(run(models, **ARMS[name]), out)
     assert_same_weights(weights(out), weights(alone(name)), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_the_same_processes_train_again(pair, name):
+    assert_same_weights(weights(pair[0] / f"{name} again"), weights(pair[0] / name))
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
