@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+import layershuffle as ls
 from forked import SERVER
 from layershuffle.data.digits import DigitPairs
 from layershuffle.errors import Interrupted, TrainingError, UsageError
@@ -167,6 +168,17 @@ def test_the_best_state_is_kept(undisturbed):
         assert result["selected"]["step"] % settings(**ARMS[name]).eval_every == 0
         mode = "sequential" if name == "layerdrop" else "arbitrary"
         assert result["selected"]["metric"] == f"holdout cross-entropy, {mode} order"
+
+
+def test_weight_decay_shrinks_matrices_alone(tmp_path):
+    """By lr times decay in a step; biases, norms and the scales of residuals stay."""
+    run = {"model": f"{NO_DROPOUT}&init_values=1", "steps": 1, "warmup": 0, "schedule": "constant"}
+    fit(settings(**run), tmp_path / "plain")
+    fit(settings(**run, weight_decay=0.5), tmp_path / "decayed")
+    plain, begun = weights(tmp_path / "plain"), ls.load(run["model"], seed=5).state_dict()
+    expected = {n: w - 1e-3 * 0.5 * begun[n] * (w.dim() > 1) for n, w in plain.items()}
+    assert "blocks.0.ls1.gamma" in plain
+    assert_same_weights(weights(tmp_path / "decayed"), expected, tolerance=1e-7)
 
 
 def test_a_loss_that_is_not_finite(tmp_path):
