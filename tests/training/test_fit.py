@@ -224,6 +224,12 @@ def test_the_rows_of_an_epoch_are_a_function_of_seed_and_epoch():
     assert first not in (epoch_rows(100, seed=3, epoch=4), epoch_rows(100, seed=4, epoch=0))
 
 
+def test_the_threads_of_a_run_are_its_own(tmp_path):
+    before = torch.get_num_threads()
+    result = fit(settings(steps=1, threads=before + 1), tmp_path)
+    assert (result.hardware["threads"], torch.get_num_threads()) == (before + 1, before)
+
+
 def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
     out, _ = undisturbed["position"]
     model = f"dir:{out / 'model'}"
