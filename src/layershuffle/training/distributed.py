@@ -17,6 +17,8 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from layershuffle.errors import TrainingError
 from layershuffle.files import staged_directory
@@ -108,9 +110,9 @@ def joined(device: str) -> Iterator[Ranks]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, count = next(dist.rendezvous("env://"))
+    store, rank, count = next(rendezvous("env://"))
     # torchrun's store outlives a group and keeps its keys, so every group has names of its own.
-    store = dist.PrefixStore(f"layershuffle-{next(_GROUPS)}", store)
+    store = PrefixStore(f"layershuffle-{next(_GROUPS)}", store)
     # On GPUs both: gradients travel by NCCL, our messages by gloo without waiting for a GPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
