@@ -447,6 +447,15 @@ def test_batch_norm_inside_blocks_is_reported_once(caplog: pytest.LogCaptureFixt
     assert "BatchNorm layers in training mode: each batch counts twice" in caplog.text
 
 
+def test_training_without_an_order_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the backbone cuts a part from its blocks, at every call."""
+    model = FAMILIES["timm-vit"].wrapped().train()
+    for _ in range(2):
+        model.forward_intermediates(images(3), indices=[0], stop_early=True)
+        model(images(3))
+    assert caplog.text.count("in training mode without an execution order") == 1
+
+
 # --- blocks side by side --------------------------------------------------------------------------
 
 

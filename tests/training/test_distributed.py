@@ -9,13 +9,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runs import NO_DROPOUT, assert_same_weights, settings, weights
+from torch.distributed import TCPStore
 
 import layershuffle as ls
 from common import FAMILIES
@@ -47,10 +47,14 @@ ARMS = {
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
     "fsdp drop": {"parallel": "fsdp", **DROP},
     "exit": {**GROUPS, "exit_weight": 0.5},
+    # Ends of an epoch: 8 images and 4, each shared; one image, which both have.
+    "rest": {**FAST, "accumulate": 2, "data": "digit-pairs?train=28&validation=32&test=32"},
+    "one left": {"data": "digit-pairs?train=17&validation=32&test=32"},
     "fsdp exit": {"parallel": "fsdp", **DROP, "exit_weight": 0.5},
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}
+AGAIN = ("ddp", "fsdp drop")
 OWN = {"rank_orders": "own", "steps": 3, "eval_every": 3, "warmup": 0, "schedule": "constant"}
 
 
@@ -99,6 +103,7 @@ def work(rank, port, models, out, results):
     gc.freeze()  # see conftest.py
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
@@ -133,13 +138,9 @@ def work(rank, port, models, out, results):
                 fit(run(models, **ARMS[name], seed=5 + rank), out / "differing")
             except TrainingError as error:
                 facts[f"refused {name}"] = str(error)
+    for name in AGAIN:  # each joins anew
+        fit(run(models, **ARMS[name]), out / f"{name} again")
     (results / f"{rank}.json").write_text(json.dumps(facts))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,9 @@ def models(tmp_path_factory):
 def pair(models, tmp_path_factory):
     """The directory of the runs, and the results of each process."""
     out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
-    given = (free_port(), models, out, results)
+    # As torchrun's, it lives longer than a run.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (store.port, models, out, results)
     both = [SERVER.Process(target=work, args=(rank, *given)) for rank in (0, 1)]
     for process in both:
         process.start()
@@ -262,6 +265,11 @@ def test_stopped_in_two_processes_and_resumed_by_one(pair, models, alone, name):
     assert_same_weights(weights(out), weights(alone(name)), tolerance=2e-5)
 
 
+@pytest.mark.parametrize("name", AGAIN)
+def test_the_same_processes_train_again(pair, name):
+    assert_same_weights(weights(pair[0] / f"{name} again"), weights(pair[0] / name))
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_different_orders_are_refused_at_the_start(pair, name):
     for facts in pair[1]:
@@ -276,7 +284,7 @@ def test_own_orders_are_refused_under_fsdp(models):
         run(models, parallel="fsdp", ema=0.9)
 
 
-@pytest.mark.parametrize("name", ["compiled", "fsdp"])
+@pytest.mark.parametrize("name", ["compiled", "rest", "fsdp"])
 def test_compiled_without_recompiles(pair, name):
     for facts in pair[1]:
         compiled = facts[f"compiled {name}"]

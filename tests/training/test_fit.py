@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+import layershuffle as ls
 from forked import SERVER
 from layershuffle.data.digits import DigitPairs
 from layershuffle.errors import Interrupted, TrainingError, UsageError
@@ -36,6 +37,7 @@ ARMS = {
     "tied": {"method": "layershuffle", "distinct": 2},
     "rounds": {"method": "layershuffle", "max_parallel": 4, "drop": 0.2, "orders_per_batch": 2},
     "accumulate": {"method": "layershuffle", "accumulate": 2},
+    "scored often": {"method": "layershuffle", "eval_every": 2},
     # An epoch of two steps, of 16 images and of 4.
     "rest": {"data": "digit-pairs?train=20&validation=32&test=8", "accumulate": 2},
 }
@@ -83,6 +85,7 @@ def fit_until_killed(arm, out, *, kind, step):
         ("tied", "log", 5),
         ("rounds", "log", 5),
         ("accumulate", "log", 3),
+        ("scored often", "log", 3),  # scored before the checkpoint, and twice more
         ("rest", "log", 3),
         ("rest", "log", 6),
     ],
@@ -99,6 +102,11 @@ def test_killed_runs_end_at_the_same_weights(undisturbed, tmp_path, name, kind, 
     fit(settings(**ARMS[name]), out)
     assert_same_weights(weights(out), weights(undisturbed[name][0]))
     assert history(out) == history(undisturbed[name][0])
+
+
+def test_scoring_leaves_the_training_as_it_is(undisturbed):
+    """Dropout, too."""
+    assert undisturbed["scored often"][1] == undisturbed["layershuffle"][1]
 
 
 def test_sigterm_saves_and_the_run_continues(undisturbed, tmp_path):
@@ -157,9 +165,20 @@ def test_the_best_state_is_kept(undisturbed):
         record = json.loads((out / "model" / "layershuffle.json").read_text())
         result = json.loads((out / "result.json").read_text())
         assert record["selected"] == result["selected"], name
-        assert result["selected"]["step"] in (4, 8)
+        assert result["selected"]["step"] % settings(**ARMS[name]).eval_every == 0
         mode = "sequential" if name == "layerdrop" else "arbitrary"
         assert result["selected"]["metric"] == f"holdout cross-entropy, {mode} order"
+
+
+def test_weight_decay_shrinks_matrices_alone(tmp_path):
+    """By lr times decay in a step; biases, norms and the scales of residuals stay."""
+    run = {"model": f"{NO_DROPOUT}&init_values=1", "steps": 1, "warmup": 0, "schedule": "constant"}
+    fit(settings(**run), tmp_path / "plain")
+    fit(settings(**run, weight_decay=0.5), tmp_path / "decayed")
+    plain, begun = weights(tmp_path / "plain"), ls.load(run["model"], seed=5).state_dict()
+    expected = {n: w - 1e-3 * 0.5 * begun[n] * (w.dim() > 1) for n, w in plain.items()}
+    assert "blocks.0.ls1.gamma" in plain
+    assert_same_weights(weights(tmp_path / "decayed"), expected, tolerance=1e-7)
 
 
 def test_a_loss_that_is_not_finite(tmp_path):
@@ -203,6 +222,12 @@ def test_the_rows_of_an_epoch_are_a_function_of_seed_and_epoch():
     assert sorted(first) == list(range(100))
     assert first == epoch_rows(100, seed=3, epoch=0)
     assert first not in (epoch_rows(100, seed=3, epoch=4), epoch_rows(100, seed=4, epoch=0))
+
+
+def test_the_threads_of_a_run_are_its_own(tmp_path):
+    before = torch.get_num_threads()
+    result = fit(settings(steps=1, threads=before + 1), tmp_path)
+    assert (result.hardware["threads"], torch.get_num_threads()) == (before + 1, before)
 
 
 def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):

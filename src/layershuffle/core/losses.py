@@ -52,6 +52,9 @@ def loss_along(
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
     in more time.
     """
+    orders = orders[: len(images)]  # a batch may have fewer images than there are groups
+    if exit_after is not None:  # and then only shorter orders than the exit was drawn for
+        exit_after = min(exit_after, max(map(len, orders)))
     is_mixed = len(orders) > 1 or exit_after is not None
     criterion = criterion or F.cross_entropy
     exit_loss = partial(
@@ -142,8 +145,7 @@ def _apart(
 ) -> tuple[Tensor, Tensor]:
     """Each group in a forward of its own, and its exit in another one."""
     logits, early, position_losses = [], [], []
-    # A batch may have fewer images than there are groups.
-    for group, order in enumerate(orders[: len(images)]):
+    for group, order in enumerate(orders):
         own = images[group :: len(orders)]
         with running(model, order):
             output, position_loss = _forward(model, own)

@@ -114,6 +114,7 @@ class BlockStack(nn.ModuleList):
     def _part(self, index: slice) -> BlockStack:
         part = BlockStack()
         part.container_class = self.container_class
+        _FORWARDS[part] = _FORWARDS.setdefault(self, _Forwards())  # its warning comes once
         for place, (name, block) in enumerate(list(self._modules.items())[index]):
             # As in the original class: a Sequential keeps the names, a ModuleList renumbers them.
             key = name if issubclass(self.container_class, nn.Sequential) else str(place)

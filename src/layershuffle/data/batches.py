@@ -47,6 +47,9 @@ class DeviceBatches:
             num_workers=processes,
             # Only copies from pinned memory to the GPU are asynchronous.
             pin_memory=self.device.type == "cuda",
+            # Every pass draws a seed for its processes: not from the generator of dropout, or
+            # weights would depend on how often they were scored.
+            generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

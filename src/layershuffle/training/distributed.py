@@ -6,6 +6,7 @@ Messages go from host to host over gloo, so no GPU has to be waited for.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,14 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from layershuffle.errors import TrainingError
 from layershuffle.files import staged_directory
 
 T = TypeVar("T")
+_GROUPS = itertools.count()  # the groups of processes so far, as many in all of them
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,12 @@ def joined(device: str) -> Iterator[Ranks]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, count = next(rendezvous("env://"))
+    # torchrun's store outlives a group and keeps its keys, so every group has names of its own.
+    store = PrefixStore(f"layershuffle-{next(_GROUPS)}", store)
     # On GPUs both: gradients travel by NCCL, our messages by gloo without waiting for a GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    rank = dist.get_rank()
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     if rank:  # a warning is printed once, not once per process
         logging.getLogger("layershuffle").setLevel(logging.ERROR)
     yield Ranks(rank, count)

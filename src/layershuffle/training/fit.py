@@ -20,7 +20,7 @@ from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.files import locked, names_in, refuse_foreign, write_text
-from layershuffle.machine import device_of, hardware, stop_signals, versions
+from layershuffle.machine import device_of, hardware, stop_signals, torch_threads, versions
 from layershuffle.models import save
 from layershuffle.settings import FitSettings, digest
 from layershuffle.text import unheard
@@ -100,7 +100,12 @@ def fit(
     out = Path(out)
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
-    with joined(device_of(settings.device)) as ranks, _own(out) if ranks.first else nullcontext():
+    with (
+        joined(device_of(settings.device)) as ranks,
+        _own(out) if ranks.first else nullcontext(),
+        # The number of threads decides how sums are rounded, so it is a setting of the run.
+        torch_threads(settings.threads),
+    ):
         if ranks.first:
             prepare_directory(out, settings)
         ranks.check_same(digest(settings), what="The settings")
@@ -109,9 +114,6 @@ def fit(
             if ranks.first:
                 on_event({"kind": "complete", "steps": finished.steps})
             return finished
-        # The number of threads decides how sums are rounded, so it is a setting of the run.
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
         job = prepare(settings, out, ranks=ranks)
         if ranks.first:
             check_data(job)

@@ -83,6 +83,7 @@ def train(
         if micro_batches is None:
             return
         waited += _clock() - began
+        in_step = sum(len(labels) for _, labels in micro_batches)
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
@@ -97,15 +98,14 @@ def train(
                 forward = partial(job.method.loss_and_logits, model, images, labels)
                 with state.autocast():
                     loss, logits = job.compiler.or_eager(partial(forward, **place))
-                loss = loss / len(micro_batches)
+                loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
             sums.add(loss.detach(), logits, labels)
 
         on_phase("optimizer", state.step)
         norm, learning_rate = _update(state)
-        # Every process has as many.
-        state.images_trained += job.ranks.count * sum(len(labels) for _, labels in micro_batches)
+        state.images_trained += job.ranks.count * in_step  # every process has as many
 
         on_phase("report", state.step)
         # Processes must stop together, or one would wait for the gradients of the others.
@@ -266,21 +266,24 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
     job, accumulate = state.job, state.job.settings.accumulate
-    train, ranks, images = job.data.splits["train"], job.ranks, job.images_per_forward
-    together = images * ranks.count
+    train, ranks = job.data.splits["train"], job.ranks
+    together = job.images_per_forward * ranks.count
     forwards = math.ceil(train.size / together)
     epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
     while True:
         if hasattr(train.dataset, "set_epoch"):  # augmentation is a function of it
             train.dataset.set_epoch(epoch)
         rows = epoch_rows(train.size, seed=job.settings.seed, epoch=epoch)
-        if ranks.count > 1:  # all have as many: the first rows fill up the last batch
-            rows = list(islice(cycle(rows), forwards * together))
-        # Every process takes its part of the rows of a forward.
-        own = range(images * ranks.rank + together * accumulate * done, len(rows), together)
+        own = []
+        for start in range(done * accumulate * together, len(rows), together):
+            part = rows[start : start + together]
+            # Every process has as many, so a mean over processes is one over images; at the end of
+            # an epoch some come twice.
+            size = math.ceil(len(part) / ranks.count)
+            own.append([*islice(cycle(part), ranks.rank * size, (ranks.rank + 1) * size)])
         loader = DataLoader(
             train.dataset,
-            batch_sampler=[rows[start : start + images] for start in own],
+            batch_sampler=own,
             num_workers=job.workers,
             pin_memory=job.device == "cuda",
         )

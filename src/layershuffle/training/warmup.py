@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,15 +45,12 @@ def warm_up(state: TrainState) -> None:
 
 
 def forward_sizes(state: TrainState) -> list[int]:
-    """Numbers of images in the forwards of a run: a full batch, and a last, partial one.
-
-    Several processes fill up the last batch.
-    """
-    job, full = state.job, state.job.images_per_forward
+    """Numbers of images in the forwards of a run: a full batch, and a last, partial one."""
+    job, full, processes = state.job, state.job.images_per_forward, state.job.ranks.count
     images = job.data.splits["train"].size
-    reaches_the_end = job.steps * full * job.settings.accumulate >= images
-    rest = images % full if reaches_the_end and job.ranks.count == 1 else 0
-    return [full, rest] if rest else [full]
+    reaches_the_end = job.steps * job.settings.batch_size >= images
+    rest = math.ceil(images % (full * processes) / processes)
+    return [full, rest] if reaches_the_end and 0 < rest < full else [full]
 
 
 def try_forward(state: TrainState, images: int) -> None:
