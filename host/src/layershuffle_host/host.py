@@ -177,8 +177,7 @@ class Host:
     async def _served(self, batch: Sequence[_Waiting]) -> bool:
         """Run visits of one block together, and answer them; whether that went well."""
         block, begin = batch[0].block, time.monotonic()
-        states = [visit.state for visit in batch]
-        state = np.concatenate(states) if len(batch) > 1 else states[0]
+        state = np.concatenate([visit.state for visit in batch])
         try:
             if block.seconds * len(state) <= _INLINE_SECONDS:
                 out = block.run(state)

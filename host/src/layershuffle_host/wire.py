@@ -148,7 +148,8 @@ def _fields(**checks: Check) -> Check:
     )
 
 
-_text, _digest = _matches(f"(?s).{{0,{MAX_TEXT}}}"), _matches("[0-9a-f]{64}")
+# Half a surrogate pair, which JSON may hold, is no text: no log and no frame can show it.
+_text, _digest = _matches(rf"[^\ud800-\udfff]{{0,{MAX_TEXT}}}"), _matches("[0-9a-f]{64}")
 _slot = _number(0xFFFF, kinds=(int,))
 _file = _fields(sha256=_digest, bytes=_number(MAX_FILE_BYTES, kinds=(int,)))
 _shape = _list(_number(1 << 20, least=1, kinds=(int,)), 2, least=2)
@@ -183,7 +184,7 @@ def message_in(text: str) -> dict[str, Any]:
     kind = message.get("type") if isinstance(message, dict) else None
     check = _MESSAGES.get(kind) if isinstance(kind, str) else None
     if check is None or not check(message):
-        raise WireError(f"no message of this protocol (type {str(kind)[:20]})")
+        raise WireError(f"no message of this protocol (type {ascii(kind)[:20]})")
     return dict(message)
 
 

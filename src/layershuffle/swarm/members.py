@@ -398,7 +398,7 @@ class HostConnection(asyncio.Protocol):
 
     def close(self, code: int, why: str) -> None:
         """Close the connection, with a reason that the host reads."""
-        self._wire.fail(code, why.encode(errors="replace")[:_MOST_REASON].decode(errors="ignore"))
+        self._wire.fail(code, why.encode()[:_MOST_REASON].decode(errors="ignore"))
         self._flush()
         self._transport.close()
         self._end(why)
@@ -462,7 +462,7 @@ class HostConnection(asyncio.Protocol):
         self._parts = []
         try:
             self._members.received(self, str(content, "utf-8") if self._is_text else content)
-        except (WireError, UnicodeError) as error:  # JSON may hold half a surrogate pair
+        except (WireError, UnicodeDecodeError) as error:
             self._end(f"it breaks the protocol: {error}")
             self.close(Close.BROKEN, str(error))
 

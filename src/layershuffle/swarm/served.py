@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 class ServedModel:
     """The exported model in `directory`. `manifest` says what it is.
 
-    `sample`: a typical state of one image, float32 `[1, tokens, width]`. Raises `ModelFileError`
-    for files that are not those of the manifest.
+    `sample`: a typical state of one image, float32 `[1, tokens, width]`; `quantised`: whether
+    blocks compute in int8, which rounds otherwise on other processors. Raises `ModelFileError` for
+    files that are not those of the manifest.
 
         model = ServedModel(Path("digits"))
         logits = model.head(model.stem(images))
@@ -43,6 +44,8 @@ class ServedModel:
         self.shape = self.manifest.state.shape
         self.depth = len(self.manifest.blocks)
         self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
+        graphs = {block.graph for block in self.manifest.blocks}
+        self.quantised = any(b"DynamicQuantizeLinear" in self._content(name) for name in graphs)
         self._blocks: dict[str, Block] = {}
 
     @cached_property
@@ -66,11 +69,6 @@ class ServedModel:
             for part, name in (("graph", stored.graph), ("weights", stored.weights))
         }
         return {"slot": block, **files, "shape": list(self.shape)}
-
-    @cached_property
-    def quantised(self) -> bool:
-        """Whether blocks compute in int8, which rounds otherwise on other processors."""
-        return any(b"DynamicQuantizeLinear" in self._content(b.graph) for b in self.manifest.blocks)
 
     @cached_property
     def sample(self) -> State:
