@@ -188,6 +188,8 @@ def test_text_that_is_no_message(text: str) -> None:
 def test_no_end_sends_what_the_other_refuses() -> None:
     with pytest.raises(WireError):
         text_of("failed", slot=1, why="x" * 401)
+    # Of a path that is no UTF-8.
+    assert message_in(text_of("failed", slot=1, why="caf\udce9"))["why"] == "caf?"
 
 
 @pytest.mark.parametrize(

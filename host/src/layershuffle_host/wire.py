@@ -170,7 +170,7 @@ _MESSAGES: dict[str, Check] = {
 
 def text_of(kind: str, **fields: Any) -> str:
     """A message as JSON. Raises `WireError` for one that the other end would refuse."""
-    text = json.dumps({"type": kind, **fields})
+    text = json.dumps({"type": kind} | fields, ensure_ascii=False).encode(errors="replace").decode()
     message_in(text)
     return text
 
