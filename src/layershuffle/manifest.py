@@ -118,6 +118,11 @@ def read_manifest(directory: Path) -> ExportManifest:
         ) from error
 
 
+def is_quantised(graph: bytes) -> bool:
+    """Whether a block's graph computes in int8, with one scale for all states that run together."""
+    return b"DynamicQuantizeLinear" in graph
+
+
 def content_of(directory: Path, name: str, *, manifest: ExportManifest) -> bytes:
     """The content of a file of an exported directory. Raises `ModelFileError` if it is another."""
     place = directory / name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.extras import require
-from layershuffle.manifest import ExportManifest, content_of, read_manifest
+from layershuffle.manifest import ExportManifest, content_of, is_quantised, read_manifest
 from layershuffle.models.files import refused_by
 from layershuffle.models.origin import Origin, remember
 from layershuffle.text import one_line
@@ -52,8 +52,7 @@ class OnnxGraph(nn.Module):
                 f"ONNX Runtime refuses a graph ({one_line(error)})", hint=_AGAIN
             ) from error
         self._input = self._session.get_inputs()[0].name
-        # The states of a batch would share the scale of what is quantised as it comes.
-        self._apart = b"DynamicQuantizeLinear" in graph
+        self._apart = is_quantised(graph)
         # Whoever scores asks the blocks for dtype and device by their weights.
         self.place = nn.Parameter(torch.zeros(()), requires_grad=False)
 

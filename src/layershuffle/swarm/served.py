@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.bundled import asset
-from layershuffle.manifest import MANIFEST, MANIFEST_SCHEMA, content_of, read_manifest
+from layershuffle.manifest import MANIFEST, MANIFEST_SCHEMA, content_of, is_quantised, read_manifest
 from layershuffle.swarm.assignment import BlockFile
 from layershuffle.swarm.messages import State
 from layershuffle_host.blocks import Block
@@ -45,7 +45,7 @@ class ServedModel:
         self.depth = len(self.manifest.blocks)
         self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
         graphs = {block.graph for block in self.manifest.blocks}
-        self.quantised = any(b"DynamicQuantizeLinear" in self._content(name) for name in graphs)
+        self.quantised = any(is_quantised(self._content(name)) for name in graphs)
         self._blocks: dict[str, Block] = {}
 
     @cached_property
