@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import refusals
 from layershuffle.machine import collector_paused
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,23 +21,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 def repository() -> Path:
     """The root of the repository."""
     return Path(__file__).resolve().parent.parent
-
-
-SENTENCES = refusals.parse(refusals.SNAPSHOT.read_text("utf-8"))
-
-
-@pytest.fixture(autouse=True)
-def run_directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the temporary directories of this run are: the hook below has it of every test."""
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
-    """Every test says the errors that `refusals.txt` has of it, and no others."""
-    place = pyfuncitem.funcargs["run_directories"]
-    with refusals.sentences_of(pyfuncitem.nodeid, known=SENTENCES, directories=place):
-        return (yield)
 
 
 # Workers get the list of tests in equal parts and take over the ends of each other's: these stay

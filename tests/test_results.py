@@ -68,7 +68,7 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
     path.write_text(path.read_text().replace("122.6", "6.6"))
     assert read_rows(path, ScoreRow)[0].top1_n == 6.6
     path.write_text(path.read_text().replace("6.6", "0.5"))
-    with refuses(DataError):
+    with refuses(DataError, f"{path}, line 2"):
         read_rows(path, ScoreRow)
 
 
@@ -85,7 +85,7 @@ def test_columns_that_hold_their_default_in_every_row_are_left_out(tmp_path):
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
     assert [(r.draw, r.parallel, r.passes) for r in read_rows(path, ScoreRow)] == [("pass", 1, 1)]
     path.write_text(path.read_text().replace("2,0,1", "2,0,1,2"))
-    with refuses(DataError):
+    with refuses(DataError, f"{path}, line 2"):
         read_rows(path, ScoreRow)
 
 
@@ -115,7 +115,7 @@ def test_impossible_rows_are_refused_with_their_line(path, column, value):
         writer = csv.DictWriter(file, [*COLUMNS, "draw"], restval="pass")
         writer.writeheader()
         writer.writerows(rows)
-    with refuses(DataError):
+    with refuses(DataError, f"{path}, line 3"):
         read_rows(path, ScoreRow)
 
 

@@ -173,7 +173,7 @@ def test_a_palette_with_transparency_and_floating_pixels() -> None:
     palette = read(file_of(image, transparency=bytes([0, 128])))
     assert palette[4, 3].tolist() == [200, 100, 50]
     assert palette[0, 0].tolist() == [10, 20, 30]
-    with refuses(DataError):
+    with refuses(DataError, "here"):
         read(file_of(Image.fromarray(GRADIENT.astype(np.float32)), "TIFF"))
 
 

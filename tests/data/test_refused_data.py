@@ -177,7 +177,7 @@ def test_splits_with_other_class_lists(tmp_path: Path) -> None:
         data = datasets.Dataset.from_dict(rows(3, 0, label=[0, 1, 2]), kinds)
         data.save_to_disk(tmp_path / "odd" / name)
     (tmp_path / "odd" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with refuses(DataError):
+    with refuses(DataError, f"hf:{tmp_path}/odd (test)"):
         opened(f"hf:{tmp_path}/odd")
 
 
@@ -189,12 +189,12 @@ def test_places_of_the_hub_s_library(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = {name: datasets.Dataset.from_dict({"text": ["a"]}) for name in ("train", "test")}
     datasets.DatasetDict(words).save_to_disk(tmp_path / "words")
     for name in ("flat", "nowhere", "empty", "words"):
-        with refuses(DataError):
+        with refuses(DataError, tmp_path / name if name == "nowhere" else f"hf:{tmp_path}/{name}"):
             opened(f"hf:{tmp_path}/{name}")
     # The libraries read HF_HUB_OFFLINE when they are imported, into these variables.
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refuses(DataError):
+    with refuses(DataError, "hf:nobody/nothing"):
         opened("hf:nobody/nothing")
 
 
@@ -217,17 +217,17 @@ def test_samples_without_a_label_and_broken_tars(tmp_path: Path) -> None:
     with refuses(DataError, f"sample 0008 of {tmp_path}/tars/train-0.tar"):
         opened(f"hf:{tmp_path}/tars")
     (tmp_path / "tars" / "train-0.tar").write_bytes(b"no tar" * 200)
-    with refuses(DataError):
+    with refuses(DataError, f"hf:{tmp_path}/tars"):
         opened(f"hf:{tmp_path}/tars")
 
 
 def test_absent_and_damaged_files_of_a_set(tmp_path: Path) -> None:
     idx_files(tmp_path)
-    with refuses(DataError):
+    with refuses(DataError, f"torchvision:KMNIST?root={tmp_path}"):
         opened(f"torchvision:KMNIST?root={tmp_path}")
     path = tmp_path / "FashionMNIST/raw/t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:1000])
-    with refuses(DataError):
+    with refuses(DataError, f"torchvision:FashionMNIST?root={tmp_path}"):
         opened(f"torchvision:FashionMNIST?root={tmp_path}")
 
 

@@ -244,7 +244,7 @@ def test_holdout_is_disjoint_and_stratified() -> None:
     ],
 )
 def test_a_view_that_does_not_fit_together_is_refused(change: dict) -> None:
-    with refuses(UsageError):
+    with refuses(UsageError, "ImageView"):
         ImageView(**{**GREY, **change})
 
 

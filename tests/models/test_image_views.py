@@ -73,7 +73,7 @@ def test_a_spec_says_how_timm_prepares_images() -> None:
     view = image_view(ls.load(DIGITS))
     assert (view.channels, view.size, view.mean, view.std) == (1, (12, 20), (0.2,), (0.35,))
     model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
-    with refuses(UsageError):
+    with refuses(UsageError, "VisionTransformer"):
         image_view(ls.wrap(model))
 
 

@@ -516,7 +516,7 @@ def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(tmp_path):
     assert places_tied(blocks_of(again)) == (0, 1, 2, 2)
     assert torch.equal(outputs(again), outputs(model))
     # A merge would overwrite the block of one donor with that of another.
-    with refuses(UsageError):
+    with refuses(UsageError, "a"):
         check_compatible([model, model], names=["a", "b"])
 
 
