@@ -1,4 +1,4 @@
-"""Render the tables of README.md and of the pages in docs/ from CSV files.
+"""Render the tables and numbers of README.md and of the pages in docs/ from CSV files.
 
 python scripts/tables.py
 
@@ -18,6 +18,12 @@ directory) and, for each column, a format string over the columns of the file:
 value with a format is a number, others are shown as they are. A cell of the table is empty if a
 value that it needs is empty. Columns of numbers are aligned to the right. Lines that are equal are
 shown once.
+
+A number in a sentence stands before a comment, which names the file, the row and the format:
+
+    any order costs 25.3<!-- from results/tables/price.csv, steps=500: {cost:.1f} --> points
+
+`, column=value` comes as often as it takes to choose exactly one row.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -36,7 +43,9 @@ from layershuffle.files import write_text
 from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- table\n", "<!-- end of table -->"
+BEGIN = "<!-- table\n"
+END = "<!-- end of table -->"
+NUMBER = "<!-- from "
 NO_ROWS = "*Not measured yet.*"
 _OF_CLAIMS = {
     "what": "{name}", "ratio or number": "{what}", "median": "{median}", "range": "{range}",
@@ -44,51 +53,81 @@ _OF_CLAIMS = {
 }  # fmt: skip
 _NUMBER = re.compile(r"$|[-+$]?\d")
 _TABLE = re.compile(rf"({BEGIN}(.*?)-->\n).*?{END}", re.DOTALL)
+_IN_A_SENTENCE = re.compile(rf"[-+\d.,]+({NUMBER}([^>]*): (\{{[^}}]*\}})\s-->)")
 
 
 def pages() -> Iterator[Path]:
-    """The pages that have tables to render."""
+    """The pages that have tables or numbers to render."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if BEGIN in page.read_text(encoding="utf-8"):
+        text = page.read_text(encoding="utf-8")
+        if BEGIN in text or NUMBER in text:
             yield page
 
 
 def render(text: str, *, page: Path) -> str:
-    """`text`, which is that of `page`, with the tables as their files have them now.
+    """`text`, which is that of `page`, with tables and numbers as their files have them now.
 
-    Raises `LayerShuffleError` for a table without an end, and for a file or column that is not
-    there.
+    Raises `LayerShuffleError` for a mark without an end, for a file or column that is not there,
+    and for a number of no row or of several.
     """
 
-    def rendered(match: re.Match[str]) -> str:
+    def table(match: re.Match[str]) -> str:
         begin, mark = match.groups()
-        try:
-            table = table_of(yaml.safe_load(mark), directory=page.parent)
-        except (OSError, KeyError, ValueError) as error:
-            raise LayerShuffleError(
-                f"A table cannot be rendered ({error!r}): {' '.join(mark.split())[:60]} ...",
-                place=page,
-                hint="name a CSV file from the directory of the page, and its columns",
-            ) from error
-        return f"{begin}\n{table}\n\n{END}"
+        with _named(mark, page):
+            text = table_of(yaml.safe_load(mark), directory=page.parent)
+        return f"{begin}\n{text}\n\n{END}"
+
+    def number(match: re.Match[str]) -> str:
+        mark, row, form = match.groups()
+        with _named(mark, page):
+            return number_of(row, form, directory=page.parent) + mark
 
     if text.count(BEGIN) != text.count(END):
         raise LayerShuffleError(f"Not every table has its {END}", place=page)
-    return _TABLE.sub(rendered, text)
+    if text.count(NUMBER) != len(_IN_A_SENTENCE.findall(text)):
+        raise LayerShuffleError(f"Not every mark {NUMBER}... is well formed", place=page)
+    return _IN_A_SENTENCE.sub(number, _TABLE.sub(table, text))
+
+
+@contextmanager
+def _named(mark: str, page: Path) -> Iterator[None]:
+    """What goes wrong inside becomes a `LayerShuffleError` that names the mark and its page."""
+    try:
+        yield
+    except (OSError, KeyError, ValueError) as error:
+        raise LayerShuffleError(
+            f"A mark cannot be rendered ({error!r}): {' '.join(mark.split())[:60]} ...",
+            place=page,
+            hint="name a CSV file from the directory of the page, its columns, and rows in it",
+        ) from error
 
 
 def table_of(mark: Mapping[str, Any], *, directory: Path) -> str:
     """The table that `mark` describes, of a file that it names from `directory`."""
     columns: Mapping[str, str] = mark.get("columns", _OF_CLAIMS)
-    where: Mapping[str, Any] = mark.get("where", {})
-    with (directory / mark["csv"]).open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if _is_chosen(row, where)]
+    rows = _rows(directory / mark["csv"], mark.get("where", {}))
     lines = dict.fromkeys(tuple(_cell(form, row) for form in columns.values()) for row in rows)
     if not lines:
         return NO_ROWS
     columns_of_cells = zip(*lines, strict=True)
     align = "".join("r" if all(map(_NUMBER.match, cells)) else "l" for cells in columns_of_cells)
     return markdown_table(list(columns), lines, align=align)
+
+
+def number_of(row: str, form: str, *, directory: Path) -> str:
+    """`form` with the values of one row: "file.csv, column=value" names it from `directory`."""
+    file, *conditions = [word.strip() for word in row.split(",")]
+    where = dict(condition.split("=") for condition in conditions)
+    rows = _rows(directory / file, where)
+    if len(rows) != 1:
+        raise ValueError(f"{len(rows)} rows in place of one")
+    return _cell(form, rows[0])
+
+
+def _rows(path: Path, where: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The rows of a CSV file that `where` chooses, in their order."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if _is_chosen(row, where)]
 
 
 def _is_chosen(row: Mapping[str, str], where: Mapping[str, Any]) -> bool:
