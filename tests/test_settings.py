@@ -108,7 +108,7 @@ def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-ordinary.yaml", "digits-swarm.yaml"]
     fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "imagenet-paper")
-    names += ("fashion-dinov2", "formula-cpu", "formula-gpu")
+    names += ("fashion-dinov2", "fashion-dinov2-320", "formula-cpu", "formula-gpu")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
         FitSettings(**read_recipe(asset("recipes", name)))

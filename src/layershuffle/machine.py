@@ -113,7 +113,7 @@ def cpu_has_bf16() -> bool:
 
 
 _AUTO: Mapping[str, tuple[Literal["fp32", "bf16"], str]] = {
-    # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
+    # Some processors train wide models faster in bf16, and narrow ones slower.
     "cpu": ("fp32", "auto is fp32 on a CPU"),
     "scores": ("fp32", "auto is fp32 for scores, so that they compare between machines"),
     "gpu": ("bf16", "auto is bf16 for training on a GPU that has it"),

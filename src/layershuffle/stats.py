@@ -7,7 +7,7 @@ Equal values show no spread (few images often give them), so they count as no da
 
 t-interval: mean +- t(0.975, n-1) s / sqrt(n), Student 1908. Wilson interval: Wilson 1927,
 doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %. Images
-whose errors come together count as fewer (`ImageGroups`, decision 021).
+whose errors come together count as fewer (`ImageGroups`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def compare(sample: Values, reference: Values) -> Difference:
 
     The result has `points`, and `low` and `high` of its 95 % interval, infinite if there is none.
 
-    Models of one seed saw the same batches and are scored under the same orders (decision 008), so
+    Models of one seed saw the same batches and are scored under the same orders, so
     most of what moves one of a pair moves the other too. Raises `ValueError` for no values.
     """
     if isinstance(sample, Mapping) and isinstance(reference, Mapping):
@@ -247,7 +247,8 @@ class ImageGroups:
     others are independent. The variance of the share of right answers is then the sum of e_i e_j
     over all pairs of images that share a group, e the deviations from the mean: the
     cluster-robust variance for k = 1, the dyadic-robust one for k = 2 (Aronow, Samii and Assenova
-    2015, doi 10.1093/pan/mpv018; decision 021 has the checks).
+    2015, doi 10.1093/pan/mpv018). In seven times 1,500 simulated test sets of digit pairs a 95 %
+    interval held the truth in 94 to 96 of 100; Wilson's, of all images, in 58 to 92.
     """
 
     def __init__(self, groups: NDArray[np.int64]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layershuffle.cli.command import Command
 
 HELP_FLAGS = ("--help", "-h")
-# A command is imported once it is chosen: that keeps `--help` under half a second (decision 038).
+# A command is imported once it is chosen: that keeps `--help` under half a second.
 COMMANDS = {
     "demo": ("Rearrange a model's blocks on a page and watch it answer.", "demo:PageCommand"),
     "fit": ("Refine a model so that its blocks run in any order.", "fit:FIT"),

@@ -111,7 +111,7 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Logits) -> int:
     """The number of `images` for many orders at a time; `forward` as in `forward_many`.
 
     On a CPU the images are split into even parts whose state stays in the cache from block to
-    block: measured best at widths 64, 192 and 768 (research/log.md). A GPU takes all images. Logits
+    block: measured best at widths 64, 192 and 768. A GPU takes all images. Logits
     are those of another batch size, equal up to the rounding of batched kernels.
     """
     if images.device.type != "cpu" or len(images) < 2:
@@ -120,7 +120,7 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Logits) -> int:
     if not size:
         return len(images)
     # The limit is in bytes, not images: with parts of 8 to 32 images the digits model takes up to
-    # 2.2 times as long (research/log.md).
+    # 2.2 times as long.
     most = max(_LEAST_IMAGES, _CACHED_BYTES // size)
     # Even parts, because a rest of one or two images would read all weights for little work.
     parts = -(-len(images) // most)

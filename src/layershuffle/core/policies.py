@@ -233,7 +233,7 @@ class Kept(_Policy):
         blocks = sorted(chosen)
         if self.order == "arbitrary":
             blocks = [block for block in shuffled if block in chosen]
-        # Every pass has the same order: a new one scores no better (research/rounds.md), and the
+        # Every pass has the same order: a new one was measured to score no better, and the
         # orders of one, two and three passes are prefixes of each other.
         return _in_rounds([blocks] * self.passes, depth, parallel=self.parallel, stream=stream)
 

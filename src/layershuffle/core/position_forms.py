@@ -2,7 +2,7 @@
 
 The encoding follows the paper's text (section 3.3), the prediction the authors' code, which differs
 from the text of section 3.4: the sum of the text costs most of the model's accuracy
-(research/log.md). Each difference between the two has a name here.
+on digit pairs. Each difference between the two has a name here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,12 @@
 `wrap(model)` swaps the class of the model's block container for `BlockStack`, an `nn.ModuleList`
 whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Keys and
 parameter order of the model's `state_dict` do not change, and without an order the model computes
-exactly what it did before. Each of the other designs that were tried gives wrong results without an
-error in some case: research/decisions.md (001).
+exactly what it did before.
+
+Each of the other designs that were tried gives wrong results without an error in some case. Code
+that reads `children()`, as timm's checkpointing does, misses an `__iter__` that is overridden. A
+`forward` that is swapped between blocks runs the hooks of the wrong block. `_modules` in another
+order makes averages of models copy one block into another. A `torch.fx` graph freezes the order.
 
 Drop-path rates belong to a block and travel with it.
 """

@@ -27,7 +27,7 @@ class Limits(Settings):
     """Kept back at the end of a deadline for the model's head and the answer."""
 
     # A factor alone would give up a fast host at its first delay, and wait too long for a slow one.
-    # On a busy machine delays of 100 ms are usual and do not indicate a failure (decision 024).
+    # On a busy machine delays of 100 ms are usual and do not indicate a failure.
     hop_factor: Factor = 4.0
     """A visit is given up after this many times its expected time plus the recent lag of visits
     ..."""
@@ -79,6 +79,6 @@ class Limits(Settings):
     """Assumed time of a visit beyond its compute, likewise."""
 
     # Canaries travel as float32, and a block gives the same result in a batch as alone to within
-    # 1e-5 (decision 009), so no honest host comes near this.
+    # 1e-5 (measured), so no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
     """Largest difference between an answer and the known result, relative to its largest value."""

@@ -113,7 +113,7 @@ def decide(
     ends = progress.deadline - limits.reserve_ms / 1000
     left = ends - now
     sure = progress.confidence is not None and progress.chance >= progress.confidence
-    # A pipeline gives no partial answers (decision 010).
+    # A pipeline gives no partial answers.
     late: Ending = "deadline" if free else "lost"
     ended: Ending | None = None
     if len(ran) == depth:
@@ -220,7 +220,7 @@ def _first_answer(
     held = [block for block in blocks if block in host.blocks]
     block = min(held, key=lambda block: (len(swarm.usable(block)), block))
     limit = hop_limit(seconds, lag=lag_of(host, pace), left=left, limits=limits)
-    # If the deadline cut the limit short, lateness is not the host's fault (decision 010).
+    # If the deadline cut the limit short, lateness is not the host's fault.
     fair = limit < left or limit >= _FAIR * seconds
     return Visit(name, block, limit, budget=left, fair=fair, expected=seconds)
 

@@ -2,7 +2,7 @@
 
 Every claim has a criterion, written down before the study was scored but with smaller studies
 known. The criteria of claims 4, 6, 7, 16 and 17 were rewritten when the reasons for their failures
-had been measured (research/log.md), and those of 1, 12 and 17 when a study had ten classes: there
+had been measured, and those of 1, 12 and 17 when a study had ten classes: there
 no accuracy falls to a tenth, so they are shares of what is above chance. Differences are between
 means over models, paired over the seeds that both arms have; if they share none, as merges and
 single models, the 95 % interval is Welch's (1947).

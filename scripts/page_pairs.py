@@ -1,4 +1,3 @@
-# Ran at commit 8550626.
 """Write the test pairs of the page: a sheet of 100 digit pairs, ten in a row, and their classes.
 
 python scripts/page_pairs.py

@@ -1,0 +1,140 @@
+"""Write the tables of Fashion-MNIST on docs pages from the kept studies, and print their merges.
+
+    python scripts/fashion_tables.py
+
+Reads docs/results/fashion-dinov2-320 and, for the row of `anyorder` with 64 images a step,
+docs/results/fashion-anyorder-64. Writes into docs/results/tables. Afterwards scripts/tables.py
+renders the pages.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+from layershuffle.stats import t_interval
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+STUDY = RESULTS / "fashion-dinov2-320"
+SHORT = RESULTS / "fashion-anyorder-64"
+TABLES = RESULTS / "tables"
+# Arm -> its name on the page, its learning rate, and the paper's scores on ImageNet.
+ARMS = {
+    "baseline": ("baseline", "5e-5", "82.61 / 0.13"),
+    "layershuffle": ("LayerShuffle", "4e-4", "75.22 / 62.77"),
+    "anyorder": ("anyorder (ours)", "4e-4", ""),
+    "anyorder-3-distinct": ("anyorder, 3 distinct blocks (ours)", "4e-4", ""),
+}
+STOPS = ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
+
+# (arm, mode, blocks kept, blocks side by side) -> seed -> top-1 of every order, in percent.
+Scores = dict[tuple[str, str, int, int], dict[str, list[float]]]
+# (arm, mode, threshold) -> (mean number of blocks, top-1 in percent) of every order.
+Stopped = dict[tuple[str, str, str], list[tuple[float, float]]]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_table(name: str, rows: list[dict[str, str]]) -> None:
+    """Write the CSV file `name` of the tables, with the columns of the first row."""
+    with (TABLES / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def scores_of(study: Path) -> Scores:
+    """All scores of a study."""
+    scores: Scores = defaultdict(lambda: defaultdict(list))
+    for row in read_rows(study / "results.csv"):
+        side_by_side = int(row.get("parallel", 1))
+        key = (row["method"], row["mode"], int(row["kept"]), side_by_side)
+        scores[key][row["seed"]].append(float(row["top1"]))
+    return scores
+
+
+def cell(scores: Scores, arm: str, mode: str, kept: int = 12, side_by_side: int = 1) -> str:
+    """The mean over models with half of its 95 % interval; empty if nothing was measured."""
+    of_seeds = scores[arm, mode, kept, side_by_side]
+    if not of_seeds:
+        return ""
+    means = [mean(values) for values in of_seeds.values()]
+    low, high = t_interval(means)
+    return f"{mean(means):.1f} &plusmn;{(high - low) / 2:.1f}"
+
+
+def table_row(scores: Scores, arm: str) -> dict[str, str]:
+    """The line of an arm."""
+    name, rate, paper = ARMS[arm]
+    return {
+        "method": name,
+        "models": str(len(scores[arm, "sequential", 12, 1])),
+        "rate": rate,
+        "sequential": cell(scores, arm, "sequential"),
+        "arbitrary": cell(scores, arm, "arbitrary"),
+        "rounds": cell(scores, arm, "arbitrary", side_by_side=4),
+        "nine": cell(scores, arm, "arbitrary", 9),
+        "six": cell(scores, arm, "arbitrary", 6),
+        "three": cell(scores, arm, "arbitrary", 3),
+        "paper": paper,
+    }
+
+
+def stopped(sure: Stopped, arm: str, mode: str, stop: str) -> str:
+    """Blocks and accuracy of an arm that stops at a threshold, means over the orders."""
+    scored = sure[arm, mode, stop]
+    blocks = mean(blocks for blocks, _ in scored)
+    top1 = mean(top1 for _, top1 in scored)
+    return f"{blocks:.1f} blocks, {top1:.1f} %"
+
+
+def write_scores() -> None:
+    """The table of 320 images a step, and the row of `anyorder` in that of 64."""
+    scores = scores_of(STUDY)
+    write_table("fashion-dinov2-320.csv", [table_row(scores, arm) for arm in ARMS])
+    table = read_rows(TABLES / "fashion-dinov2.csv")
+    others = [row for row in table if row["method"] != ARMS["anyorder"][0]]
+    ours = table_row(scores_of(SHORT), "anyorder") | {"paper": ""}
+    columns = list(table[0])
+    write_table("fashion-dinov2.csv", [*others, {name: ours.get(name, "") for name in columns}])
+
+
+def write_stops() -> None:
+    """The table of answers that are given as soon as the head is sure."""
+    sure: Stopped = defaultdict(list)
+    for row in read_rows(STUDY / "sure.csv"):
+        scored = (float(row["blocks"]), float(row["top1"]))
+        sure[row["arm"], row["mode"], row["stop"]].append(scored)
+    rows = [
+        {
+            "rule": f"at {stop}" if stop else "12 blocks",
+            "baseline_sequential": stopped(sure, "baseline", "sequential", stop),
+            "layershuffle": stopped(sure, "layershuffle", "arbitrary", stop),
+            "anyorder": stopped(sure, "anyorder", "arbitrary", stop),
+            "anyorder_sequential": stopped(sure, "anyorder", "sequential", stop),
+        }
+        for stop in STOPS
+    ]
+    write_table("fashion-dinov2-320-sure.csv", rows)
+
+
+def print_merges() -> None:
+    """How many merges of each kind there are, with the mean and the range of their top-1."""
+    merges: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in read_rows(STUDY / "merging.csv"):
+        merges[row["arm"], row["kind"], row["name"]].append(float(row["top1"]))
+    for key, values in merges.items():
+        spread = f"{min(values):.1f} to {max(values):.1f}"
+        print(*key, len(values), f"{mean(values):.1f}", spread)
+
+
+if __name__ == "__main__":
+    write_scores()
+    write_stops()
+    print_merges()
