@@ -123,48 +123,84 @@ def test_the_calibration_on_the_page_is_that_of_the_bundled_model(repository):
 # --- links ----------------------------------------------------------------------------------------
 
 
-def anchors(page):
-    """Of its headings, as GitHub and mkdocs make them."""
-    headings = re.findall("^#+ (.+)", page.read_text(), re.MULTILINE)
-    return {
-        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(\s*([^)\s]*)\)")
+_FOLDERS_OF_OTHERS = {"runs", "build", "dist", "node_modules"}
 
 
-def test_links_lead_somewhere(repository):
-    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
+def every_page(repository: Path) -> list[Path]:
+    """All Markdown of the repository, without what is not ours: environments, builds, runs."""
+    pages = []
+    for path in sorted(repository.rglob("*.md")):
+        folders = path.relative_to(repository).parts[:-1]
+        hidden = any(folder.startswith(".") and folder != ".github" for folder in folders)
+        if not hidden and not _FOLDERS_OF_OTHERS.intersection(folders):
+            pages.append(path)
+    return pages
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs make them; of equal ones the first."""
+    titles = re.findall("^#+ (.+)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    words = [re.sub(r"[^\w -]", "", title).strip().lower() for title in titles]
+    return {word.replace(" ", "-") for word in words}
+
+
+def broken_links(page: Path) -> list[str]:
+    """The relative links of a page to a file that is not there, or to a heading that is not."""
     broken = []
-    for page in pages:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
-            other = page.parent / target if target else page
-            if "://" not in target and not (
-                other.exists() and (not anchor or anchor in anchors(other))
-            ):
-                broken.append(f"{page.name}: {target}#{anchor}")
-    assert broken == []
+    for link in _LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8"))):
+        place, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", place):
+            continue
+        target = page.parent / place if place else page
+        known = target.exists()
+        if known and anchor:
+            known = anchor in anchors(target.read_text(encoding="utf-8"))
+        if not known:
+            broken.append(link)
+    return broken
+
+
+def test_links_lead_somewhere(repository: Path) -> None:
+    pages = every_page(repository)
+    assert repository / "research" / "log.md" in pages
+    broken = {str(page.relative_to(repository)): broken_links(page) for page in pages}
+    assert {page: links for page, links in broken.items() if links} == {}
+
+
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# One `two`, three\n```\n# no heading\n```\n")
+    good = (
+        "[a](other.md#one-two-three) [b](#here) [c](https://a.example/x#y) `[d](no.md)`\n# Here\n"
+    )
+    bad = "![e](no.png) [f\ng](other.md#no-heading) [h](#there)"
+    page.write_text(good + bad)
+    assert broken_links(page) == ["no.png", "other.md#no-heading", "#there"]
 
 
 # --- results ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def report(repository, tmp_path_factory):
-    """The study on digit pairs as the repository keeps it, with its report."""
+KEPT = sorted(path.parent for path in (tables.ROOT / "docs" / "results").glob("*/plan.json"))
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
+def test_a_kept_study_gives_its_report(kept: Path, tmp_path: Path) -> None:
+    """From its plan and rows alone: the same rows, and one page that holds its figures."""
     from layershuffle.study.paper.report import write_report
 
-    stored, study = repository / "docs" / "results" / "digits-paper", tmp_path_factory.mktemp("dp")
-    shutil.copytree(stored, study, dirs_exist_ok=True)
+    study = tmp_path / kept.name
+    shutil.copytree(kept, study)
     write_report(study)
-    assert (study / "results.csv").read_bytes() == (stored / "results.csv").read_bytes()
-    return study
-
-
-def test_the_report_of_the_kept_study_is_one_page(report):
-    # It is sent by mail, with all of its figures inside.
-    assert (report / "report.html").stat().st_size <= 2e6
-    text = (report / "report.md").read_text()
+    assert (study / "results.csv").read_bytes() == (kept / "results.csv").read_bytes()
+    # It is sent by mail.
+    assert (study / "report.html").stat().st_size <= 2e6
+    text = (study / "report.md").read_text()
     headings = re.findall("^## (.+)", text, re.MULTILINE)
     named = {heading: re.findall(r"(?:Figure|Table) \d", heading) for heading in headings}
+    assert named, "no section"
     assert [heading for heading, ids in named.items() if len(ids) > len(set(ids))] == []
 
 
