@@ -26,6 +26,7 @@ from layershuffle.errors import SettingsError
 from layershuffle.extras import EXTRAS
 from layershuffle.models import set_class_names, truncate
 from layershuffle.stats import wilson_interval
+from layershuffle.training.history import read_history
 
 MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=64&validation=32&test=32"
@@ -46,12 +47,13 @@ def fitted(tmp_path_factory):
     return out
 
 
-def test_fit_prints_lines_and_the_next_command(capsys, tmp_path):
+def test_fit_prints_the_next_command_and_keeps_every_step(capsys, tmp_path):
     words = ("--batch-size", "16", "--log-every", "1", "--out", str(tmp_path))
     code, out, err = run(capsys, *FIT, *words)
     assert code == 0
-    assert re.search(r"step 2/2: loss \d\.\d{4}, accuracy \d+\.\d %, .*held-out top-1 ", err)
-    assert f"Next: layershuffle eval {tmp_path} --data '{DATA}'" in out
+    assert f"layershuffle eval {tmp_path} --data '{DATA}'" in out
+    assert len(err.splitlines()) >= 2, "a line for every logged step"
+    assert {row["step"] for row in read_history(tmp_path / "history.csv")} == {1, 2}
 
 
 def test_eval_table_and_json_agree_and_replay(capsys, fitted):
@@ -59,7 +61,6 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     words += ["--num-orders", "3"]
     code, table, _ = run(capsys, *words)
     assert code == 0
-    assert "one order per pass" in table
     code, text, _ = run(capsys, *words, "--json")
     report = json.loads(text)
     assert [m["mode"] for m in report["modes"]] == ["sequential", "arbitrary", "kept:2:sequential"]
@@ -97,7 +98,6 @@ def test_eval_that_stops_says_how_many_blocks_it_takes(capsys):
         )
         assert 1 < mode["blocks"]["mean"] < mode["kept"] == least
         assert f"{mode['blocks']['mean']:.1f} of {mode['kept']} " in table
-    assert "stop at 0.95" in " ".join(table.split())
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 6])
@@ -283,15 +283,17 @@ def test_pictures_that_models_cannot_see(work: Path, capsys: pytest.CaptureFixtu
     Image.fromarray(np.zeros((12, 20), np.float32)).save("float.tif")
     Image.new("RGB", (20, 12)).save("dark.png")
     Image.new("1", (10_000, 10_000)).save("huge.png")
-    code = main(["predict", "model", "thin.png", "float.tif", "blank.png", "dark.png", "huge.png"])
-    answers, refusals = capsys.readouterr()
-    assert code == 1
-    assert answers.startswith("blank.png: ")
-    assert "thin.png. Next: crop it." in refusals
-    assert "float.tif. Next: convert the image to 8 or 16 bits" in refusals
-    assert "blank.png: models see one colour" in refusals
-    assert "dark.png: models" not in refusals
-    assert "huge.png. Next: shrink it." in refusals
+    images = ["thin.png", "float.tif", "blank.png", "dark.png", "huge.png"]
+    assert main(["predict", "model", *images, "--json"]) == 1
+    printed, warned = capsys.readouterr()
+    answers = {answer["image"]: answer for answer in json.loads(printed)["images"]}
+    assert list(answers) == images
+    refused = [image for image, answer in answers.items() if "error" in answer]
+    assert refused == ["thin.png", "float.tif", "huge.png"]
+    assert all(answers[image]["error"]["hint"] for image in refused)
+    # Answered, and warned of: models see one colour.
+    assert "blank.png" in warned
+    assert "dark.png" not in warned
 
 
 def test_an_unreadable_file_does_not_stop_the_others(
@@ -304,10 +306,12 @@ def test_an_unreadable_file_does_not_stop_the_others(
     for line, number, expected in zip(lines, (0, 1), by_hand("3,1"), strict=False):
         best = max(range(3), key=lambda index: expected[index])
         assert line == f"{number}.png: {NAMES[best]} {100 * expected[best]:.1f} %"
-    assert last == "model, 2 of 4 blocks in the order 3,1"
-    assert "Where: model/config.json. Next: give whole image files" in printed.err
+    assert "3,1" in last
+    assert "model/config.json" in printed.err
     assert main([*words, "--json"]) == 1
-    images = json.loads(capsys.readouterr().out)["images"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["order"] == "3,1"
+    images = report["images"]
     assert [answer["image"] for answer in images] == ["0.png", "model/config.json", "1.png"]
     assert [list(answer.get("error", ())) for answer in images] == [[], ["cause", "hint"], []]
     # More than a batch of files, none of which can be read, before one that can.

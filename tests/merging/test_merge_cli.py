@@ -79,10 +79,8 @@ def run(capsys, *words):
 
 def test_a_recipe_becomes_a_model_that_timm_loads(capsys, work):
     (work / "m.yaml").write_text(RECIPE)
-    code, out, err = run(capsys, "merge", "m.yaml", "--out", "merged")
+    code, _, err = run(capsys, "merge", "m.yaml", "--out", "merged")
     assert code == 0, err
-    assert "blocks 0,2 from runs/a" in out
-    assert "stem average, head runs/b" in out
     donors = [ls.load("runs/a"), ls.load("runs/b")]
     view = ls.merge(donors, MergePlan((0, 1, 0), stem="average", head=1))
     stock = timm.create_model("local-dir:merged", pretrained=True).eval()
@@ -272,16 +270,11 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
     assert (len(tops), len({row["donors"] for row in rows if row["kind"] == "merge"})) == (5, 5)
     assert groups["merge average"]["top1"]["mean"] == pytest.approx(sum(tops) / 5)
     assert f" {sum(tops) / 5:.2f} " in next(x for x in table.splitlines() if "merge average" in x)
-    assert "30 images each" in table
+    assert {row["n"] for row in rows} == {"30"}
 
 
 def test_ensemble_command(capsys, work):
     words = ["ensemble", "runs/a", "runs/b", "--data", DATA, "--num-orders", "3"]
-    code, text, _ = run(
-        capsys, *words, "--ensemble-orders", "same", "--ensemble-combine", "probabilities"
-    )
-    assert code == 0
-    assert f"Ensemble of 2 models on {DATA}, mean probabilities, same orders, fp32\n" in text
     report = json.loads(run(capsys, *words, "--json")[1])
     scores, _ = score_ensemble(["runs/a", "runs/b"], DATA, settings=EnsembleSettings(num_orders=3))
     assert [s["top1"] for s in report["scores"]] == [s.top1 for s in scores]
@@ -302,16 +295,17 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 
 @pytest.mark.parametrize(
-    ("words", "phrase"),
+    ("words", "error"),
     [
-        (["merge", "m.yaml"], "merge needs RECIPE.yaml and --out DIR"),
-        (["merge", "m.yaml", "--out", "x"], "m.yaml"),
-        (["merge", "runs/a", *RANDOM[3:]], "At least two models are needed"),
-        (["merge", "runs/a", "runs/a", *RANDOM[3:]], "runs/a is named twice"),
-        ([*RANDOM[:4], "0", *RANDOM[5:]], "merges: Input should be greater than or equal to 1"),
+        (["merge", "m.yaml"], UsageError),
+        (["merge", "m.yaml", "--out", "x"], UsageError),
+        (["merge", "runs/a", *RANDOM[3:]], UsageError),
+        (["merge", "runs/a", "runs/a", *RANDOM[3:]], UsageError),
+        ([*RANDOM[:4], "0", *RANDOM[5:]], SettingsError),
     ],
 )
-def test_errors_are_one_paragraph(capsys, work, words, phrase):
+def test_errors_are_one_paragraph(capsys, work, words, error):
     code, out, err = run(capsys, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert phrase in err
+    with refuses(error):
+        main([*words, "--debug"])
