@@ -1,4 +1,4 @@
-"""Make the base model and the images of the recipe `fashion-dinov2`: DINOv2-small, Fashion-MNIST.
+"""Make the base model and the images of the `fashion-dinov2` recipes: DINOv2-small, Fashion-MNIST.
 
     python scripts/real_backbone.py OUT
 

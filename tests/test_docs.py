@@ -10,7 +10,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import fashion_tables
 import pytest
+import sure_page
 import tables
 import timm
 import torch
@@ -118,6 +120,22 @@ def test_the_calibration_on_the_page_is_that_of_the_bundled_model(repository):
                 text = row[f"p{passes}_f{under_way}"]
                 assert (text == "") is (cell is None)
                 assert cell is None or float(text) == pytest.approx(cell["top1"], abs=1e-3)
+
+
+def test_the_tables_of_fashion_mnist_are_those_of_the_kept_studies(
+    repository, tmp_path, monkeypatch
+):
+    """And those of sureness those of the calibration that ships."""
+    kept = repository / "docs" / "results" / "tables"
+    shutil.copy(kept / "fashion-dinov2.csv", tmp_path)
+    monkeypatch.setattr(fashion_tables, "TABLES", tmp_path)
+    monkeypatch.setattr(sure_page, "TABLES", tmp_path)
+    fashion_tables.write_scores()
+    fashion_tables.write_stops()
+    sure_page.write_tables()
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(written) == 5
+    assert {name: (kept / name).read_bytes() for name in written} == written
 
 
 # --- links ----------------------------------------------------------------------------------------

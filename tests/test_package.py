@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(repository: Path, built: P
     for name in ("py.typed", "assets/recipes/digits-quick.yaml", "assets/digit-pair.png"):
         assert f"layershuffle/{name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert wheel.stat().st_size < 7e6  # four digits models of 1.5 MB, packed
+    assert wheel.stat().st_size < 6.74e6  # four digits models of 1.5 MB, packed
     # The page of an index has no files beside it.
     assert re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata) == []
     assert "raw/main/docs/page-wide.png" in metadata
