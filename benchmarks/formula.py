@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from _clocks import PICO, SMOKE, Effort, timed_on
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _workload import Workload, make_workload
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.data.formula import FormulaFinish

@@ -218,7 +218,6 @@ FLAGS = {
     "max-images model modes num-orders precision resize seed skip-corrupt threads",
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
-    "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
     "classify": "address api-key-file authority confidence deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
