@@ -76,7 +76,7 @@ class FitSettings(Settings):
     model: str
     """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     orders_per_batch: Positive | None = None
@@ -181,8 +181,8 @@ class FitSettings(Settings):
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that load images (default: none for digit-pairs and formula, else one less than the
-    CPU cores and at most 16)."""
+    """Processes that load images (default: none for digit-pairs, else one less than the CPU cores
+    and at most 16)."""
     compile: bool | None = None
     """Compile the blocks (default: yes on a GPU; no on a CPU, where it takes minutes and gains
     nothing)."""

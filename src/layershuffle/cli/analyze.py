@@ -24,7 +24,7 @@ class AnalyzeCommand(ComputingCommand):
     """Directory of a fit, or any model spec."""
     _: KW_ONLY
     data: str
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, torchvision:NAME."""
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, torchvision:NAME."""
     out: Path
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
     settings: Inline[AnalysisSettings] = field(default_factory=AnalysisSettings)

@@ -1,8 +1,7 @@
 """The types that every data source shares: options in, named splits of (image, label) out.
 
-A source is a function `SourceRequest -> ImageData`. Items are pixels as bytes, or keys of images
-that a formula draws; `ImageData.finish` converts whole batches of items to the model's input, on
-the model's device.
+A source is a function `SourceRequest -> ImageData`. Items are pixels as bytes;
+`ImageData.finish` converts whole batches of them to the model's input, on the model's device.
 
 The split names state the purpose of each part, so a checkpoint is never picked on the images whose
 score is reported: "train" is fitted, "holdout" (a part of the training data) picks the checkpoint,
@@ -23,7 +22,7 @@ from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.text import one_line
 
-Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
+Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
 
 # The holdout does not depend on the seed of a run: sibling models whose blocks are merged must have
 # trained on the same images, and the held-out images must be new to all of them.
@@ -34,7 +33,7 @@ HOLDOUT_SEED = 0
 class DataOptions:
     """Options of a source.
 
-    seed: drives augmentation (never the content of `digit-pairs` and `formula`).
+    seed: drives augmentation (never the content of `digit-pairs`).
     holdout: share of the training images held out, the same ones for every seed, for sources
     without a validation split beside a test split; None trains on all of them. max_test: first n of
     one fixed shuffle. train=False opens only "test".
