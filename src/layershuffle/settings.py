@@ -74,7 +74,7 @@ class FitSettings(Settings):
     as in the paper: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop
     or truncated. Each is a set of the options that follow; every method takes every option."""
     model: str
-    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
+    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR or dir:PATH."""
     data: str
     """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
     seed: Seed = 0

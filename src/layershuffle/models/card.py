@@ -18,10 +18,6 @@ from layershuffle.text import shortened
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True)',
     "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained(".")',
-    "torchvision": "import json, pathlib, torchvision, safetensors.torch\n"
-    'config = json.loads(pathlib.Path("config.json").read_text())\n'
-    'model = torchvision.models.VisionTransformer(**config["kwargs"])\n'
-    'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))',
 }
 
 

@@ -5,7 +5,6 @@
     timm:NAME?checkpoint=FILE[&num_classes=10&...]  a checkpoint of timm's training script
     hf:NAME_OR_DIR[?pretrained=false&revision=...]  the hub or a directory: what `push_to_hub`,
                                                     transformers or timm wrote
-    torchvision:NAME[?weights=none&image_size=...]  torchvision
     dir:PATH                                        what `save`, `layershuffle fit`, timm or
                                                     transformers wrote
 
@@ -74,7 +73,7 @@ _SAVE_AGAIN = "the files come from different models, or were changed: save the m
 
 
 class Library(Protocol):
-    """What `timm_models`, `hf_models` and `torchvision_models` are: a library by one interface.
+    """What `timm_models` and `hf_models` are: a library by one interface.
 
     `build` makes a model by name. `write` writes one in the library's own layout, with the names
     of its classes, and returns its name there; `read` reads it back. `set_depth` notes another
@@ -108,7 +107,6 @@ class Library(Protocol):
 _ADAPTERS = {
     "onnxruntime": ("onnx_models", "onnxruntime"),
     "transformers": ("hf_models", "transformers.modeling_utils"),
-    "torchvision": ("torchvision_models", "torchvision"),
     "timm": ("timm_models", "timm"),
 }
 
@@ -348,7 +346,7 @@ def library_of(backbone: nn.Module) -> Library:
         if needed in sys.modules and _library(name).owns(backbone):
             return _library(name)
     raise UsageError(
-        f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
+        f"{type(backbone).__name__} is not a model of timm or transformers",
         hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
     )
 
@@ -358,8 +356,8 @@ def _library(name: str) -> Library:
 
 
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
-    if spec.scheme in ("timm", "torchvision"):
-        return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
+    if spec.scheme == "timm":
+        return wrap(_library("timm").build(spec.place, spec.settings, seed=seed))
     place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
     base = None
     if spec.scheme == "bundled":
