@@ -18,7 +18,7 @@ class AnalyzeCommand(ComputingCommand):
     """Analyse what the blocks of a model learnt: one question, or all that apply."""
 
     name: str
-    """The question: umap, norms, attention, attribution, leave-one-out, cka or position; all asks
+    """The question: umap, norms, attention, attribution, leave-one-out or position; all asks
     every one that applies."""
     model: str
     """Directory of a fit, or any model spec."""
