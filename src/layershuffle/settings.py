@@ -133,9 +133,6 @@ class FitSettings(Settings):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the gradient, to which longer ones are scaled; None does not clip (the paper
     does not say; the authors' code uses 1.0)."""
-    ema: Share | None = None
-    """Decay of an exponential moving average of the weights, which is then scored and saved in
-    place of the weights; None keeps no average."""
     activation_checkpointing: bool = False
     """Compute the activations inside blocks again in the backward pass: less memory, about a third
     more time."""
@@ -213,12 +210,7 @@ class FitSettings(Settings):
                 "under fsdp all processes must run the same order (rank_orders=same): shards of "
                 "different blocks would be mixed without an error"
             )
-        if self.parallel == "fsdp" and self.ema is not None:
-            raise ValueError("ema needs whole weights in every process: use parallel=ddp")
-        tied = method.distinct is not None
-        if tied and self.ema is not None:
-            raise ValueError("ema would average tied weights once for every place that has them")
-        if tied and self.parallel == "fsdp":
+        if method.distinct is not None and self.parallel == "fsdp":
             raise ValueError("fsdp shards every block for itself, tied ones too: use parallel=ddp")
         return self
 

@@ -111,7 +111,7 @@ def test_only_knows_every_task_and_refuses_what_is_not_there(study, plan):
     with refuses(UsageError):
         select(study, "tabel1")
     with refuses(UsageError):
-        select(study, "fig9")
+        select(study, "norms")
     assert select(study, None) == plan
     assert set().union(*artefacts_of(study, plan).values()) == set(names(plan.tasks))
     assert not any("predict" in name for name in names(select(study, "fig1b").tasks))
