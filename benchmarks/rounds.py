@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of, running
 from layershuffle.core.tensors import logits_of
-from layershuffle.models.ends import run_head, run_stem
+from layershuffle.models.stem_head import run_head, run_stem
 
 CASES = {"width 64": WIDTH_64, "width 192": WIDTH_192, "width 768": VIT_B}
 SMOKES = {"smoke": PICO}

@@ -125,7 +125,7 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def generator_for(*parts: int | str) -> torch.Generator:
+def seeded_generator(*parts: int | str) -> torch.Generator:
     """A fresh CPU generator seeded by `derived_seed(*parts)`."""
     return torch.Generator().manual_seed(derived_seed(*parts))
 
@@ -137,13 +137,14 @@ def stratified_holdout(labels: Sequence[int], share: float) -> tuple[list[int], 
     or more images is in both parts, a class with a single image stays in the training part.
     """
     table = torch.tensor(labels)
-    training, held_out = [], []
+    training = []
+    held_out = []
     for label in torch.unique(table).tolist():
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
         # Each class has its own draws, so another class does not move images of this one.
-        shuffle = torch.randperm(count, generator=generator_for("holdout", HOLDOUT_SEED, label))
+        shuffle = torch.randperm(count, generator=seeded_generator("holdout", HOLDOUT_SEED, label))
         held_out += members[shuffle[:cut]].tolist()
         training += members[shuffle[cut:]].tolist()
     return sorted(training), sorted(held_out)
@@ -157,7 +158,7 @@ def limited_test(
     if limit is None or limit >= whole.size:
         return whole
     # The same images for every seed of a run, so scores are comparable.
-    shuffle = torch.randperm(whole.size, generator=generator_for("max_test", 0))
+    shuffle = torch.randperm(whole.size, generator=seeded_generator("max_test", 0))
     rows = sorted(shuffle[:limit].tolist())
     of_rows = None if groups is None else groups[rows]
     return Split(dataset=Subset(dataset, rows), groups=of_rows)

@@ -81,9 +81,11 @@ def _results(metadata: ModelMetadata) -> Iterator[EvalResult]:
 
 
 def _summary(metadata: ModelMetadata) -> str:
-    kind, heads = "A vision transformer without a classifier", ""
+    kind = "A vision transformer without a classifier"
+    heads = ""
     if metadata.num_classes:
-        kind, heads = "An image classifier", f", {metadata.num_classes} classes"
+        kind = "An image classifier"
+        heads = f", {metadata.num_classes} classes"
     blocks = f"{metadata.depth} blocks"
     if metadata.tied:
         blocks += (

@@ -44,9 +44,9 @@ from layershuffle.models.files import (
     WEIGHTS_INDEX,
     check_finite,
     fetched,
+    hub_errors,
+    library_errors,
     read_json,
-    refused_by,
-    refused_by_hub,
     refused_pickle,
     weights_digest,
 )
@@ -58,7 +58,7 @@ from layershuffle.models.metadata import (
     checked_record,
     read_metadata,
 )
-from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
+from layershuffle.models.origin import origin_of, remember, training_settings, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, within
 from layershuffle.models.position_files import (
     PARTS,
@@ -188,7 +188,7 @@ def push_to_hub(
     files are those of `save`: an ordinary model of timm or transformers for others. The rest as in
     `save`. Needs `hf auth login`, or HF_TOKEN. Raises `ModelFileError` if the hub refuses it.
     """
-    with TemporaryDirectory() as place, refused_by_hub(repo):
+    with TemporaryDirectory() as place, hub_errors(repo):
         _write(model, Path(place), record, model_args, title=repo.rpartition("/")[2], repo=repo)
         api = HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
@@ -213,8 +213,11 @@ def _write(
 ) -> None:
     check_finite(model)
     model = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
-    backbone, names = backbone_of(model), class_names_of(model)
-    origin, library, view = origin_of(backbone), library_of(backbone), image_view(backbone)
+    backbone = backbone_of(model)
+    names = class_names_of(model)
+    origin = origin_of(backbone)
+    library = library_of(backbone)
+    view = image_view(backbone)
     earlier = {key: value for key, value in origin.record.items() if key != "scores"}
     plain = checked_record(earlier if record is None else record)
     path, container = next(
@@ -280,7 +283,7 @@ def image_view(model: nn.Module) -> ImageView:
 
 def file_view(model: nn.Module) -> ImageView:
     """The view for image files (`view_of_files`)."""
-    data = trained_with(backbone_of(model)).get("data")
+    data = training_settings(backbone_of(model)).get("data")
     return view_of_files(image_view(model), str(data or ""))
 
 
@@ -318,7 +321,8 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     """
     if file is None:
         return
-    own, outputs = class_names_of(model), num_classes_of(model)
+    own = class_names_of(model)
+    outputs = num_classes_of(model)
     hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
     try:
         # A byte order mark is what some editors of Windows begin a file with.
@@ -326,7 +330,8 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         cause = f"The names of the classes cannot be read ({one_line(error)})"
         raise UsageError(cause, place=file, hint=hint) from error
-    names, fault = tuple(name.strip() for name in text.split("\n")), ""
+    names = tuple(name.strip() for name in text.split("\n"))
+    fault = ""
     if "" in names:
         fault = "A line is empty"
     elif len(names) != outputs:
@@ -358,10 +363,12 @@ def _library(name: str) -> Library:
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "timm":
         return wrap(_library("timm").build(spec.place, spec.settings, seed=seed))
-    place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
+    place = Path(spec.place).expanduser()
+    random = spec.settings.get("pretrained") is False
     base = None
     if spec.scheme == "bundled":
-        marks, place = (METADATA_FILE, MANIFEST), asset(spec.place)
+        marks = (METADATA_FILE, MANIFEST)
+        place = asset(spec.place)
         names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
@@ -370,7 +377,8 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
         hint = "pretrained=true|false and revision=NAME"
         raise UsageError(f"hf: has no setting {unknown[0]!r}", hint=hint)
     elif spec.scheme == "hf" and not place.is_dir():
-        base, files = spec.place, [CONFIG, *PROCESSORS]
+        base = spec.place
+        files = [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
             files += [METADATA_FILE, PARTS, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
@@ -389,7 +397,8 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
         return wrap(_library("onnxruntime").read(directory, seed=seed), "blocks")
     if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
-    metadata, path = read_metadata(directory), directory / METADATA_FILE
+    metadata = read_metadata(directory)
+    path = directory / METADATA_FILE
     library = _library(metadata.library)
     backbone = library.read(directory, seed=seed)
     try:
@@ -407,7 +416,8 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
             hint=_SAVE_AGAIN,
         )
     record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
-    origin, base = origin_of(backbone), metadata.base_model
+    origin = origin_of(backbone)
+    base = metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
     return with_stored_parts(backbone, metadata.position, directory=directory)
@@ -419,7 +429,7 @@ def _tie_again(backbone: nn.Module, metadata: ModelMetadata, path: Path) -> None
         return
     before = weights_digest(backbone)
     hint = "delete the key 'tied' to load the blocks as they are"
-    with refused_by("layershuffle", path, hint=hint):
+    with library_errors("layershuffle", path, hint=hint):
         tie(backbone, metadata.tied)
         if weights_digest(backbone) != before:
             raise ValueError(f"the places {metadata.tied} are tied, and their weights differ")
@@ -456,7 +466,8 @@ def _model_directory(place: Path) -> Path:
         "checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE"
     )
     if not place.exists():
-        cause, hint = "There is no such directory", "check the path"
+        cause = "There is no such directory"
+        hint = "check the path"
         if recipe_of_model(place) is not None:
             hint = f"layershuffle fit --recipe {place.name} --out {place}"
     raise ModelFileError(cause, place=place, hint=hint)

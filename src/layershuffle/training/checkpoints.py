@@ -27,7 +27,7 @@ from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
-from layershuffle.models.files import refused_by
+from layershuffle.models.files import library_errors
 from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
@@ -176,7 +176,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     if checkpoint is None:
         return new_state(job)
     hint = "delete it to begin again; the best model so far is in model/"
-    with refused_by("torch", checkpoint, hint=hint):
+    with library_errors("torch", checkpoint, hint=hint):
         load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
         # A run directory may come from elsewhere, so nothing in it is unpickled.
         content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
