@@ -44,7 +44,7 @@ $(VENV)/.tests-installed: pyproject.toml host/pyproject.toml browser/pyproject.t
 	$(PIP) --editable '.[test]'
 	touch $@
 
-CLAIMS := $(filter-out benchmarks/_clocks.py benchmarks/_harness.py benchmarks/gpu.py,$(wildcard benchmarks/*.py))
+CLAIMS := $(filter-out benchmarks/_%.py benchmarks/gpu.py,$(wildcard benchmarks/*.py))
 
 bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md; claims.csv says how long it took
 	@for claim in $(CLAIMS); do \
@@ -56,7 +56,7 @@ bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.m
 # No network where this environment, or $(PYTHON), has the package already.
 bench-gpu: ## measure the GPU claims: one NVIDIA GPU, under 10 minutes, no network
 	@for python in $(BIN)/python $(PYTHON); do \
-	  $$python -c 'import layershuffle.bench.kinds' 2>/dev/null && break; python=; \
+	  $$python -c 'import layershuffle.training.job' 2>/dev/null && break; python=; \
 	done; \
 	test -n "$$python" || { $(MAKE) $(VENV)/.tests-installed && python=$(BIN)/python; } || exit; \
 	$$python benchmarks/gpu.py; code=$$?; $$python benchmarks/rounds.py || code=$$?; \

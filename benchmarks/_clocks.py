@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from _machine import DTYPES
+from _workload import Workload
 
-from layershuffle.bench.machine import DTYPES
-from layershuffle.bench.workload import Workload
 from layershuffle.machine import collector_paused
 
 Side = Callable[[], float]

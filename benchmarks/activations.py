@@ -13,9 +13,9 @@ from contextlib import nullcontext
 import torch
 from _clocks import PICO, SMOKE, VIT_B, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
+from _workload import make_workload
 from torch import Tensor, nn
 
-from layershuffle.bench.workload import make_workload
 from layershuffle.core.stack import blocks_of
 
 # Parameters and states, autocast, and units expected.

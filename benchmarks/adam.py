@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 from _clocks import PICO, SMOKE, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
-
-from layershuffle.bench.workload import make_workload
+from _workload import make_workload
 
 
 def rows(effort: Effort) -> Iterator[ClaimRow]:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _workload import Workload, make_workload
 from torch import nn
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running

@@ -22,16 +22,14 @@ import torch
 import torch.nn.functional as F
 from _clocks import PICO, SMOKE, VIT_B, Effort, Side, converted, timed_on
 from _harness import GPU_TARGETS, Bound, Claim, ClaimRow, compare, ratio_row, run_claim
+from _kinds import BenchConfig, BenchReport, bench, training_state, training_steps
+from _machine import PhaseTimer
+from _workload import Workload, make_workload
 from hf_trainer import TINY, Case
 from hf_trainer import row as row_against_plain
 from shared_beginnings import one_by_one_and_together, sweeps
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from layershuffle.bench.kinds import bench, training_state, training_steps
-from layershuffle.bench.machine import PhaseTimer
-from layershuffle.bench.report import BenchReport
-from layershuffle.bench.settings import BenchConfig
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running

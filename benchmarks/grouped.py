@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _workload import Workload, make_workload
 from torch import Tensor
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.stack import depth_of, running

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from _clocks import SMOKE, Effort, Side
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _kinds import training_state, training_steps
+from _machine import PhaseTimer
+from _workload import make_workload
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.trainer_callback import PrinterCallback
 
-from layershuffle.bench.kinds import training_state, training_steps
-from layershuffle.bench.machine import PhaseTimer
-from layershuffle.bench.workload import make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.stack import wrap
 from layershuffle.settings import FitSettings

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from _clocks import PICO, SMOKE, WIDTH_192, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
+from _workload import make_workload
 from torch import nn
 
-from layershuffle.bench.workload import make_workload
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans
 

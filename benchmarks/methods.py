@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, Side, cpu_timed
 from _harness import Claim, ClaimRow, compare, run_claim
+from _kinds import training_state, training_steps
+from _machine import PhaseTimer
+from _workload import make_workload
 
-from layershuffle.bench.kinds import training_state, training_steps
-from layershuffle.bench.machine import PhaseTimer
-from layershuffle.bench.workload import make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.policies import Sequential, Shuffled

@@ -12,8 +12,8 @@ from itertools import count
 
 from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _workload import Workload, make_workload
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.methods import Method
 
 GROUPS = (2, 4, 8)

@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from _clocks import PICO, SMOKE, VIT_B, WIDTH_64, WIDTH_192, Effort, Side, gpu_timed
 from _harness import Claim, ClaimRow, compare, run_claim
+from _workload import Workload, make_workload
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of, running
 from layershuffle.core.tensors import logits_of
-from layershuffle.models.ends import run_head, run_stem
+from layershuffle.models.stem_head import run_head, run_stem
 
 CASES = {"width 64": WIDTH_64, "width 192": WIDTH_192, "width 768": VIT_B}
 SMOKES = {"smoke": PICO}

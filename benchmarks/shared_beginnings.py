@@ -11,9 +11,9 @@ from itertools import combinations
 import torch
 from _clocks import PICO, SMOKE, WIDTH_64, Effort, Pairs, paired, timed_on
 from _harness import Bound, Claim, ClaimRow, ratio_row, run_claim
+from _workload import Workload, make_workload
 from torch import Tensor
 
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running

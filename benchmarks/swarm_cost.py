@@ -44,7 +44,7 @@ BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}
 ANSWERS = {1: Bound("at_least", 250), 4: Bound("at_least", 220), 6: Bound("at_least", 200)}
 WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
 """Two blocks of a ViT-B/16: its states are 148 KiB in int8."""
-VIT = "timm:vit_base_patch16_224?pretrained=false&depth=4&num_classes=10"
+VIT = "timm:vit_base_patch16_224?pretrained=false&depth=4&num_classes=100"
 HELD = {
     ("digits", "fp32"): Bound("at_most", 75),
     ("ViT-B/16", "int8"): Bound("at_most", 160),
@@ -251,7 +251,7 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
         spec, hosts = DEFAULT_MODEL, 3  # of four blocks each
         if model != "digits":
             spec, hosts = f"{place}/model", 1
-            export_model(VIT, Path(spec), precision=precision, data="formula?classes=10&test=20")
+            export_model(VIT, Path(spec), precision=precision, data="digit-pairs?test=20")
         async with swarm_of(spec, hosts, blocks=4) as (coordinator, _):
             pid = coordinator.children.pids["host-1"]
             held = sorted(coordinator.router.swarm["host-1"].blocks)

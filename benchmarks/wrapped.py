@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from _clocks import PICO, SMOKE, WIDTH_64, WIDTH_192, Effort, cpu_timed
 from _harness import Bound, Claim, ClaimRow, compare, run_claim
+from _workload import make_workload
 from torch import Tensor, nn
 
-from layershuffle.bench.workload import make_workload
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, running, unwrap
 

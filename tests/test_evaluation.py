@@ -22,7 +22,7 @@ from layershuffle.core.stack import running
 from layershuffle.core.tensors import state_of
 from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import collector_paused
-from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
+from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.scoring import evaluate_spec, score_rows
 from layershuffle.settings import EvalSettings
 from layershuffle.stats import ImageGroups

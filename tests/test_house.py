@@ -37,7 +37,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "study": (
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),
-    "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
     # Calibration and drills open their data as every other score does.
     "swarm": ("core", "models", "data", "settings", "scoring", "export"),
 }  # fmt: skip

@@ -106,9 +106,8 @@ def test_a_recipe_that_is_absent(tmp_path):
 
 def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-ordinary.yaml", "digits-swarm.yaml"]
-    fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "imagenet-paper")
-    names += ("fashion-dinov2", "fashion-dinov2-320", "formula-cpu", "formula-gpu")
+    names += ("fashion-dinov2", "fashion-dinov2-320")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
         FitSettings(**read_recipe(asset("recipes", name)))

@@ -77,7 +77,7 @@ def view_of_files(view: ImageView, data: str) -> ImageView:
 
     Models trained on generated images squash them, as in training.
     """
-    generated = data.startswith(("digit-pairs", "formula"))
+    generated = data.startswith("digit-pairs")
     return resized_as(view, "squash") if generated else view
 
 

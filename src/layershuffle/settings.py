@@ -74,9 +74,9 @@ class FitSettings(Settings):
     as in the paper: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop
     or truncated. Each is a set of the options that follow; every method takes every option."""
     model: str
-    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
+    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR or dir:PATH."""
     data: str
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     orders_per_batch: Positive | None = None
@@ -133,9 +133,6 @@ class FitSettings(Settings):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the gradient, to which longer ones are scaled; None does not clip (the paper
     does not say; the authors' code uses 1.0)."""
-    ema: Share | None = None
-    """Decay of an exponential moving average of the weights, which is then scored and saved in
-    place of the weights; None keeps no average."""
     activation_checkpointing: bool = False
     """Compute the activations inside blocks again in the backward pass: less memory, about a third
     more time."""
@@ -181,8 +178,8 @@ class FitSettings(Settings):
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that load images (default: none for digit-pairs and formula, else one less than the
-    CPU cores and at most 16)."""
+    """Processes that load images (default: none for digit-pairs, else one less than the CPU cores
+    and at most 16)."""
     compile: bool | None = None
     """Compile the blocks (default: yes on a GPU; no on a CPU, where it takes minutes and gains
     nothing)."""
@@ -213,12 +210,7 @@ class FitSettings(Settings):
                 "under fsdp all processes must run the same order (rank_orders=same): shards of "
                 "different blocks would be mixed without an error"
             )
-        if self.parallel == "fsdp" and self.ema is not None:
-            raise ValueError("ema needs whole weights in every process: use parallel=ddp")
-        tied = method.distinct is not None
-        if tied and self.ema is not None:
-            raise ValueError("ema would average tied weights once for every place that has them")
-        if tied and self.parallel == "fsdp":
+        if method.distinct is not None and self.parallel == "fsdp":
             raise ValueError("fsdp shards every block for itself, tied ones too: use parallel=ddp")
         return self
 

@@ -17,7 +17,6 @@ import layershuffle as ls
 from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images
 from layershuffle.analysis import attention, attribution, leave_one_out, norms, position, umap
 from layershuffle.analysis.attention import AttentionWatch
-from layershuffle.analysis.cka import cka_matrix
 from layershuffle.analysis.features import pooled
 from layershuffle.analysis.norms import BranchWatch
 from layershuffle.analysis.position_table import grid
@@ -227,40 +226,6 @@ def test_leave_one_out_against_a_naive_loop():
     # Of four orders, with common beginnings of one order alone: 4 + (3 + 2 + 1 + 0) each.
     assert facts["block_runs"] <= 4 * 10
     assert facts["mean_cross_entropy"] == pytest.approx(table.cross_entropy.mean())
-
-
-# --- CKA ------------------------------------------------------------------------------------------
-
-
-def features(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
-
-
-def linear_cka(x, y):
-    """By Gram matrices: tr(KHLH) / sqrt(tr(KHKH) tr(LHLH))."""
-    centre = torch.eye(len(x), dtype=torch.double) - 1 / len(x)
-    k, m = (centre @ z @ z.T @ centre for z in (x, y))
-    return float((k * m).sum() / (k.norm() * m.norm()))
-
-
-def test_cka_matrix_is_cka_of_every_pair():
-    left, right = features(3, 3, 20, 5), features(4, 3, 20, 5)
-    expected = [[linear_cka(a, b) for b in right] for a in left]
-    values, influences = cka_matrix(left, right)
-    assert np.allclose(values, expected)
-    assert cka_matrix(left, torch.ones(3, 20, 2))[0].max() == 0.0, "of constants"
-    # A small extra weight of an image moves a CKA by its influence, also through the mean.
-    weights = torch.ones(20, dtype=torch.double)
-    weights[4] += 1e-6
-    moved = _weighted_cka(left[1], right[2], weights) - values[1, 2]
-    assert moved / 1e-6 == pytest.approx(influences[1, 2, 4], rel=1e-4)
-    assert np.allclose(influences.sum(2), 0.0, atol=1e-12)
-
-
-def _weighted_cka(x, y, weights):
-    a, b = (z - (weights[:, None] * z).sum(0) / weights.sum() for z in (x, y))
-    cross, own, other = (p.T @ (weights[:, None] * q) for p, q in ((a, b), (a, a), (b, b)))
-    return float(cross.norm() ** 2 / (own.norm() * other.norm()))
 
 
 # --- UMAP -----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "claims.csv"
 
 @pytest.fixture(autouse=True)
 def quick_ceiling(monkeypatch):
-    monkeypatch.setattr("layershuffle.bench.machine._SIZE", {"cpu": 64})
+    monkeypatch.setattr("_machine._SIZE", {"cpu": 64})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

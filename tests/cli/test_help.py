@@ -198,7 +198,7 @@ def test_commands_and_flags_in_the_docs_exist(repository):
 FLAGS = {
     "demo": "beside browser data model port",
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose classes "
-    "clip compile data data-changed device distinct drop ema encoding.dropout encoding.features "
+    "clip compile data data-changed device distinct drop encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs eval-batch-size "
     "eval-every eval-orders exit-weight holdout kept log-every log-with lr max-parallel method "
     "min-kept model orders-per-batch out paper-protocol parallel position precision "
@@ -218,7 +218,6 @@ FLAGS = {
     "max-images model modes num-orders precision resize seed skip-corrupt threads",
     "reproduce": "data dry-run only out ray recipe workers",
     "report": "directory",
-    "bench": "batch-size compile device json kind model orders-per-batch precision steps threads",
     "classify": "address api-key-file authority confidence deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",

@@ -133,7 +133,7 @@ def test_position_parts_go_with_the_blocks_and_a_shared_table_with_the_stem(tabl
         assert torch.equal(view.loss, slow.loss)
 
 
-LIBRARIES = ["timm-vit", "hf-vit", "hf-timm-wrapper", "torchvision-vit"]
+LIBRARIES = ["timm-vit", "hf-vit", "hf-timm-wrapper"]
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -226,7 +226,8 @@ MISFITS = {
     "depth": lambda: changed(VIT, depth=5),
     "classes": lambda: changed(VIT, num_classes=6),
     "view": lambda: changed(VIT, img_size=64),
-    "kind": FAMILIES["torchvision-vit"].wrapped,
+    "kind": FAMILIES["hf-vit"].wrapped,
+    "library": FAMILIES["torchvision-vit"].wrapped,
     "kind of timm": FAMILIES["timm-beit"].wrapped,
     "shape": lambda: changed(VIT, mlp_ratio=2.0),
     "heads": lambda: changed(VIT, num_heads=4),

@@ -24,8 +24,9 @@ DIGITS = (
     "timm:vit_tiny_patch16_224?pretrained=false&img_size=12,20&patch_size=4&in_chans=1"
     "&embed_dim=32&depth=3&num_heads=2&mlp_ratio=2&num_classes=100&mean=0.2&std=0.35"
 )
-# A mixer built past timm's factory has no name that timm could build it from.
-SAVED = [name for name in FAMILIES if name != "timm-mixer"]
+# A mixer built past timm's factory has no name that timm could build it from, and models of
+# torchvision have no directories.
+SAVED = [name for name in FAMILIES if name not in ("timm-mixer", "torchvision-vit")]
 RECORD = {
     "method": "layershuffle",
     "policy": json.loads(json.dumps(policy_to_json(Shuffled(depth=(3, None))))),
@@ -78,7 +79,7 @@ class Sentinel:
 Change = Callable[[Path], None]
 WEIGHTS, FACTS, CONFIG = "model.safetensors", "layershuffle.json", "config.json"
 PARTS = "layershuffle.safetensors"
-LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
+LIBRARIES = ("timm-vit", "hf-vit")
 
 
 def refused(spec: str | Path) -> ModelFileError:

@@ -123,14 +123,6 @@ WRONG_CONFIG: dict[str, dict[str, Change]] = {
         "attention of a type": edit(CONFIG, "attn_implementation", value={"": "evil/x"}),
         "kernels": edit(CONFIG, "use_kernels", value=True),
     },
-    "torchvision-vit": {
-        "another class": edit(CONFIG, "name", value="Sequential"),
-        "no arguments": edit(CONFIG, "kwargs", value=[]),
-        "unknown argument": edit(CONFIG, "kwargs", "evil", value=1),
-        "another depth": edit(CONFIG, "kwargs", "num_layers", value=6),
-        "huge width": edit(CONFIG, "kwargs", "hidden_dim", value=1 << 22),
-        "no heads": edit(CONFIG, "kwargs", "num_heads", value=0),
-    },
 }
 CASES = [
     (name, file, what)

@@ -92,7 +92,6 @@ HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         ("hf-dinov2-registers", IMAGENET, "bicubic", 0.875),
         ("hf-siglip", HALF, "bicubic", 1.0),
         ("hf-timm-wrapper", HALF, "bicubic", 0.9),
-        ("torchvision-vit", IMAGENET, "bilinear", 0.875),
     ],
 )
 def test_views_without_a_processor_file(

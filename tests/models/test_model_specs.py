@@ -13,10 +13,9 @@ from saved_models import RECORD, TINY, assert_same_model, outputs
 import layershuffle as ls
 from common import FAMILIES, global_generators_untouched, redraw
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import BlockStack
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import UsageError
-from layershuffle.models import image_view, num_classes_of
+from layershuffle.models import num_classes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.spec import parse_spec
 from refusals import refuses
@@ -41,7 +40,6 @@ BAD_SPECS = {
     "tim:vit_tiny_patch16_224": "timm",
     "vit_tiny_patch16_224": "timm:vit_tiny_patch16_224",
     "vit_tiny_patch16_224.augreg_in21k?depth=2": "timm:vit_tiny_patch16_224.augreg_in21k?depth=2",
-    "vit_b_16": "torchvision:vit_b_16",
     "google/vit-base-patch16-224": "hf:google/vit-base-patch16-224",
     "vit_tiny": "bundled:digits",
     "gs:bucket": "bundled:digits",
@@ -62,9 +60,6 @@ BAD_SPECS = {
     f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic": "bicubic",
     "timm:vit_huge_patch14_gap_224": "pretrained=false",
     "hf:someone/model?colour=3": "colour",
-    "torchvision:vit_b_17": "vit_b_16",
-    "torchvision:vit_b_16?weights=BEST": "IMAGENET1K_V1",
-    "torchvision:vit_b_16?weights=none&image_size=15": "image_size",
     "bundled:cats": "digits",
     "bundled:../data": "digits",
 }
@@ -101,16 +96,8 @@ def test_random_weights_are_a_function_of_the_seed_alone(kind: str, hf_directory
     assert any("attn.qkv.weight" in name or "q_proj.weight" in name for name in different)
 
 
-def test_torchvision_by_name_with_random_weights() -> None:
-    with global_generators_untouched():
-        model = ls.load("torchvision:vit_b_32?weights=none&image_size=64", num_classes=3)
-    assert isinstance(model.get_submodule("encoder.layers"), BlockStack)
-    assert (ls.depth_of(model), num_classes_of(model)) == (12, 3)
-    assert image_view(model).size == (64, 64)
-
-
 HEADED = ["timm-vit", "timm-deit-distilled", "hf-vit", "hf-deit-teacher", "hf-siglip",
-          "hf-timm-wrapper", "torchvision-vit"]  # fmt: skip
+          "hf-timm-wrapper"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEADED)

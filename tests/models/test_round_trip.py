@@ -77,9 +77,9 @@ def test_the_round_trip_is_bit_exact_position_parts_included(name: str, saved: P
 
 
 STOCK = """
-import json, sys
+import sys
 from pathlib import Path
-import safetensors.torch, timm, torch, torchvision
+import safetensors.torch, timm, torch
 from transformers import AutoModelForImageClassification
 
 torch.set_num_threads(1)
@@ -89,11 +89,7 @@ x = safetensors.torch.load_file(root / "images.safetensors")["x"]
 def load(name, place):
     if name.startswith("timm"):
         return timm.create_model(f"local-dir:{place}", pretrained=True).eval()
-    if name.startswith("hf"):
-        return AutoModelForImageClassification.from_pretrained(place).eval()
-    model = torchvision.models.VisionTransformer(**json.load(open(place / "config.json"))["kwargs"])
-    model.load_state_dict(safetensors.torch.load_file(place / "model.safetensors"))
-    return model.eval()
+    return AutoModelForImageClassification.from_pretrained(place).eval()
 
 found = {}
 for place in sorted(p for p in root.iterdir() if p.is_dir()):
@@ -176,9 +172,7 @@ def other_heads(model: nn.Module) -> None:
 HIDDEN = [
     (change, name)
     for change in (other_epsilon, other_activation, other_heads)
-    for name in ("timm-vit", "hf-vit", "hf-timm-wrapper", "torchvision-vit")
-    # Its files have the number of heads.
-    if (change, name) != (other_heads, "torchvision-vit")
+    for name in ("timm-vit", "hf-vit", "hf-timm-wrapper")
 ]
 
 
@@ -271,9 +265,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
         ls.save(model, tmp_path / "m", record={"colour": 1})
     args = {"depth": 2, "norm_layer": nn.LayerNorm}
     pooled = transformers.ViTModel(transformers.ViTConfig(**SIZES), add_pooling_layer=False)
-    headless: Any = FAMILIES["torchvision-vit"].plain()
-    headless.heads = nn.Identity()
-    for other in (timm.create_model("vit_tiny_patch16_224", **args), pooled, headless):
+    unknown = FAMILIES["torchvision-vit"].plain()
+    for other in (timm.create_model("vit_tiny_patch16_224", **args), pooled, unknown):
         with pytest.raises(UsageError):
             ls.save(other, tmp_path / "m")
     with pytest.raises(UsageError):
@@ -398,11 +391,9 @@ def stock_names(place: Path, library: str) -> list[str]:
         return timm.create_model(f"local-dir:{place}", pretrained=True).pretrained_cfg[
             "label_names"
         ]
-    if library == "transformers":
-        config: Any = transformers.AutoConfig.from_pretrained(place)
-        assert config.label2id == {name: index for index, name in enumerate(NAMES)}
-        return list(config.id2label.values())
-    return json.loads((place / CONFIG).read_text())["categories"]
+    config: Any = transformers.AutoConfig.from_pretrained(place)
+    assert config.label2id == {name: index for index, name in enumerate(NAMES)}
+    return list(config.id2label.values())
 
 
 @pytest.mark.parametrize("name", [*LIBRARIES, "timm-deit-distilled", "hf-timm-wrapper"])
@@ -425,15 +416,10 @@ def test_names_are_saved_where_the_library_reads_them(name: str, tmp_path: Path)
     assert class_names_of(ls.load(str(tmp_path / "new"))) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [("timm-vit", "label_names"), ("torchvision-vit", "categories")]
-)
 @pytest.mark.parametrize("names", [["ant", "bee"], "antbe"])
-def test_names_of_other_classes_are_refused(
-    name: str, key: str, names: object, tmp_path: Path
-) -> None:
-    ls.save(FAMILIES[name].wrapped(), tmp_path / "m")
-    edit(CONFIG, key, value=names)(tmp_path / "m")
+def test_names_of_other_classes_are_refused(names: object, tmp_path: Path) -> None:
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
+    edit(CONFIG, "label_names", value=names)(tmp_path / "m")
     assert refused(tmp_path / "m").place
 
 
@@ -500,10 +486,9 @@ def test_a_tied_model_computes_repeats_and_is_tied_again(name, tmp_path):
     assert torch.equal(outputs(again), outputs(model))
     # What its library reads has the blocks one by one.
     (tmp_path / "tied" / "layershuffle.json").unlink()
-    if name != "torchvision-vit":
-        stock = ls.load(f"dir:{tmp_path / 'tied'}")
-        assert places_tied(blocks_of(stock)) is None
-        assert torch.equal(outputs(stock), outputs(model))
+    stock = ls.load(f"dir:{tmp_path / 'tied'}")
+    assert places_tied(blocks_of(stock)) is None
+    assert torch.equal(outputs(stock), outputs(model))
 
 
 def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(tmp_path):

@@ -9,13 +9,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import torchvision
 from huggingface_hub import HfApi, RepoUrl, constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
@@ -365,23 +363,6 @@ def test_missing_weights_offline_name_the_command(spec: str, next_step: str) -> 
     assert "HF_HUB_OFFLINE" in text
     assert next_step in text
     assert "\n" not in text
-
-
-def test_torchvision_weights_are_read_with_the_hash_checked_and_tensors_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    asked: dict[str, Any] = {}
-
-    def no_network(url: str, **kwargs: Any) -> None:
-        asked.update(kwargs)
-        raise URLError("no route")
-
-    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", no_network)
-    with refuses(ModelFileError, tmp_path / "hub"):
-        ls.load("torchvision:vit_b_32")
-    assert asked["weights_only"] is True
-    assert asked["check_hash"] is True
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_only_knows_every_task_and_refuses_what_is_not_there(study, plan):
     with refuses(UsageError):
         select(study, "tabel1")
     with refuses(UsageError):
-        select(study, "cka")
+        select(study, "norms")
     assert select(study, None) == plan
     assert set().union(*artefacts_of(study, plan).values()) == set(names(plan.tasks))
     assert not any("predict" in name for name in names(select(study, "fig1b").tasks))
@@ -234,7 +234,6 @@ def test_time_comes_from_finished_tasks_of_the_same_kind(tmp_path):
         ("cifar100-paper", f"{5 * (2 + (5 + 4) * 20)} epochs of training"),
         # 12 baselines for an epoch; 12 models, and seven arms of five, for 20.
         ("imagenet-paper", f"{12 + (12 + 7 * 5) * 20} epochs of training"),
-        ("formula-cpu", "16,000 training steps"),
     ],
 )
 def test_recipes_are_planned_with_nothing_at_hand(tmp_path, monkeypatch, capsys, name, work):

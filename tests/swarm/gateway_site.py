@@ -21,7 +21,7 @@ from common import DEPTH, FAMILIES, SIZE
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.models import class_names_of, file_view, num_classes_of
-from layershuffle.models.ends import run_head, run_stem
+from layershuffle.models.stem_head import run_head, run_stem
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer

@@ -57,12 +57,18 @@ def digits_model():
     return truncate(ls.load("bundled:digits"), "0,4,8")
 
 
-def test_an_assumed_order_of_classes_is_said(caplog):
+def test_an_assumed_order_of_classes_is_said(caplog, tmp_path):
+    for split in ("train", "val"):
+        for name in ("a", "b", "c", "d", "e"):
+            place = tmp_path / split / name
+            place.mkdir(parents=True)
+            for number in range(2):
+                (place / f"{number}.png").write_bytes(file_of(picture(number)))
     model = ls.wrap(FAMILIES["timm-vit"].plain())
-    calibrate(model, "formula?classes=5&size=16&test=5&train=5&validation=5", orders=2, images=5)
+    calibrate(model, f"folder:{tmp_path}", orders=2, images=5)
     assert [record.getMessage() for record in caplog.records] == [
-        "the model names no classes; its outputs are taken for orbits-0, orbits-1, orbits-2 and 2 "
-        "more, in the order of the data; --classes FILE names them"
+        "the model names no classes; its outputs are taken for a, b, c and 2 more, in the order of "
+        "the data; --classes FILE names them"
     ]
 
 

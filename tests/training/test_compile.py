@@ -168,7 +168,7 @@ ARMS = {
         "activation_checkpointing": True,
     },
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
-    "depth-ema": {"method": "layershuffle", "min_kept": 1, "ema": 0.9},
+    "depth": {"method": "layershuffle", "min_kept": 1},
     "exit": {"method": "layershuffle", "exit_weight": 0.3},
 }
 

@@ -41,7 +41,7 @@ ARMS = {
     "ddp": {},
     "groups": GROUPS,
     "drop": DROP,
-    "compiled": {**FAST, "ema": 0.9},
+    "compiled": FAST,
     "idle": {"method": "layershuffle-predict", "model": "dinov2"},
     "fsdp": {"parallel": "fsdp", **FAST},
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
@@ -280,8 +280,6 @@ def test_different_orders_are_refused_at_the_start(pair, name):
 def test_own_orders_are_refused_under_fsdp(models):
     with refuses(SettingsError):
         run(models, parallel="fsdp", rank_orders="own")
-    with refuses(SettingsError):
-        run(models, parallel="fsdp", ema=0.9)
 
 
 @pytest.mark.parametrize("name", ["compiled", "rest", "fsdp"])

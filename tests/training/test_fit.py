@@ -33,7 +33,7 @@ ARMS = {
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
     "predict": {"method": "layershuffle-predict"},
     "layerdrop": {"method": "layerdrop", "drop": 0.5},
-    "depth-ema": {"method": "layershuffle", "ema": 0.9, "min_kept": 1},
+    "depth": {"method": "layershuffle", "min_kept": 1},
     "tied": {"method": "layershuffle", "distinct": 2},
     "rounds": {"method": "layershuffle", "max_parallel": 4, "drop": 0.2, "orders_per_batch": 2},
     "accumulate": {"method": "layershuffle", "accumulate": 2},
@@ -81,7 +81,7 @@ def fit_until_killed(arm, out, *, kind, step):
         ("position", "log", 5),
         ("predict", "checkpoint", 6),  # exactly on the border of two epochs
         ("layerdrop", "best", 4),  # the best model is written, its checkpoint is not
-        ("depth-ema", "log", 5),
+        ("depth", "log", 5),
         ("tied", "log", 5),
         ("rounds", "log", 5),
         ("accumulate", "log", 3),

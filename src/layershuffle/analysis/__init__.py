@@ -28,7 +28,6 @@ ANALYSES = {
     "attention": "How far, and how evenly, do blocks look at each position? Attention maps",
     "attribution": "What does each block add to the logit of the right answer, by position?",
     "leave-one-out": "Which block is missed, and at which position? Loss without one block",
-    "cka": "Does a block compute the same at every position? Similarity of outputs (CKA)",
     "position": "Can the position be read from a block's output, and from its input? Probes",
 }
 """The question that each analysis asks. Its module has its name, with underscores."""

@@ -6,7 +6,7 @@ sides. Evenness: the entropy of a token's attention over all tokens, as a share 
 possible one, ln(tokens). Both are means over heads, tokens and images.
 
 Fused kernels do not return the attention matrix, so softmax(q k^T scale + mask) is computed again
-from their arguments. A TorchFunctionMode intercepts the calls; the hosts are not changed.
+from their arguments. A TorchFunctionMode intercepts the calls; the models are not changed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class AttentionWatch(TorchFunctionMode):
 
 def _weights(arguments: dict[str, Any]) -> Tensor:
     """Attention weights from the arguments of `scaled_dot_product_attention`."""
-    query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
+    query = arguments["query"]
+    key = arguments["key"]
+    mask = arguments.get("attn_mask")
     # Causal masks are for text; grouped queries would need repeated keys.
     if arguments.get("is_causal") or arguments.get("enable_gqa"):
         raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
@@ -114,9 +116,9 @@ def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     patches = grid[0] * grid[1]
     # Prefix tokens have no place in the image; the other weights of a row are normalised.
     between = weights[..., -patches:, -patches:]
-    apart = patch_distances(grid).to(weights)
+    separation = patch_distances(grid).to(weights)
     # A patch that attends only to prefix tokens has distance 0, not 0 / 0.
-    mean: Tensor = (between * apart).sum(-1) / between.sum(-1).clamp_min(1e-30)
+    mean: Tensor = (between * separation).sum(-1) / between.sum(-1).clamp_min(1e-30)
     return mean
 
 
@@ -132,7 +134,8 @@ def measure(subject: Subject) -> Measurement:
     distance_half and even_half are half their 95 % intervals. Numbers: both at the first and the
     last position, and how they change from one to the other.
     """
-    watch, depth = AttentionWatch(), subject.depth
+    watch = AttentionWatch()
+    depth = subject.depth
     means = {"distance": PositionMeans(depth), "even": PositionMeans(depth)}
     grid = (1, 1)
     for batch in subject.batches():
@@ -158,7 +161,8 @@ def measure(subject: Subject) -> Measurement:
     for name, mean in means.items():
         columns |= mean.columns(name, clusters)
     # The difference has its own interval, because the same images run at both positions.
-    first, last = at_position(depth, 0), at_position(depth, depth - 1)
+    first = at_position(depth, 0)
+    last = at_position(depth, depth - 1)
     places = {"first": first, "last": last, "change": last - first}
     numbers = {
         f"{name}_{place}": (means[name], weights)

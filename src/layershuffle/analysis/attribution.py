@@ -34,7 +34,7 @@ from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, tap
-from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
+from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 
 _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
 
@@ -98,7 +98,7 @@ def split_logits(
     """The parts of the right class's centred logit under `order`.
 
     Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
-    for a host that computes something between its blocks.
+    for a model that computes something between its blocks.
     """
     refuse_more_than_blocks(subject.model, images, forward=subject.logits)
     with torch.no_grad(), running(subject.model, order), tap(subject.model) as tapped:
@@ -116,8 +116,11 @@ def split_logits(
     with torch.no_grad():
         replay = _FrozenScale(frozen.scales)
         constant = _head(subject, images, labels, torch.zeros_like(last), mode=replay)
-        updates = (after - before for before, after in pairwise(states))
-        stem, *blocks = ((slope * part).flatten(1).sum(1) for part in (stem_state, *updates))
+        stem = (slope * stem_state).flatten(1).sum(1)
+        blocks = []
+        for entering, leaving in pairwise(states):
+            update = leaving - entering
+            blocks.append((slope * update).flatten(1).sum(1))
     split = LogitSplit(logit=logit, blocks=tuple(blocks), stem=stem, constant=constant)
     _check_sum(split)
     return split
@@ -154,7 +157,8 @@ def measure(subject: Subject) -> Measurement:
     contribution_half is half its 95 % interval.
     """
     subject.require_classes()
-    means, runs = PositionMeans(subject.depth), 0
+    means = PositionMeans(subject.depth)
+    runs = 0
     sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
     for batch in subject.batches():
         for order in batch.orders:
@@ -164,7 +168,8 @@ def measure(subject: Subject) -> Measurement:
             for name in sums:
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
-    clusters, depth = subject.clusters(by_batch=True), subject.depth
+    clusters = subject.clusters(by_batch=True)
+    depth = subject.depth
     numbers = {
         "blocks": (means, depth * evenly(depth)),
         "excess_at_home": (means, home_less_elsewhere(depth)),

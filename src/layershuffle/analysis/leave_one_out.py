@@ -32,7 +32,7 @@ from layershuffle.core.stack import stack_of
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 
 
-def without(order: ExecutionOrder, position: int) -> ExecutionOrder:
+def shortened_order(order: ExecutionOrder, position: int) -> ExecutionOrder:
     """The order without its block at `position`."""
     blocks = order.blocks[:position] + order.blocks[position + 1 :]
     return ExecutionOrder(blocks, order.depth)
@@ -46,7 +46,8 @@ def measure(subject: Subject) -> Measurement:
     """
     subject.require_classes()
     depth = subject.depth
-    loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
+    loss_changes = PositionMeans(depth)
+    top1_changes = PositionMeans(depth)
     runs = done = 0
     whole_loss = whole_right = 0.0
     forget(stack_of(subject.model))
@@ -54,7 +55,7 @@ def measure(subject: Subject) -> Measurement:
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)
             variants = [
-                [order, *(without(order, position) for position in range(depth))]
+                [order, *(shortened_order(order, position) for position in range(depth))]
                 for order in batch.orders
             ]
             # Common prefixes of an order and its variants are about half of all block runs.
@@ -66,7 +67,8 @@ def measure(subject: Subject) -> Measurement:
                 loss_whole, right_whole = scores[first]
                 for position, block in enumerate(order):
                     less_loss, less_right = scores[first + 1 + position]
-                    loss, right = less_loss - loss_whole, 100 * (less_right - right_whole)
+                    loss = less_loss - loss_whole
+                    right = 100 * (less_right - right_whole)
                     loss_changes.add(block, position, values=loss, first=batch.first)
                     top1_changes.add(block, position, values=right, first=batch.first)
                 whole_loss += float(loss_whole.sum())

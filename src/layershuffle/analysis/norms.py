@@ -34,7 +34,7 @@ from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
 
-# Names of the attention module in the host libraries; other children keep their names.
+# Names of the attention module in the model libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
 
 
@@ -90,12 +90,12 @@ class BranchWatch:
             raise _not_in_branches(block)
         ends = [*points[1:], out[0] if isinstance(out, tuple) else out]
         self.branches = []
-        for at, stream, end in zip(norms, points, ends, strict=True):
+        for index, stream, end in zip(norms, points, ends, strict=True):
             # If a norm is followed by another norm or by nothing, it is not at the start of a
             # branch, and the difference between two inputs is not one branch.
-            if at + 1 == len(calls) or at + 1 in norms or stream is None or end is None:
+            if index + 1 == len(calls) or index + 1 in norms or stream is None or end is None:
                 raise _not_in_branches(block)
-            name = calls[at + 1][0]
+            name = calls[index + 1][0]
             self.branches.append(Branch(_NAMES.get(name, name), stream, end - stream))
 
 
@@ -148,14 +148,17 @@ def measure(subject: Subject) -> Measurement:
             sums.first = batch.first
             for order in batch.orders:
                 subject.run(batch.images, order, sums)
-    clusters, depth = subject.clusters(by_batch=True), subject.depth
-    tables, branches = [], {}
+    clusters = subject.clusters(by_batch=True)
+    depth = subject.depth
+    tables = []
+    branches = {}
     for name, means in sums.means.items():
         columns: dict[str, Floats] = {}
         for column, mean in means.items():
             columns |= mean.columns(column, clusters)
         tables.append(position_table(columns, branch=name))
-        ratio, home = columns["ratio"], home_less_elsewhere(depth)
+        ratio = columns["ratio"]
+        home = home_less_elsewhere(depth)
         # Of logarithms, because blocks and positions change a ratio by a factor. Their derivative
         # is 1 / ratio.
         factor = float((np.log(ratio) * home).sum())

@@ -53,7 +53,8 @@ def measure(subject: Subject) -> Measurement:
     for batch in subject.batches():
         _score(subject, batch, probes, means)
     clusters = subject.clusters(by_batch=True)
-    tables, sources = [], {}
+    tables = []
+    sources = {}
     for source, mean in means.items():
         tables.append(position_table(mean.columns("accuracy", clusters), source=source))
         sources[source] = {
@@ -78,7 +79,7 @@ def _bounds(accuracy: PositionMeans, clusters: ImageGroups | None) -> Interval:
     return interval(float(values.mean()), half, limits=(0.0, 100.0))
 
 
-def _token_of(model: nn.Module) -> Token:
+def _probed_token(model: nn.Module) -> Token:
     part = model.prediction if isinstance(model, PositionedModel) else None
     return "mean" if part is None else part.form.pooling
 
@@ -99,7 +100,7 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    token = _token_of(subject.model)
+    token = _probed_token(subject.model)
     vectors: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     positions: dict[int, list[int]] = defaultdict(list)
     for batch in subject.batches(split="holdout", share=_SHARE):
@@ -130,7 +131,7 @@ def _score(
     means: dict[str, PositionMeans],
 ) -> None:
     """Count the correct predictions of the probes, and of the prediction part if there is one."""
-    token = _token_of(subject.model)
+    token = _probed_token(subject.model)
     for order in batch.orders:
         watch = FeatureWatch((token,), inputs=True)
         guessing: AbstractContextManager[Guesses | None] = nullcontext()
@@ -139,14 +140,16 @@ def _score(
         with guessing as guesses:
             subject.run(batch.images, order, watch)
         for turn in watch.turns:
-            block, position = turn.step.block, turn.step.position
+            block = turn.step.block
+            position = turn.step.position
             # A probe per block, because a common one would have to recognise the block first.
             for source, rows in _probed(turn, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
                 right = 100.0 * torch.from_numpy(predicted == position)
                 means[_SOURCES[source]].add(block, position, values=right, first=batch.first)
         for guess in guesses.items if guesses else ():
-            block, position = guess.step.block, guess.step.position
+            block = guess.step.block
+            position = guess.step.position
             right = 100.0 * (guess.logits.argmax(-1) == position)
             # Only models with a prediction part have this source.
             part = means.setdefault(_PART, PositionMeans(subject.depth))

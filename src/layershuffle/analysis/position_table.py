@@ -26,8 +26,10 @@ Floats = NDArray[np.float64]
 Interval = dict[str, float] | None
 """Bounds `low` and `high` of a number, or `None` for too few images."""
 # Up to these numbers of blocks, and of maps in a figure, every cell shows its number.
-_WRITTEN, _WRITTEN_MAPS = 12, 4
-_CELL, _DIGITS = 0.5, 9.0  # side of a cell in inches, size of its number in points
+_WRITTEN = 12
+_WRITTEN_MAPS = 4
+_CELL = 0.5  # side of a cell in inches
+_DIGITS = 9.0  # size of its number in points
 # Least range of the colours of a map, in half intervals. 144 values that differ only by chance span
 # 2.7 half intervals (5.3 standard deviations), which is then a third of the colours.
 _SPAN = 8.0
@@ -82,7 +84,8 @@ class PositionMeans:
 
     def _influence(self, images: int) -> Floats:
         """The influence `[block, position, image]` of every image on every mean."""
-        means, influence = self.mean(), np.zeros((*self._sums.shape, images))
+        means = self.mean()
+        influence = np.zeros((*self._sums.shape, images))
         for block, position, first, values in self._parts:
             part = influence[block, position, first : first + len(values)]
             part += (values - means[block, position]) / self._counts[block, position]
@@ -177,16 +180,19 @@ class Map:
         """The values at the ends of the colours, at least `_SPAN` half intervals apart."""
         if self.limits is not None:
             return self.limits
-        values, width = self.values, 0.0
+        values = self.values
+        width = 0.0
         if self.halves is not None:
             # Colours that end at the extremes would show noise as clearly as an effect.
             width = _SPAN * float(np.nanmedian(self.halves))
-        low, high = float(values.min()), float(values.max())
+        low = float(values.min())
+        high = float(values.max())
         if self.signed:
             # If all values are 0, any range will do.
             reach = max(-low, high, width / 2) or 1.0
             return -reach, reach
-        middle, width = (low + high) / 2, max(high - low, width)
+        middle = (low + high) / 2
+        width = max(high - low, width)
         return middle - width / 2, middle + width / 2
 
 
@@ -224,7 +230,8 @@ def draw_maps(
 def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     from matplotlib.patches import Rectangle
 
-    values, depth = each.values, len(each.values)
+    values = each.values
+    depth = len(each.values)
     # Without intervals, only numbers are shown, no colours.
     shades = np.zeros_like(values) if each.colourless else values
     low, high = (0.0, 1.0) if each.colourless else each.colour_range()

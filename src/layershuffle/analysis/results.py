@@ -26,7 +26,7 @@ class Measurement:
     facts: Facts
 
 
-def numbers_of(facts: Facts, *, of: str = "") -> Iterator[dict[str, Any]]:
+def numbers_of(facts: Facts, *, prefix: str = "") -> Iterator[dict[str, Any]]:
     """A row per number: name, value, and the bounds low and high; NaN for what is undefined."""
     undefined = {"low": math.nan, "high": math.nan}
     for name, value in facts.items():
@@ -35,11 +35,11 @@ def numbers_of(facts: Facts, *, of: str = "") -> Iterator[dict[str, Any]]:
         if isinstance(value, dict):
             # The name of a group of parts would say nothing, as in "branches: attention: ratio".
             is_group = all(isinstance(part, dict) for part in value.values())
-            yield from numbers_of(value, of=of if is_group else f"{of}{name}: ")
+            yield from numbers_of(value, prefix=prefix if is_group else f"{prefix}{name}: ")
             continue
         bounds = facts.get("intervals", {}).get(name) or undefined
         number = math.nan if value is None else float(value)
-        yield {"name": of + name.replace("_", " "), "value": number, **bounds}
+        yield {"name": prefix + name.replace("_", " "), "value": number, **bounds}
 
 
 def table_text(table: DataFrame) -> str:

@@ -27,7 +27,7 @@ from layershuffle.image_view import resized_as
 from layershuffle.machine import Device, device_of
 from layershuffle.models import image_view, load
 from layershuffle.models.files import LOG
-from layershuffle.models.origin import trained_with
+from layershuffle.models.origin import training_settings
 from layershuffle.scoring import matched
 from layershuffle.stats import ImageGroups
 from layershuffle.text import Progress
@@ -133,7 +133,8 @@ class Subject:
         These share a group of the data or, with `by_batch`, a batch and hence its orders. An
         interval needs `FEWEST_CLUSTERS` of either.
         """
-        columns, images = [], self.data.splits["test"].size
+        columns = []
+        images = self.data.splits["test"].size
         if by_batch:
             columns.append(np.arange(images)[:, None] // self.settings.batch_size)
         groups = self.data.splits["test"].groups
@@ -188,7 +189,7 @@ def open_subject(
 def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
     options = DataOptions(
         train=train,
-        holdout=trained_with(backbone_of(model)).get("holdout", DataOptions.holdout),
+        holdout=training_settings(backbone_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.max_images,
         skip_corrupt=settings.skip_corrupt,
     )

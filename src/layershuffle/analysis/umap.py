@@ -39,7 +39,8 @@ from layershuffle.plotting import INK, new_figure, style_axes
 from layershuffle.stats import ImageGroups
 
 Array = NDArray[Any]
-_DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
+_DETACHED_GAP = 2.0
+_DETACHED_HELD = 0.95
 
 
 def measure(subject: Subject) -> Measurement:
@@ -48,14 +49,16 @@ def measure(subject: Subject) -> Measurement:
     blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
     early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
     """
-    block, depth = subject.settings.block, subject.depth
+    block = subject.settings.block
+    depth = subject.depth
     if block is not None and block >= depth:
         raise UsageError(
             f"{block} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
         )
     shown = depth // 2 if block is None else block
     features, positions = collect(subject)
-    neighbours, seed = subject.settings.neighbours, subject.settings.seed
+    neighbours = subject.settings.neighbours
+    seed = subject.settings.seed
     if len(positions) <= 2 * neighbours:
         raise UsageError(
             f"{len(positions)} images are too few for {neighbours} neighbours",
@@ -69,11 +72,12 @@ def measure(subject: Subject) -> Measurement:
     for token, vectors in features.items():
         for block in range(depth):
             subject.progress("embeddings", len(rows), every)
-            at, outputs = positions[:, block], vectors[:, block]
+            places = positions[:, block]
+            outputs = vectors[:, block]
             x, y = embed(outputs, neighbours, seed=seed).astype("f8").round(3).T
-            columns = {"token": token, "block": block, "image": range(len(at)), "position": at}
-            points.append(DataFrame({**columns, "x": x, "y": y}))
-            numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
+            columns = {"token": token, "block": block, "image": range(len(places))}
+            points.append(DataFrame({**columns, "position": places, "x": x, "y": y}))
+            numbers = describe(outputs, places, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
     return Measurement(
@@ -92,7 +96,8 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
 
     Image i runs in the order that `Shuffled` draws at step i.
     """
-    depth, seed = subject.depth, subject.settings.seed
+    depth = subject.depth
+    seed = subject.settings.seed
     tokens: tuple[Token, ...] = ("class", "mean") if has_class_token(subject.model) else ("mean",)
     vectors: dict[Token, list[Array]] = {token: [] for token in tokens}
     places: list[Array] = []
@@ -179,10 +184,13 @@ def _token_facts(blocks: DataFrame) -> Facts:
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """umap.svg: the chosen block; umap-blocks-TOKEN.svg: all blocks."""
-    points, blocks = tables["points"], tables["blocks"]
+    points = tables["points"]
+    blocks = tables["blocks"]
     shown = blocks[blocks.shown == 1].block.iloc[0]
     by_token = dict(iter(points.groupby("token", sort=False)))
-    large = {f"block {shown}, {t} token": rows[rows.block == shown] for t, rows in by_token.items()}
+    large = {}
+    for token, rows in by_token.items():
+        large[f"block {shown}, {token} token"] = rows[rows.block == shown]
     drawn = {"umap": _scatter_plots(large, columns=len(large), side=4.4, dot=12.0)}
     for token, rows in by_token.items():
         small = {f"block {block}": part for block, part in rows.groupby("block")}

@@ -42,7 +42,6 @@ COMMANDS = {
     "ensemble": ("Score the mean of several models' answers.", "merge:EnsembleCommand"),
     "reproduce": ("Run a study of the paper and write its report.", "study:ReproduceCommand"),
     "report": ("Write the report of a study again.", "study:ReportCommand"),
-    "bench": ("Measure how fast this machine trains and evaluates.", "machine:BenchCommand"),
     "classify": ("Classify images on a running swarm.", "asking:ClassifyCommand"),
     "completion": ("Complete commands and flags in a shell.", "machine:CompletionCommand"),
     "doctor": ("Check this machine and say what to type next.", "machine:DoctorCommand"),

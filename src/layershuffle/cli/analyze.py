@@ -18,13 +18,13 @@ class AnalyzeCommand(ComputingCommand):
     """Analyse what the blocks of a model learnt: one question, or all that apply."""
 
     name: str
-    """The question: umap, norms, attention, attribution, leave-one-out, cka or position; all asks
+    """The question: umap, norms, attention, attribution, leave-one-out or position; all asks
     every one that applies."""
     model: str
     """Directory of a fit, or any model spec."""
     _: KW_ONLY
     data: str
-    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, torchvision:NAME."""
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, torchvision:NAME."""
     out: Path
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
     settings: Inline[AnalysisSettings] = field(default_factory=AnalysisSettings)

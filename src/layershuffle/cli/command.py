@@ -54,7 +54,7 @@ class Reporting(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputingCommand(Command):
-    """A command that runs a model in this process; `fit` and `bench` have the flags as settings."""
+    """A command that runs a model in this process; `fit` has the flags as settings."""
 
     device: Annotated[Device, MACHINE] = "auto"
     """Where to compute; auto takes a GPU if there is one."""

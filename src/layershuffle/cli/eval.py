@@ -32,7 +32,7 @@ class EvalCommand(ComputingCommand, Reporting):
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
     _: KW_ONLY
     data: str
-    """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
+    """Images to score; their test split is read: digit-pairs, folder:DIR,
     hf:NAME_OR_DIR, torchvision:NAME."""
     order: str | None = None
     """Score this one execution order ("3,0,2") instead of drawn ones."""

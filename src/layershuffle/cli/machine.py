@@ -1,5 +1,5 @@
-"""About this machine: `layershuffle bench KIND` measures it, `doctor` looks at it, and `completion`
-prints what its shell needs to complete commands and flags."""
+"""About this machine: `layershuffle doctor` looks at it, and `completion` prints what its shell
+needs to complete commands and flags."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from layershuffle.bench.settings import BenchSettings
-from layershuffle.cli.command import Command, Inline, Reporting
+from layershuffle.cli.command import Command
 from layershuffle.extras import EXTRAS, missing
-from layershuffle.machine import torch_threads
 from layershuffle.text import listing, shortened
-
-
-@dataclass(frozen=True)
-class BenchCommand(Reporting):
-    """Measure speed and memory with random weights and generated images, without downloads."""
-
-    kind: Literal["train", "eval"]
-    """train: training steps as fit takes them; eval: forwards, each batch in its own order."""
-    _: KW_ONLY
-    settings: Inline[BenchSettings] = field(default_factory=BenchSettings)
-
-    def run(self) -> int:
-        """Measure and print a report or JSON."""
-        from layershuffle.bench.kinds import bench
-        from layershuffle.bench.report import report_text
-        from layershuffle.bench.settings import resolve
-        from layershuffle.cli.progress import shown_progress
-
-        title = f"bench {self.kind}"
-        with torch_threads(self.settings.threads), shown_progress(title) as progress:
-            report = bench(self.kind, resolve(self.settings), progress=progress)
-        self.show(asdict(report), report_text(report))
-        return 0
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def shown_progress(title: str, *, clock: Clock = time.monotonic) -> Iterator[Sho
     # Without markup, because rich would parse brackets in paths as tags.
     title_column = TextColumn("{task.description}", markup=False)
     columns = (title_column, BarColumn(bar_width=12), TextColumn("{task.fields[text]}"))
-    # Drawn only in calls: a drawing thread would take time from what `bench` measures.
+    # Drawn only in calls: a drawing thread would take time from what is measured.
     with Bars(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bars:
         task = bars.add_task(title, total=None, text="")
         bars.refresh()

@@ -1,4 +1,4 @@
-"""Labelled images for any host model: one spec string in, named splits out.
+"""Labelled images for any model: one spec string in, named splits out.
 
 `open_data("digit-pairs", view)` is the entry point; `loading.SOURCES` lists the kinds of specs.
 """

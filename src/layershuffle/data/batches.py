@@ -38,7 +38,9 @@ class DeviceBatches:
         processes: int = 0,
         keep: bool = False,
     ) -> None:
-        self.split, self.finish, self.device = split, finish, torch.device(device)
+        self.split = split
+        self.finish = finish
+        self.device = torch.device(device)
         self._keep = keep
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self._loader = DataLoader(

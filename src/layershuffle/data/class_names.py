@@ -40,7 +40,8 @@ def match_classes(
     outputs of its head. Where one side has numbers alone, they are matched by number, and a note
     says so. Raises `DataError` with the differences.
     """
-    classes, both = data.classes, f"{place} and {data.spec}"
+    classes = data.classes
+    both = f"{place} and {data.spec}"
     hint = f"layershuffle fit --model ... --data {data.spec} makes a new head; "
     hint += "or use data with the model's classes"
     if len(classes) != outputs:
@@ -75,14 +76,21 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
 
     Names are compared as `same` writes them.
     """
-    both = set.intersection(*({same(name) for name in names} for names in sides.values()))
-    lone = {side: [n for n in names if same(n) not in both] for side, names in sides.items()}
-    lone_names = {normalize("NFC", name) for names in lone.values() for name in names}
-    sets = {frozenset(normalize("NFC", name) for name in names) for names in sides.values()}
-    if lone_names and len(sets) == 1:
+    written = [{same(name) for name in names} for names in sides.values()]
+    common = set.intersection(*written)
+    parts: list[str] = []
+    lone_names: set[str] = set()
+    composed: set[frozenset[str]] = set()
+    for side, names in sides.items():
+        composed.add(frozenset(normalize("NFC", name) for name in names))
+        lone = [name for name in names if same(name) not in common]
+        if lone:
+            parts.append(f"{len(lone)} in {side} only ({shortened(lone)})")
+            lone_names.update(normalize("NFC", name) for name in lone)
+    if lone_names and len(composed) == 1:
         accented = shortened(sorted(lone_names))
         return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
-    return ", ".join(f"{len(n)} in {side} only ({shortened(n)})" for side, n in lone.items() if n)
+    return ", ".join(parts)
 
 
 def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:
@@ -127,7 +135,8 @@ class RenumberedImages(Dataset[Item]):
     """A data set whose label i is `indices[i]` of the original's."""
 
     def __init__(self, dataset: Dataset[Item], indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
+        self.dataset = dataset
+        self.indices = indices
 
     def set_epoch(self, epoch: int) -> None:
         """Use the augmentation of `epoch`, if the data set has any."""

@@ -1,8 +1,7 @@
 """The types that every data source shares: options in, named splits of (image, label) out.
 
-A source is a function `SourceRequest -> ImageData`. Items are pixels as bytes, or keys of images
-that a formula draws; `ImageData.finish` converts whole batches of items to the model's input, on
-the model's device.
+A source is a function `SourceRequest -> ImageData`. Items are pixels as bytes;
+`ImageData.finish` converts whole batches of them to the model's input, on the model's device.
 
 The split names state the purpose of each part, so a checkpoint is never picked on the images whose
 score is reported: "train" is fitted, "holdout" (a part of the training data) picks the checkpoint,
@@ -23,7 +22,7 @@ from layershuffle.errors import UsageError
 from layershuffle.image_view import ImageView
 from layershuffle.text import one_line
 
-Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
+Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
 
 # The holdout does not depend on the seed of a run: sibling models whose blocks are merged must have
 # trained on the same images, and the held-out images must be new to all of them.
@@ -34,7 +33,7 @@ HOLDOUT_SEED = 0
 class DataOptions:
     """Options of a source.
 
-    seed: drives augmentation (never the content of `digit-pairs` and `formula`).
+    seed: drives augmentation (never the content of `digit-pairs`).
     holdout: share of the training images held out, the same ones for every seed, for sources
     without a validation split beside a test split; None trains on all of them. max_test: first n of
     one fixed shuffle. train=False opens only "test".
@@ -126,7 +125,7 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def generator_for(*parts: int | str) -> torch.Generator:
+def seeded_generator(*parts: int | str) -> torch.Generator:
     """A fresh CPU generator seeded by `derived_seed(*parts)`."""
     return torch.Generator().manual_seed(derived_seed(*parts))
 
@@ -138,13 +137,14 @@ def stratified_holdout(labels: Sequence[int], share: float) -> tuple[list[int], 
     or more images is in both parts, a class with a single image stays in the training part.
     """
     table = torch.tensor(labels)
-    training, held_out = [], []
+    training = []
+    held_out = []
     for label in torch.unique(table).tolist():
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
         # Each class has its own draws, so another class does not move images of this one.
-        shuffle = torch.randperm(count, generator=generator_for("holdout", HOLDOUT_SEED, label))
+        shuffle = torch.randperm(count, generator=seeded_generator("holdout", HOLDOUT_SEED, label))
         held_out += members[shuffle[:cut]].tolist()
         training += members[shuffle[cut:]].tolist()
     return sorted(training), sorted(held_out)
@@ -158,7 +158,7 @@ def limited_test(
     if limit is None or limit >= whole.size:
         return whole
     # The same images for every seed of a run, so scores are comparable.
-    shuffle = torch.randperm(whole.size, generator=generator_for("max_test", 0))
+    shuffle = torch.randperm(whole.size, generator=seeded_generator("max_test", 0))
     rows = sorted(shuffle[:limit].tolist())
     of_rows = None if groups is None else groups[rows]
     return Split(dataset=Subset(dataset, rows), groups=of_rows)

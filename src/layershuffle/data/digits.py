@@ -28,8 +28,8 @@ from layershuffle.data.contract import (
     Item,
     SourceRequest,
     Split,
-    generator_for,
     limited_test,
+    seeded_generator,
 )
 from layershuffle.data.transforms import PixelFinish, stretched
 
@@ -72,7 +72,7 @@ def digit_instances() -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {name: [] for name in SHARES}
     for value in range(10):
         members = torch.nonzero(values == value).flatten()
-        generator = generator_for("digit-split", DATA_SEED, value)
+        generator = seeded_generator("digit-split", DATA_SEED, value)
         members = members[torch.randperm(len(members), generator=generator)]
         # Rounded sums of shares, so no digit is left over or used twice.
         first = round(SHARES["train"] * len(members))
@@ -90,7 +90,7 @@ def draw_pairs(split: str, count: int) -> PairDraws:
     the bias is below 1e-15, and row k does not depend on `count`.
     """
     instances = digit_instances()[split]
-    generator = generator_for("digit-pairs", DATA_SEED, split)
+    generator = seeded_generator("digit-pairs", DATA_SEED, split)
     raw = torch.randint(1 << 62, (count, 6), generator=generator)
     return PairDraws(
         digits=instances[raw[:, 0:2] % len(instances)],

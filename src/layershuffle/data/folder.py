@@ -66,7 +66,8 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
     classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
-    root, training = Path(request.place).expanduser(), request.options.train
+    root = Path(request.place).expanduser()
+    training = request.options.train
     folders, notes = split_folders(root, need_train=training)
     # Without training data (eval), the classes come from the reported split.
     reference = folders.get("train", folders["test"])
@@ -111,17 +112,23 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
             place=root,
             hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
         )
-    inside, notes = class_folders(root), []
+    inside = class_folders(root)
+    notes = []
     reported = [root / name for name in (*VALIDATION_NAMES, TEST_NAME) if name in inside]
     if len(reported) > 1 and not class_folders(reported[-1]):
         notes.append(f"{reported.pop().name}/ has no class folders and was left out")
-    if len(several := [name for name in VALIDATION_NAMES if name in inside]) > 1:
+    several = [name for name in VALIDATION_NAMES if name in inside]
+    if len(several) > 1:
         raise DataError(f"there are {'/ and '.join(several)}/", place=root, hint="keep one of them")
-    absent = ["train/"] * ("train" not in inside and need_train)
-    absent += ["val/ (or validation/ or test/)"] * (not reported)
+    absent = []
+    if need_train and "train" not in inside:
+        absent.append("train/")
+    if not reported:
+        absent.append("val/ (or validation/ or test/)")
     if absent:
         splits = {"train", *VALIDATION_NAMES, TEST_NAME}
-        if root.name in splits and any((root.parent / n).is_dir() for n in splits - {root.name}):
+        others = splits - {root.name}
+        if root.name in splits and any((root.parent / name).is_dir() for name in others):
             raise DataError(
                 "This is the folder of one split; others lie beside it",
                 place=root,
@@ -136,10 +143,13 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
         cause = f"there is no {' and no '.join(absent)}; there are {counted(len(inside), 'folder')}"
         cause += f" ({shortened(inside)})" if inside else ""
         raise DataError(cause, place=root, hint=hint)
-    folders = {"train": root / "train"} if "train" in inside else {}
+    folders = {}
+    if "train" in inside:
+        folders["train"] = root / "train"
     if len(reported) == 2:
         folders["validation"] = reported[0]
-    return {**folders, "test": reported[-1]}, notes
+    folders["test"] = reported[-1]
+    return folders, notes
 
 
 def class_folders(split: Path) -> tuple[str, ...]:
@@ -177,10 +187,15 @@ def folder_table(
 
     Raises DataError for a class without images.
     """
-    table, left_out = FolderTable(root=split, channels=channels), list[str]()
-    folders = {split / name for name in classes}
-    above = {parent for folder in folders for parent in folder.resolve().parents}
-    seen = {(status.st_dev, status.st_ino) for status in map(os.stat, folders | above)}
+    table = FolderTable(root=split, channels=channels)
+    left_out = list[str]()
+    seen: set[tuple[int, int]] = set()
+    for name in classes:
+        folder = split / name
+        # Those above it too: a link back to one of them would give its images again.
+        for place in (folder, *folder.resolve().parents):
+            status = os.stat(place)
+            seen.add((status.st_dev, status.st_ino))
     for label, name in enumerate(classes):
         images, others = image_files(split / name, seen)
         if not images:
@@ -221,7 +236,8 @@ def image_files(folder: Path, seen: set[tuple[int, int]]) -> tuple[dict[str, int
                 status = os.stat(path)
             except OSError:  # of a link to nothing, to itself or out of bounds
                 status = os.lstat(path)
-            kind, place = stat.S_IFMT(status.st_mode), (status.st_dev, status.st_ino)
+            kind = stat.S_IFMT(status.st_mode)
+            place = (status.st_dev, status.st_ino)
             is_image = kind == stat.S_IFREG and path.lower().endswith(extensions())
             if name.startswith(".") or place in seen or not (is_image or kind == stat.S_IFDIR):
                 others.append(os.path.relpath(path, folder))

@@ -32,7 +32,9 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 LABEL_NAMES = ("label", "cls", "json.label")
-_KEY, _TAR = "__key__", "__url__"  # columns of the library's reader of tars
+# Columns of the library's reader of tars.
+_KEY = "__key__"
+_TAR = "__url__"
 
 # DatasetsError is the library's own tree; OSError has its ConnectionError and FileNotFoundError.
 LOAD_ERRORS = (DatasetsError, OSError, ValueError)
@@ -47,7 +49,10 @@ class HubTable:
     def __init__(
         self, data: Any, labels: Sequence[int], *, column: str, channels: int, place: str
     ) -> None:
-        self.labels, self.column, self.channels, self.place = labels, column, channels, place
+        self.labels = labels
+        self.column = column
+        self.channels = channels
+        self.place = place
         self.size = sum(Path(file["filename"]).stat().st_size for file in data.cache_files)
         names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
         try:
@@ -62,7 +67,8 @@ class HubTable:
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming it."""
-        cell, place = self.data[index][self.column], self.name(index)
+        cell = self.data[index][self.column]
+        place = self.name(index)
         if not any((cell or {}).values()):
             raise DataError("There is no image", place=place, hint=SKIP_HINT)
         # The library stores bytes, or the path of a file.
@@ -103,13 +109,20 @@ def open_source(request: SourceRequest) -> ImageData:
     # The training split also names the classes in an evaluation.
     reference = next(iter((parts or splits).values()))
     features = reference.features
-    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    # Other writers of parquet files leave out that a column holds images.
-    images = images or [name for name, kind in features.items() if _holds_bytes(kind)]
-    image = _chosen("image", images, features, request)
-    kinds = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    usual = [name for name in LABEL_NAMES if name in (kinds or features)]
-    label = _chosen("label", usual[:1] or kinds, features, request)
+    images: list[str] = []
+    raw_images: list[str] = []
+    labels: list[str] = []
+    for name, kind in features.items():
+        if isinstance(kind, datasets.Image):
+            images.append(name)
+        if isinstance(kind, datasets.ClassLabel):
+            labels.append(name)
+        # Other writers of parquet files leave out that a column holds images.
+        if _holds_bytes(kind):
+            raw_images.append(name)
+    image = _chosen("image", images or raw_images, features, request)
+    usual = [name for name in LABEL_NAMES if name in (labels or features)]
+    label = _chosen("label", usual[:1] or labels, features, request)
     classes, numbers = _classes(reference, label, request)
     notes: list[str] = []
     tables: dict[str, HubTable] = {}
@@ -142,8 +155,10 @@ def open_source(request: SourceRequest) -> ImageData:
 def _unlabelled(table: HubTable, cells: Sequence[Any], label: str) -> DataError:
     rows = [row for row, number in enumerate(table.labels) if number == -1]
     cause = f"{len(rows)} of {len(cells)} images have no label"
-    if unknown := sorted({str(cells[row]) for row in rows if cells[row] not in (None, -1)}):
-        cause = f"Labels are not among those of the training images: {shortened(unknown)}"
+    unknown = {str(cells[row]) for row in rows if cells[row] not in (None, -1)}
+    if unknown:
+        listed = shortened(sorted(unknown))
+        cause = f"Labels are not among those of the training images: {listed}"
     return DataError(
         cause,
         place=table.name(rows[0]),
@@ -153,7 +168,9 @@ def _unlabelled(table: HubTable, cells: Sequence[Any], label: str) -> DataError:
 
 def load_splits(request: SourceRequest) -> dict[str, Any]:
     """All splits by name. Raises DataError."""
-    place, config, root = request.place, None, Path(request.place).expanduser()
+    place = request.place
+    config = None
+    root = Path(request.place).expanduser()
     if ":" in place and not root.is_dir():
         place, _, config = place.rpartition(":")
     # datasets would treat a mistyped path as the name of a data set on the hub.
@@ -179,8 +196,9 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
     except LOAD_ERRORS as error:
         raise of_the_machine(error) or _load_failure(request, root, error) from error
     # The members of a tar's .json files become columns of their own.
-    json = any(isinstance(split.features.get("json"), dict) for split in loaded.values())
-    return {name: split.flatten() if json else split for name, split in loaded.items()}
+    if any(isinstance(split.features.get("json"), dict) for split in loaded.values()):
+        loaded = {name: split.flatten() for name, split in loaded.items()}
+    return loaded
 
 
 def _classes(
@@ -219,13 +237,19 @@ def _holds_bytes(kind: Any) -> bool:
 
 def _has_classes(splits: Mapping[str, Any]) -> bool:
     """Whether the labels of all splits are class folders, not the folders of the splits."""
-    kinds = [split.features.get("label") for split in splits.values()]
-    names = {name for kind in kinds if kind is not None for name in kind.names}
-    return None not in kinds and not names <= {name for names in SPLITS.values() for name in names}
+    names: set[str] = set()
+    for split in splits.values():
+        kind = split.features.get("label")
+        if kind is None:
+            return False
+        names.update(kind.names)
+    names_of_splits = {name for usual in SPLITS.values() for name in usual}
+    return not names <= names_of_splits
 
 
 def _chosen(role: str, candidates: Sequence[str], features: Any, request: SourceRequest) -> str:
-    column, columns = request.settings.get(role), shortened(features, limit=9)
+    column = request.settings.get(role)
+    columns = shortened(features, limit=9)
     if column is not None:
         if column not in features:
             raise UsageError(

@@ -44,12 +44,6 @@ SOURCES: dict[str, DataSource] = {
         settings=("train", "validation", "test"),
         generated=True,
     ),
-    "formula": DataSource(
-        form="formula[?classes=N&size=N&train=N&validation=N&test=N]",
-        module="layershuffle.data.formula",
-        settings=("classes", "size", "train", "validation", "test"),
-        generated=True,
-    ),
     "folder": DataSource(
         form="folder:DIR",
         module="layershuffle.data.folder",
@@ -88,7 +82,7 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
 def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None) -> ImageData:
     """The labelled images of `spec`, fitted to `view`.
 
-    Items of every split are (pixels uint8 [C, H, W] or a key of `formula`, class index); `finish`
+    Items of every split are (pixels uint8 [C, H, W], class index); `finish`
     of the result converts a batch of them to the model's float32 images.
     Raises UsageError for a bad spec, DataError for missing or broken data.
     """

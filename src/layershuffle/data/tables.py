@@ -47,20 +47,26 @@ def assemble(
     Raises DataError for missing and empty splits, and with `skip_corrupt` if a split has no
     readable image left. Without `skip_corrupt` a bad image raises when it is read.
     """
-    options, view, sentences = request.options, request.view, list(notes)
+    options = request.options
+    view = request.view
+    sentences = list(notes)
     parts = dict(tables)
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts.pop("validation")
     wanted = ("train", "validation", "test") if options.train else ("test",)
-    if absent := [name for name in ("train", "test") if name in wanted and name not in parts]:
+    absent = [name for name in ("train", "test") if name in wanted and name not in parts]
+    if absent:
         raise DataError(
             f"There is no {' and no '.join(absent)} split",
             place=request.spec,
             hint="name files or folders by their split: train/ and val/, or train-0.tar and so on",
         )
     rows = {}
-    for name in (name for name in wanted if name in parts):
-        rows[name], bad = [*range(len(parts[name].labels))], list[int]()
+    for name in wanted:
+        if name not in parts:
+            continue
+        rows[name] = [*range(len(parts[name].labels))]
+        bad = list[int]()
         # Not always, because checking a million files takes long.
         if options.skip_corrupt:
             rows[name], bad = readable_rows(parts[name], view)
@@ -97,8 +103,12 @@ def _training_splits(
     rows: Mapping[str, list[int]],
     sentences: list[str],
 ) -> dict[str, Split]:
-    options, view, train = request.options, request.view, parts["train"]
-    plain, training, held_out = PlainTransform(view), rows["train"], None
+    options = request.options
+    view = request.view
+    train = parts["train"]
+    plain = PlainTransform(view)
+    training = rows["train"]
+    held_out = None
     if "validation" in parts:
         held_out = Images(parts["validation"], rows["validation"], plain)
         sentences.append("the holdout is the validation split of the data")
@@ -145,4 +155,6 @@ def readable_rows(table: ImageTable, view: ImageView) -> tuple[list[int], list[i
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         failed = list(pool.map(fails, rows))
-    return [r for r in rows if not failed[r]], [r for r in rows if failed[r]]
+    readable = [row for row in rows if not failed[row]]
+    others = [row for row in rows if failed[row]]
+    return readable, others

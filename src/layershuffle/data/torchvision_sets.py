@@ -38,7 +38,9 @@ class SetTable:
     """One part of a data set of torchvision. Raises DataError if its labels are no classes."""
 
     def __init__(self, data: Any, *, channels: int, place: str, skip_corrupt: bool) -> None:
-        self.data, self.channels, self.place = data, channels, place
+        self.data = data
+        self.channels = channels
+        self.place = place
         labels = []
         for row in range(len(data)):
             try:
@@ -134,8 +136,10 @@ def _set_named(request: SourceRequest) -> tuple[Any, set[str]]:
 
 def _options(kind: Any) -> set[str]:
     """The names of the parameters of a class, with those that it hands to its bases."""
-    bases = kind.__mro__ if inspect.isclass(kind) else ()
-    return {name for base in bases for name in inspect.signature(base).parameters}
+    names: set[str] = set()
+    for base in kind.__mro__ if inspect.isclass(kind) else ():
+        names.update(inspect.signature(base).parameters)
+    return names
 
 
 def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
@@ -145,11 +149,14 @@ def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
     options: dict[str, Any] = {"loader": str} if "loader" in fits else {}
     if settings.get("download") == "yes":
         options["download"] = True
-    choices: list[dict[str, Any]] = [{"split": name} for name in _PARTS[part]]
-    if "train" in fits:
+    choices: list[dict[str, Any]] = []
+    if "train" not in fits:
+        choices = [{"split": name} for name in _PARTS[part]]
+    elif part != "validation":
+        choices = [{"train": part == "train"}]
         # EMNIST calls its kinds of letters splits.
-        kinds = {name: settings[name] for name in ("split",) if name in settings}
-        choices = [{"train": part == "train", **kinds}] if part != "validation" else []
+        if "split" in settings:
+            choices[0]["split"] = settings["split"]
     for choice in choices:
         try:
             return kind(Path(settings["root"]).expanduser(), **choice, **options)

@@ -64,7 +64,8 @@ class PixelTransform(PlainTransform):
             pixels = F.interpolate(
                 pixels[None], size=(height, width), mode=view.interpolation, antialias=True
             )[0]
-        rows, columns = view_rows(height, view.height), view_rows(width, view.width)
+        rows = view_rows(height, view.height)
+        columns = view_rows(width, view.width)
         return pixels[:, rows, columns].contiguous()
 
 
@@ -144,7 +145,10 @@ class Images(Dataset[Item]):
         *,
         seed: int | None = None,
     ) -> None:
-        self.table, self.indices, self.transform, self.seed = table, indices, transform, seed
+        self.table = table
+        self.indices = indices
+        self.transform = transform
+        self.seed = seed
         # In shared memory, so loader processes that outlive an epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -154,7 +158,8 @@ class Images(Dataset[Item]):
 
     def contents(self, classes: Sequence[str]) -> dict[str, tuple[int, str]]:
         """By class, the number of its images and a digest of their identities, in order."""
-        counts, digests = Counter[int](), defaultdict[int, Any](hashlib.sha256)
+        counts = Counter[int]()
+        digests = defaultdict[int, Any](hashlib.sha256)
         for row in self.indices:
             label = self.table.labels[row]
             counts[label] += 1
@@ -168,7 +173,8 @@ class Images(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
-        image, label = self.table.image(row), self.table.labels[row]
+        image = self.table.image(row)
+        label = self.table.labels[row]
         if self.seed is None:
             try:
                 return self.transform(image), label
@@ -210,7 +216,8 @@ def stretched(size: tuple[int, int], view: ImageView) -> tuple[str, ...]:
     """The note that `fit_images` changes images of `size` (height, width), if it does."""
     if size == view.size:
         return ()
-    (rows, columns), (height, width) = size, view.size
+    rows, columns = size
+    height, width = view.size
     return (f"images of {rows}x{columns} were stretched to {height}x{width} (bilinear)",)
 
 

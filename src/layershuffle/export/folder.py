@@ -38,11 +38,11 @@ from layershuffle.files import listed_by, refuse_others, staged_directory, write
 from layershuffle.machine import collector_paused, processor, versions
 from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
-from layershuffle.models.ends import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.models.origin import origin_of
 from layershuffle.models.output import own_directory
+from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.scoring import evaluate_spec
 from layershuffle.settings import EvalSettings
 from layershuffle.text import Progress, unheard

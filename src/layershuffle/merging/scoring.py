@@ -34,7 +34,7 @@ from layershuffle.merging.settings import (
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import load
-from layershuffle.models.origin import trained_with
+from layershuffle.models.origin import training_settings
 from layershuffle.results import MergingRow
 from layershuffle.scoring import (
     batches_of,
@@ -82,7 +82,7 @@ def score_merging(
     group.to(place)
     for drawn in plans:
         group.merge(drawn[0])  # refuses a base that is not there or of another shape
-    trained = [trained_with(backbone_of(donor)) for donor in group.donors]
+    trained = [training_settings(backbone_of(donor)) for donor in group.donors]
     options = DataOptions(
         train=settings.soups,
         # What all donors held out in training, so the greedy soup uses no training images: held-out

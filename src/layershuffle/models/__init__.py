@@ -1,7 +1,7 @@
 """Load and save models by spec string, and common functions on them.
 
-`store` loads and saves; each library has its adapter (`timm_models`, `hf_models`,
-`torchvision_models`); `files` and `metadata` check everything that is read.
+`store` loads and saves; each library has its adapter (`timm_models`, `hf_models`); `files` and
+`metadata` check everything that is read.
 """
 
 from layershuffle.models.metadata import read_record

@@ -18,10 +18,6 @@ from layershuffle.text import shortened
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True)',
     "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained(".")',
-    "torchvision": "import json, pathlib, torchvision, safetensors.torch\n"
-    'config = json.loads(pathlib.Path("config.json").read_text())\n'
-    'model = torchvision.models.VisionTransformer(**config["kwargs"])\n'
-    'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))',
 }
 
 
@@ -85,9 +81,11 @@ def _results(metadata: ModelMetadata) -> Iterator[EvalResult]:
 
 
 def _summary(metadata: ModelMetadata) -> str:
-    kind, heads = "A vision transformer without a classifier", ""
+    kind = "A vision transformer without a classifier"
+    heads = ""
     if metadata.num_classes:
-        kind, heads = "An image classifier", f", {metadata.num_classes} classes"
+        kind = "An image classifier"
+        heads = f", {metadata.num_classes} classes"
     blocks = f"{metadata.depth} blocks"
     if metadata.tied:
         blocks += (

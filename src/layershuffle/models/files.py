@@ -57,7 +57,7 @@ REFUSALS = (
 
 
 @contextmanager
-def refused_by(
+def library_errors(
     library: str,
     place: str | Path | None = None,
     *,
@@ -92,7 +92,7 @@ def refused_by(
 
 
 @contextmanager
-def refused_by_hub(name: str) -> Iterator[None]:
+def hub_errors(name: str) -> Iterator[None]:
     """Turn what the hub, its cache or the network refuses within into one `ModelFileError`."""
     try:
         yield
@@ -113,13 +113,13 @@ def fetched(name: str, files: Sequence[str], *, revision: str | None = None) -> 
 
     Raises `ModelFileError` for a name that the hub does not have, and without cache and network.
     """
-    with refused_by_hub(name):
+    with hub_errors(name):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises `ModelFileError` for other content."""
-    with refused_by("json", path, hint=_AGAIN):
+    with library_errors("json", path, hint=_AGAIN):
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError("the file is no JSON object")
@@ -176,15 +176,18 @@ def read_tensors(*paths: Path) -> dict[str, Tensor]:
     On Linux they are mapped, not read: memory is taken when they are used.
     """
     tensor_headers(*paths)  # refuses what is not whole
-    files = [load_file(path) for path in paths]
-    return {WRAPPERS.sub("", name): tensor for file in files for name, tensor in file.items()}
+    tensors = {}
+    for path in paths:
+        for name, tensor in load_file(path).items():
+            tensors[WRAPPERS.sub("", name)] = tensor
+    return tensors
 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
     check_download(path)
     hint = "it is cut off, damaged, or has bytes after its end: download or save it again"
-    with refused_by("safetensors", path, hint=hint):
+    with library_errors("safetensors", path, hint=hint):
         yield
 
 
@@ -195,11 +198,13 @@ def check_download(path: Path) -> None:
     """
     with path.open("rb") if path.is_file() else nullcontext() as file:
         head = file.read(64).lstrip().lower() if file else b""
-    cause, hint = "", "download the file again"
+    cause = ""
+    hint = "download the file again"
     if head.startswith((b"<!doctype", b"<html")):
         cause = "This is an HTML page"
     elif head.startswith(b"version https://git-lfs"):
-        cause, hint = "Git LFS has left its pointer here, not the file", "run git lfs pull there"
+        cause = "Git LFS has left its pointer here, not the file"
+        hint = "run git lfs pull there"
     elif head.startswith(b"pk\x03\x04") and not is_zipfile(path):
         cause = "This is a checkpoint that was cut off"
     if cause:

@@ -25,12 +25,12 @@ from layershuffle.models.files import (
     CONFIG,
     LOG,
     WRAPPERS,
-    refused_by,
+    library_errors,
     say_dtype,
     tensor_headers,
     weight_files,
 )
-from layershuffle.models.hf_view import processor_of, stored_view, view_of
+from layershuffle.models.hf_view import default_view, make_processor, stored_view
 from layershuffle.models.origin import (
     Backbone,
     Origin,
@@ -64,7 +64,7 @@ def owns(model: nn.Module) -> bool:
 def random(directory: Path, *, seed: int) -> nn.Module:
     """The image classifier of the configuration in `directory`, with random weights."""
     config = checked_config(directory)
-    with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
+    with library_errors(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone: Backbone = AutoModelForImageClassification.from_config(config)
     return remember(backbone.eval(), Origin(view=stored_view(backbone, directory)))
 
@@ -92,7 +92,8 @@ def num_classes(backbone: Backbone) -> int:
 
 def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     """Replace all heads of `backbone` by new ones, with a warning."""
-    old, config = num_classes(backbone), backbone.config
+    old = num_classes(backbone)
+    config = backbone.config
     heads = _heads(backbone)
     if not heads:
         raise UsageError(
@@ -122,18 +123,22 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
 def _heads(backbone: Backbone) -> dict[str, nn.Linear]:
     """Linear layers beside the encoder with an output per class, by path."""
     classes = num_classes(backbone)
-    heads = {n: child for n, child in backbone.named_children() if isinstance(child, nn.Linear)}
-    if not heads and hasattr(backbone, "timm_model"):
+    children = dict(backbone.named_children())
+    if hasattr(backbone, "timm_model"):
         # In transformers' wrapper, the head is inside timm's model.
         inner = backbone.timm_model.get_classifier()
-        named = backbone.named_modules()
-        heads = {n: m for n, m in named if m is inner and isinstance(m, nn.Linear)}
-    return {name: head for name, head in heads.items() if head.out_features == classes}
+        children |= {name: part for name, part in backbone.named_modules() if part is inner}
+    heads = {}
+    for name, child in children.items():
+        if isinstance(child, nn.Linear) and child.out_features == classes:
+            heads[name] = child
+    return heads
 
 
 def class_names(backbone: Backbone) -> tuple[str, ...] | None:
     """The names in id2label; `None` for transformers' placeholders (LABEL_0, ...)."""
-    names, count = backbone.config.id2label, num_classes(backbone)
+    names = backbone.config.id2label
+    count = num_classes(backbone)
     listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(count))
     filler = all(name == f"LABEL_{index}" for index, name in enumerate(listed))
     return None if filler else listed
@@ -178,7 +183,7 @@ def _check_rebuilt(backbone: Backbone) -> None:
 
 def image_view(backbone: Backbone) -> ImageView:
     """The default view of this kind of model; the view of a loaded model is in its origin."""
-    return view_of(backbone)
+    return default_view(backbone)
 
 
 def write(
@@ -216,7 +221,7 @@ def write(
     finally:
         vars(backbone.config).clear()
         vars(backbone.config).update(before)
-    processor = None if wrapped else processor_of(view)
+    processor = None if wrapped else make_processor(view)
     if processor:
         processor.save_pretrained(directory)
     return type(backbone).__name__
@@ -262,9 +267,9 @@ def checked_config(directory: Path) -> Any:
                     )
         return dict(entries)
 
-    with refused_by("json", place, hint=_HINT):
+    with library_errors("json", place, hint=_HINT):
         json.loads(place.read_bytes(), object_pairs_hook=checked)  # of nested objects, too
-    with refused_by(NAME, directory, hint=_HINT), quiet():
+    with library_errors(NAME, directory, hint=_HINT), quiet():
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
@@ -275,7 +280,7 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
     """
     headers = tensor_headers(*weight_files(directory))
     make = kind.from_config if lenient else kind
-    with refused_by(NAME, directory, hint=_HINT), quiet():
+    with library_errors(NAME, directory, hint=_HINT), quiet():
         expected = sketched(lambda: make(copy.deepcopy(config))).state_dict()
     for name, (_, shape) in headers.items():
         # transformers says the same in its log alone, after it took the memory.
@@ -288,7 +293,7 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
             )
     say_dtype({name: dtype for name, (dtype, _) in headers.items()}, directory)
     # The seed is for missing heads.
-    with refused_by(NAME, directory, hint=_HINT), quiet(), seeded(seed):
+    with library_errors(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone, info = kind.from_pretrained(
             directory,
             config=config,
@@ -298,7 +303,8 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
             key_mapping={WRAPPERS.pattern: ""},
             output_loading_info=True,
         )
-    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    missing = set(info["missing_keys"])
+    unexpected = set(info["unexpected_keys"])
     if lenient:
         # Backbones without a head may be refined, but no other tensor may be missing.
         heads = {f"{path}.{name}" for path in _heads(backbone) for name in ("weight", "bias")}
@@ -313,7 +319,8 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
         unused = sorted(name for name in unexpected if our_name(name) is None)
         if unused:
             LOG.warning("%s: tensors that are not used: %s.", directory, shortened(unused))
-        missing, unexpected = missing - heads, set()
+        missing = missing - heads
+        unexpected = set()
     if missing or unexpected:
         raise ModelFileError(
             "The tensors in the file are not those of the model: missing "
@@ -328,7 +335,8 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
 @contextmanager
 def quiet() -> Iterator[None]:
     """Disable transformers' progress bars and load reports, which our errors and logs replace."""
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:

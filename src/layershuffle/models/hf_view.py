@@ -24,7 +24,8 @@ from layershuffle.models.timm_models import view_of_config
 from layershuffle.text import one_line
 
 _HALF = (0.5, 0.5, 0.5)
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
 # Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.
 _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 # Processor classes that only resize, crop, rescale and normalise. Others have additional steps
@@ -52,14 +53,14 @@ _HABITS: dict[str, dict[str, Any]] = {
 }
 
 
-def view_of(backbone: Backbone) -> ImageView:
+def default_view(backbone: Backbone) -> ImageView:
     """The view of `backbone` according to its kind of model."""
     # In transformers' wrapper, timm's model has the view, unless the configuration overrides it.
     timm_model = getattr(backbone, "timm_model", None)
     if timm_model is not None:
         cfg = getattr(backbone.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
         return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
-    (height, width), channels = _input_of(backbone)
+    (height, width), channels = _input_size(backbone)
     # The towers of CLIP and its like have a type of their own ("clip_vision_model").
     kind = backbone.config.model_type.removesuffix("_vision_model")
     habit = {**_USUAL, **_HABITS.get(kind, {})}
@@ -76,7 +77,7 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
     if not paths or hasattr(backbone, "timm_model"):  # timm's settings are in config.json
         return None
-    size, channels = _input_of(backbone)
+    size, channels = _input_size(backbone)
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
         kind = type(processor).__name__
@@ -86,7 +87,7 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
                 place=paths[-1],
                 hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
             )
-        view = _view_from(processor.to_dict(), size, channels=channels)
+        view = _parsed_view(processor.to_dict(), size, channels=channels)
         if view.size != size:
             # Some models interpolate their positions (DINOv2), others refuse.
             sketch = sketched(lambda: type(backbone)(copy.deepcopy(backbone.config)))
@@ -100,14 +101,14 @@ def stored_view(backbone: Backbone, directory: Path) -> ImageView | None:
         ) from error
 
 
-def _input_of(backbone: Backbone) -> tuple[tuple[int, int], int]:
+def _input_size(backbone: Backbone) -> tuple[tuple[int, int], int]:
     """((height, width), channels) of the model's input."""
     # CLIP and SigLIP have separate settings for their image tower.
     vision: Any = getattr(backbone.config, "vision_config", backbone.config)
     return size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
 
 
-def _view_from(
+def _parsed_view(
     settings: Mapping[str, Any], default: tuple[int, int], *, channels: int
 ) -> ImageView:
     """The view of a processor's settings; `default`: (height, width) without resizing."""
@@ -150,7 +151,7 @@ def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
     raise ValueError(f"the size {dict(size)!r} is neither height and width nor shortest_edge")
 
 
-def processor_of(view: ImageView) -> ViTImageProcessor | None:
+def make_processor(view: ImageView) -> ViTImageProcessor | None:
     """An image processor for `view`: of the simplest class, for any kind of model.
 
     `None` for views that no processor of transformers supports: a crop that is not square.

@@ -21,7 +21,7 @@ from layershuffle.text import one_line
 
 METADATA_FILE = "layershuffle.json"
 Json = dict[str, JsonValue]
-LibraryName = Literal["timm", "transformers", "torchvision"]
+LibraryName = Literal["timm", "transformers"]
 
 
 # Strict types, because `save` never writes "12" or 12.0 for an integer.

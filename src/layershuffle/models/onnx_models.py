@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.extras import require
 from layershuffle.manifest import ExportManifest, content_of, is_quantised, read_manifest
-from layershuffle.models.files import refused_by
+from layershuffle.models.files import library_errors
 from layershuffle.models.origin import Origin, remember
 from layershuffle.text import one_line
 
@@ -52,7 +52,7 @@ class OnnxGraph(nn.Module):
                 f"ONNX Runtime refuses a graph ({one_line(error)})", hint=_AGAIN
             ) from error
         self._input = self._session.get_inputs()[0].name
-        self._apart = is_quantised(graph)
+        self._image_by_image = is_quantised(graph)
         # Whoever scores asks the blocks for dtype and device by their weights.
         self.place = nn.Parameter(torch.zeros(()), requires_grad=False)
 
@@ -63,7 +63,7 @@ class OnnxGraph(nn.Module):
                 f"Exported files take float32, not {values.dtype}", hint="leave out --precision"
             )
         states = values.numpy(force=True)
-        parts = np.split(states, len(states)) if self._apart else [states]
+        parts = np.split(states, len(states)) if self._image_by_image else [states]
         outputs = [self._session.run(None, {self._input: part})[0] for part in parts]
         return torch.from_numpy(np.concatenate(outputs)).to(values.device)
 
@@ -74,7 +74,8 @@ class ExportedModel(nn.Module):
     def __init__(self, manifest: ExportManifest, contents: Mapping[str, bytes]) -> None:
         super().__init__()
         self.manifest = manifest
-        self.stem, self.head = OnnxGraph(contents["stem.onnx"]), OnnxGraph(contents["head.onnx"])
+        self.stem = OnnxGraph(contents["stem.onnx"])
+        self.head = OnnxGraph(contents["head.onnx"])
         self.blocks = nn.ModuleList(
             OnnxGraph(contents[block.graph], contents[block.weights]) for block in manifest.blocks
         )
@@ -97,7 +98,7 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     require("export", "onnxruntime")
     manifest = read_manifest(directory)
     contents = {name: content_of(directory, name, manifest=manifest) for name in manifest.files}
-    with refused_by("The loader", directory, hint=_AGAIN):
+    with library_errors("The loader", directory, hint=_AGAIN):
         model = ExportedModel(manifest, contents)
     trained = manifest.trained
     origin = Origin(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layershuffle.core.stack import BlockStack
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.image_view import ImageView
-from layershuffle.models.files import LOG, refused_by, say_dtype
+from layershuffle.models.files import LOG, library_errors, say_dtype
 from layershuffle.text import did_you_mean
 
 # An nn.Module of a library, with attributes that nn.Module does not declare.
@@ -58,7 +58,7 @@ def origin_of(backbone: nn.Module) -> Origin:
     return origin if isinstance(origin, Origin) else Origin()
 
 
-def trained_with(backbone: nn.Module) -> Mapping[str, Any]:
+def training_settings(backbone: nn.Module) -> Mapping[str, Any]:
     """The settings of the run that trained `backbone`, as its holdout; empty if unknown."""
     settings = origin_of(backbone).record.get("settings")
     return settings if isinstance(settings, dict) else {}
@@ -129,10 +129,16 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     return settings
 
 
-def _tensors_of(model: nn.Module) -> dict[str, str]:
-    """Kind and shape of every tensor: libraries such as torchao store packed numbers in subclasses,
-    which no file of plain tensors gives back."""
-    return {n: f"{type(t).__name__} {tuple(t.shape)}" for n, t in model.state_dict().items()}
+def _tensor_kinds(model: nn.Module) -> dict[str, str]:
+    """The class and the shape of every tensor, by its name.
+
+    Libraries such as torchao store packed numbers in subclasses, which no file of plain tensors
+    gives back.
+    """
+    kinds = {}
+    for name, tensor in model.state_dict().items():
+        kinds[name] = f"{type(tensor).__name__} {tuple(tensor.shape)}"
+    return kinds
 
 
 def check_rebuilt(
@@ -142,10 +148,11 @@ def check_rebuilt(
 
     Otherwise the saved files would load as a model with the same weights and other answers.
     """
-    with refused_by(how, hint=hint, kind=UsageError):
+    with library_errors(how, hint=hint, kind=UsageError):
         sketch = sketched(make)
-    for facts_of in (_tensors_of, settings_of):
-        ours, theirs = facts_of(backbone), facts_of(sketch)
+    for facts in (_tensor_kinds, settings_of):
+        ours = facts(backbone)
+        theirs = facts(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 raise UsageError(
@@ -189,7 +196,9 @@ def per_channel(values: Any, channels: int) -> tuple[float, ...]:
     So weights for colour images have a sensible scale on grey images. Raises `ValueError` or
     `TypeError` for what are no numbers.
     """
-    listed = [float(value) for value in (values if isinstance(values, list | tuple) else [values])]
+    if not isinstance(values, list | tuple):
+        values = [values]
+    listed = [float(value) for value in values]
     return tuple(listed) if len(listed) == channels else (fmean(listed),) * channels
 
 

@@ -21,8 +21,8 @@ from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTIO
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import (
     WRAPPERS,
+    library_errors,
     read_tensors,
-    refused_by,
     weight_files,
     write_tensors,
 )
@@ -96,7 +96,8 @@ def _with_parts(
 
     Raises `ModelFileError` at `place` for other tensors.
     """
-    encoding, table = forms.encoding, tensors.get("encoding.table")
+    encoding = forms.encoding
+    table = tensors.get("encoding.table")
     # Before memory is taken for the part, because a form in a file may name any size.
     if encoding is not None and (table is None or table.shape[-1:] != (encoding.features,)):
         raise ModelFileError(
@@ -105,7 +106,7 @@ def _with_parts(
             place=place,
             hint=_OTHERS,
         )
-    with refused_by("torch", place, hint=_OTHERS):
+    with library_errors("torch", place, hint=_OTHERS):
         # The initial values are replaced by the stored tensors.
         model = add_position(backbone, encoding=encoding, prediction=forms.prediction)
         parts_of(model).load_state_dict(tensors, strict=True)
@@ -122,7 +123,8 @@ def forms_of(model: nn.Module) -> PositionForms:
     """The forms of the model's position parts."""
     if not isinstance(model, PositionedModel):
         return PositionForms()
-    encoding, prediction = model.encoding, model.prediction
+    encoding = model.encoding
+    prediction = model.prediction
     return PositionForms(
         encoding=encoding.form if encoding else None,
         prediction=prediction.form if prediction else None,

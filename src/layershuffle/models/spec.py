@@ -18,7 +18,6 @@ FORMS = {
     "bundled": "bundled:digits",
     "timm": "timm:NAME[?pretrained=false&...]",
     "hf": "hf:NAME_OR_DIR[?pretrained=false]",
-    "torchvision": "torchvision:NAME[?weights=none]",
     "dir": "dir:PATH",
 }
 
@@ -72,13 +71,9 @@ def _meant(name: str) -> str:
         return f"check the path, or write hf:{name} for a model of the hub."
     # Slow to import, and this is the way to an error.
     import timm
-    import torchvision
 
-    bare = name.partition("?")[0]
-    if timm.is_model(bare.partition(".")[0]):
-        return f"did you mean timm:{name}?"
-    names = torchvision.models.list_models(include="vit_*")
-    return f"did you mean torchvision:{name}?" if bare in names else ""
+    architecture = name.partition("?")[0].partition(".")[0]
+    return f"did you mean timm:{name}?" if timm.is_model(architecture) else ""
 
 
 def _value(text: str, spec: str) -> Any:

@@ -5,7 +5,6 @@
     timm:NAME?checkpoint=FILE[&num_classes=10&...]  a checkpoint of timm's training script
     hf:NAME_OR_DIR[?pretrained=false&revision=...]  the hub or a directory: what `push_to_hub`,
                                                     transformers or timm wrote
-    torchvision:NAME[?weights=none&image_size=...]  torchvision
     dir:PATH                                        what `save`, `layershuffle fit`, timm or
                                                     transformers wrote
 
@@ -45,9 +44,9 @@ from layershuffle.models.files import (
     WEIGHTS_INDEX,
     check_finite,
     fetched,
+    hub_errors,
+    library_errors,
     read_json,
-    refused_by,
-    refused_by_hub,
     refused_pickle,
     weights_digest,
 )
@@ -59,7 +58,7 @@ from layershuffle.models.metadata import (
     checked_record,
     read_metadata,
 )
-from layershuffle.models.origin import origin_of, remember, trained_with, unknown_name
+from layershuffle.models.origin import origin_of, remember, training_settings, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, within
 from layershuffle.models.position_files import (
     PARTS,
@@ -74,7 +73,7 @@ _SAVE_AGAIN = "the files come from different models, or were changed: save the m
 
 
 class Library(Protocol):
-    """What `timm_models`, `hf_models` and `torchvision_models` are: a library by one interface.
+    """What `timm_models` and `hf_models` are: a library by one interface.
 
     `build` makes a model by name. `write` writes one in the library's own layout, with the names
     of its classes, and returns its name there; `read` reads it back. `set_depth` notes another
@@ -108,7 +107,6 @@ class Library(Protocol):
 _ADAPTERS = {
     "onnxruntime": ("onnx_models", "onnxruntime"),
     "transformers": ("hf_models", "transformers.modeling_utils"),
-    "torchvision": ("torchvision_models", "torchvision"),
     "timm": ("timm_models", "timm"),
 }
 
@@ -190,7 +188,7 @@ def push_to_hub(
     files are those of `save`: an ordinary model of timm or transformers for others. The rest as in
     `save`. Needs `hf auth login`, or HF_TOKEN. Raises `ModelFileError` if the hub refuses it.
     """
-    with TemporaryDirectory() as place, refused_by_hub(repo):
+    with TemporaryDirectory() as place, hub_errors(repo):
         _write(model, Path(place), record, model_args, title=repo.rpartition("/")[2], repo=repo)
         api = HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
@@ -215,8 +213,11 @@ def _write(
 ) -> None:
     check_finite(model)
     model = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
-    backbone, names = backbone_of(model), class_names_of(model)
-    origin, library, view = origin_of(backbone), library_of(backbone), image_view(backbone)
+    backbone = backbone_of(model)
+    names = class_names_of(model)
+    origin = origin_of(backbone)
+    library = library_of(backbone)
+    view = image_view(backbone)
     earlier = {key: value for key, value in origin.record.items() if key != "scores"}
     plain = checked_record(earlier if record is None else record)
     path, container = next(
@@ -282,7 +283,7 @@ def image_view(model: nn.Module) -> ImageView:
 
 def file_view(model: nn.Module) -> ImageView:
     """The view for image files (`view_of_files`)."""
-    data = trained_with(backbone_of(model)).get("data")
+    data = training_settings(backbone_of(model)).get("data")
     return view_of_files(image_view(model), str(data or ""))
 
 
@@ -320,7 +321,8 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     """
     if file is None:
         return
-    own, outputs = class_names_of(model), num_classes_of(model)
+    own = class_names_of(model)
+    outputs = num_classes_of(model)
     hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
     try:
         # A byte order mark is what some editors of Windows begin a file with.
@@ -328,7 +330,8 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         cause = f"The names of the classes cannot be read ({one_line(error)})"
         raise UsageError(cause, place=file, hint=hint) from error
-    names, fault = tuple(name.strip() for name in text.split("\n")), ""
+    names = tuple(name.strip() for name in text.split("\n"))
+    fault = ""
     if "" in names:
         fault = "A line is empty"
     elif len(names) != outputs:
@@ -348,7 +351,7 @@ def library_of(backbone: nn.Module) -> Library:
         if needed in sys.modules and _library(name).owns(backbone):
             return _library(name)
     raise UsageError(
-        f"{type(backbone).__name__} is not a model of timm, transformers or torchvision",
+        f"{type(backbone).__name__} is not a model of timm or transformers",
         hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
     )
 
@@ -358,12 +361,14 @@ def _library(name: str) -> Library:
 
 
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
-    if spec.scheme in ("timm", "torchvision"):
-        return wrap(_library(spec.scheme).build(spec.place, spec.settings, seed=seed))
-    place, random = Path(spec.place).expanduser(), spec.settings.get("pretrained") is False
+    if spec.scheme == "timm":
+        return wrap(_library("timm").build(spec.place, spec.settings, seed=seed))
+    place = Path(spec.place).expanduser()
+    random = spec.settings.get("pretrained") is False
     base = None
     if spec.scheme == "bundled":
-        marks, place = (METADATA_FILE, MANIFEST), asset(spec.place)
+        marks = (METADATA_FILE, MANIFEST)
+        place = asset(spec.place)
         names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
@@ -372,7 +377,8 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
         hint = "pretrained=true|false and revision=NAME"
         raise UsageError(f"hf: has no setting {unknown[0]!r}", hint=hint)
     elif spec.scheme == "hf" and not place.is_dir():
-        base, files = spec.place, [CONFIG, *PROCESSORS]
+        base = spec.place
+        files = [CONFIG, *PROCESSORS]
         if not random:
             # Without pickles and code, which would be refused after the download.
             files += [METADATA_FILE, PARTS, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors"]
@@ -391,7 +397,8 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
         return wrap(_library("onnxruntime").read(directory, seed=seed), "blocks")
     if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
-    metadata, path = read_metadata(directory), directory / METADATA_FILE
+    metadata = read_metadata(directory)
+    path = directory / METADATA_FILE
     library = _library(metadata.library)
     backbone = library.read(directory, seed=seed)
     try:
@@ -409,7 +416,8 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
             hint=_SAVE_AGAIN,
         )
     record = metadata.model_dump(include=set(ModelRecord.model_fields), exclude_none=True)
-    origin, base = origin_of(backbone), metadata.base_model
+    origin = origin_of(backbone)
+    base = metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
     return with_stored_parts(backbone, metadata.position, directory=directory)
@@ -421,7 +429,7 @@ def _tie_again(backbone: nn.Module, metadata: ModelMetadata, path: Path) -> None
         return
     before = weights_digest(backbone)
     hint = "delete the key 'tied' to load the blocks as they are"
-    with refused_by("layershuffle", path, hint=hint):
+    with library_errors("layershuffle", path, hint=hint):
         tie(backbone, metadata.tied)
         if weights_digest(backbone) != before:
             raise ValueError(f"the places {metadata.tied} are tied, and their weights differ")
@@ -458,7 +466,8 @@ def _model_directory(place: Path) -> Path:
         "checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE"
     )
     if not place.exists():
-        cause, hint = "There is no such directory", "check the path"
+        cause = "There is no such directory"
+        hint = "check the path"
         if recipe_of_model(place) is not None:
             hint = f"layershuffle fit --recipe {place.name} --out {place}"
     raise ModelFileError(cause, place=place, hint=hint)

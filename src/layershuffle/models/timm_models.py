@@ -27,8 +27,8 @@ from layershuffle.models.files import (
     WRAPPERS,
     check_download,
     fetched,
+    library_errors,
     read_tensors,
-    refused_by,
     say_dtype,
     tensor_headers,
     weight_files,
@@ -69,6 +69,7 @@ _CFG_KEYS = (
 
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
+_NO_LOADER = {"custom_load": False}  # of a pretrained_cfg: timm reads the file that it is told
 
 
 def owns(model: nn.Module) -> bool:
@@ -101,9 +102,10 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
             view[key] = (view[key],)
     # timm would silently drop the trained head; here it is loaded, then replaced with a warning.
     classes = args.pop("num_classes", None) if pretrained else None
-    base, natural = None, False
+    base = None
+    natural = False
     hint = f"correct or leave out an argument after '?': timm.create_model({name!r}, ...) takes it"
-    with refused_by("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
+    with library_errors("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
         if checkpoint is not None:
             path = Path(str(checkpoint)).expanduser()
             backbone, natural = _from_checkpoint(name, args, path, seed)
@@ -128,9 +130,6 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         backbone,
         Origin(model_args=args, base_model=base, class_names=names, natural_classes=natural),
     )
-
-
-_NO_LOADER = {"custom_load": False}
 
 
 def _trained(name: str) -> tuple[str, str]:
@@ -163,7 +162,7 @@ def _from_checkpoint(
         "name a .pth.tar file of timm's train.py, or a .safetensors file, and say what the model "
         "was trained with, as in ?checkpoint=FILE&num_classes=10"
     )
-    with refused_by("torch", path, hint=hint):
+    with library_errors("torch", path, hint=hint):
         stored = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
         tensors = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
 
@@ -190,7 +189,8 @@ def num_classes(backbone: Backbone) -> int:
 
 def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     """Replace the head (both heads of a distilled model) by a new one, with a warning."""
-    old, reference = num_classes(backbone), next(backbone.parameters())
+    old = num_classes(backbone)
+    reference = next(backbone.parameters())
     with seeded(seed):
         backbone.reset_classifier(classes)
     backbone.to(reference.device, reference.dtype)
@@ -246,7 +246,7 @@ def write(
     named = dict(model_args)
     name = named.pop("architecture", None) or _architecture(backbone)
     hint = "pass replacements by name: save(model, directory, model_args={...})"
-    with refused_by("JSON", hint=hint, kind=UsageError):
+    with library_errors("JSON", hint=hint, kind=UsageError):
         built = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
         args: dict[str, Any] = json.loads(json.dumps(built))
     _check_rebuilt(backbone, name, args)
@@ -305,7 +305,7 @@ def config_of_view(view: ImageView) -> dict[str, Any]:
         "std": list(view.std),
         "interpolation": view.interpolation,
         "crop_pct": view.crop_pct,
-        "crop_mode": next(name for name, ours in _CROP_MODES.items() if ours == view.resize),
+        "crop_mode": "squash" if view.resize == "squash" else "center",
     }
 
 
@@ -349,7 +349,7 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     Raises `ModelFileError` if config.json and weights do not fit together.
     """
     hint = "check config.json against the weights, or take the model from its source again"
-    with refused_by("timm", directory, hint=hint):
+    with library_errors("timm", directory, hint=hint):
         # timm reads the configuration alone, because it is not asked for the weights.
         backbone = filled(
             lambda: timm.create_model(f"local-dir:{directory}"),

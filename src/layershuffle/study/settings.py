@@ -64,7 +64,7 @@ class AnalysisTask(Settings):
     """An analysis of the models of an arm."""
 
     name: Name
-    """umap, norms, attention, attribution, leave-one-out, cka or position."""
+    """umap, norms, attention, attribution, leave-one-out or position."""
     arm: Name
     """Label of the arm; that of a budget curve at one length ends in -N-steps."""
     seeds: Seeds | None = None

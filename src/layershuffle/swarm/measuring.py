@@ -32,10 +32,10 @@ from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import Device, device_of
 from layershuffle.models import file_view, image_view
-from layershuffle.models.ends import refuse_more_than_blocks
 from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import ExportedModel
-from layershuffle.models.origin import trained_with
+from layershuffle.models.origin import training_settings
+from layershuffle.models.stem_head import refuse_more_than_blocks
 from layershuffle.scoring import batches_of, matched
 from layershuffle.settings import ScoreSettings
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
@@ -205,7 +205,7 @@ def _sureness(
 ) -> Sureness | None:
     """How sure the answers of `host` are, fitted on at most `images` held-out images, and scored on
     those of `tested`, in the first of `permutations`; `None` if the data hold none out."""
-    share = trained_with(backbone_of(host)).get(_HELD_OUT, DataOptions.holdout)
+    share = training_settings(backbone_of(host)).get(_HELD_OUT, DataOptions.holdout)
     try:
         fitted = _opened(host, tested.spec, DataOptions(holdout=share))
     except DataError as error:

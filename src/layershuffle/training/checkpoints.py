@@ -2,8 +2,8 @@
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
 schedule, best score, seconds) and, for every process, the states of torch's random generators,
-which dropout draws from; a run that averages its weights adds `ema.safetensors`. Orders, batches
-and augmentation are pure functions of the seed and the step, so they are not saved.
+which dropout draws from. Orders, batches and augmentation are pure functions of the seed and the
+step, so they are not saved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
 from layershuffle.errors import UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
-from layershuffle.models.files import refused_by
+from layershuffle.models.files import library_errors
 from layershuffle.settings import FitSettings, read_recipe
 from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
@@ -36,7 +36,9 @@ from layershuffle.training.sharding import WHOLE, all_finite
 from layershuffle.training.state import TrainState, new_state
 
 SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
-_MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
+_MODEL = "model.safetensors"
+_STATE = "state.pt"
+_RNG = "rng-{}.pt"
 # These change where and how fast a run computes, but not its result, so they may change.
 _MAY_CHANGE = frozenset({"log_every", "log_with", "workers", "data_changed"})
 _OF_NO_RESULTS = frozenset({SETTINGS_FILE, DATA_FILE, "checkpoints", HISTORY, LOGS})
@@ -104,16 +106,17 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
         for name in sorted(stored.keys() | resolved.keys())
         if name not in _MAY_CHANGE and stored.get(name) != resolved.get(name)
     }
+    if not differing:
+        return
     # An option may be given if the method has the same value anyway.
     only_options = differing.keys() <= set(METHOD_OPTIONS)
     if only_options and FitSettings(**stored).build_method() == settings.build_method():
         return
-    if differing:
-        raise UsageError(
-            f"This directory holds a run with other settings: {', '.join(differing.values())}",
-            place=path,
-            hint="give the same settings to continue, or another --out to start again",
-        )
+    raise UsageError(
+        f"This directory holds a run with other settings: {', '.join(differing.values())}",
+        place=path,
+        hint="give the same settings to continue, or another --out to start again",
+    )
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -148,8 +151,6 @@ def save_checkpoint(state: TrainState) -> None:
         if ranks.first:
             # Not `save_file`, which refuses weights that two modules share.
             save_model(model, str(stage / _MODEL))
-            if state.ema is not None:
-                save_model(state.ema.module, str(stage / _EMA))
             content = {
                 "step": state.step,
                 "best": state.best,
@@ -175,16 +176,16 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     if checkpoint is None:
         return new_state(job)
     hint = "delete it to begin again; the best model so far is in model/"
-    with refused_by("torch", checkpoint, hint=hint):
+    with library_errors("torch", checkpoint, hint=hint):
         load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
         # A run directory may come from elsewhere, so nothing in it is unpickled.
         content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state = new_state(job)
-    if state.ema is not None:
-        load_model(state.ema.module, str(checkpoint / _EMA))
-    state.step, state.best = content["step"], content["best"]
+    state.step = content["step"]
+    state.best = content["best"]
     state.seconds_before = content["seconds"]
-    state.images_trained, state.step_seconds = content["images"], content["step_seconds"]
+    state.images_trained = content["images"]
+    state.step_seconds = content["step_seconds"]
     if job.sharded:
         set_optimizer_state_dict(state.model, state.optimizer, content["optimizer"], options=WHOLE)
     else:

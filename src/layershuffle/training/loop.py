@@ -167,8 +167,6 @@ def _update(state: TrainState) -> tuple[Tensor, float]:
     learning_rate = float(state.scheduler.get_last_lr()[0])
     state.scheduler.step()
     state.optimizer.zero_grad()
-    if state.ema is not None:
-        state.ema.update(state.model, step=state.step)
     state.step += 1
     return norm, learning_rate
 

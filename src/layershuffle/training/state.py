@@ -1,4 +1,4 @@
-"""The state that the steps of a run change (weights, optimiser, schedule, average)."""
+"""The state that the steps of a run change (weights, optimiser, schedule)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +28,8 @@ class TrainState:
     """The state of a run.
 
     `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
-    processes. `ema` averages the weights of `model`, and `whole` is a copy with room for all
-    weights if every process holds only a part of them. `best` is the lowest held-out cross-entropy
+    processes. `whole` is a copy with room for all weights if every process holds only a part of
+    them. `best` is the lowest held-out cross-entropy
     so far, `seconds_before` the time before the last resume.
     `images_trained` counts those of all processes so far, in steps that took `step_seconds`.
     """
@@ -41,7 +40,6 @@ class TrainState:
     ddp: DistributedDataParallel | None
     optimizer: Optimizer
     scheduler: LRScheduler
-    ema: ModelEmaV3 | None
     whole: PositionedModel | None
     step: int = 0
     best: float | None = None
@@ -55,11 +53,11 @@ class TrainState:
         return self.seconds_before + time.monotonic() - self.started
 
     def scored_model(self) -> nn.Module:
-        """The model to score and to save: averaged, or gathered from shards by all processes."""
-        if self.whole is not None:
-            self.whole.load_state_dict(get_model_state_dict(self.model, options=WHOLE))
-            return self.whole
-        return self.model if self.ema is None else self.ema.module
+        """The model to score and to save; its shards are gathered by all processes."""
+        if self.whole is None:
+            return self.model
+        self.whole.load_state_dict(get_model_state_dict(self.model, options=WHOLE))
+        return self.whole
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forwards: in the precision of the run."""
@@ -94,23 +92,25 @@ class TrainState:
 
 def new_state(job: Job) -> TrainState:
     """The state before the first step. Seeds torch's global generator, which dropout draws from."""
-    settings, device, unused = job.settings, torch.device(job.device), job.has_unused_parameters
+    settings = job.settings
+    device = torch.device(job.device)
     # Each process has its own dropout. Seeds of numpy are below 2 ** 32.
     set_seed((settings.seed + job.ranks.rank) % (1 << 32))
     model = job.model.to(device)
-    ema = ModelEmaV3(model, decay=settings.ema) if settings.ema is not None else None
     # Before `shard`, because afterwards no process holds a whole model to copy.
     whole = copy.deepcopy(model) if job.sharded else None
-    for compiled in (model, whole, ema.module if ema else None):
-        if compiled is not None:
-            job.compiler.add(compiled)
+    job.compiler.add(model)
+    if whole is not None:
+        job.compiler.add(whole)
     if job.sharded:
         shard(model)
     optimizer = _optimizer(job)
     ddp = None
     if job.ranks.count > 1 and not job.sharded:  # shards reduce their gradients by themselves
         devices = [torch.cuda.current_device()] if job.device == "cuda" else None
-        ddp = DistributedDataParallel(model, devices, find_unused_parameters=unused)
+        ddp = DistributedDataParallel(
+            model, devices, find_unused_parameters=job.has_unused_parameters
+        )
     scheduler = get_scheduler(
         # The schedule that transformers calls "constant" ignores the warm-up.
         "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
@@ -125,7 +125,6 @@ def new_state(job: Job) -> TrainState:
         ddp=ddp,
         optimizer=optimizer,
         scheduler=scheduler,
-        ema=ema,
         whole=whole,
     )
 

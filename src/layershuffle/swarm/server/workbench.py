@@ -173,8 +173,6 @@ def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:
     split = data.splits["test"]
     items = [split.dataset[number] for number in range(split.size)]
     pixels = torch.stack([item for item, _ in items])
-    if pixels.shape[1:] != (view.channels, view.height, view.width):
-        raise UsageError(f"{spec} has no pictures to show, but formulas", hint="give photographs")
     classes = torch.tensor([label for _, label in items])
     return Pictures(pixels=pixels, images=data.finish(pixels), classes=classes)
 

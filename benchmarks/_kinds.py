@@ -1,47 +1,100 @@
-"""`bench train` times the training loop of `fit`, `bench eval` forwards, on a batch in memory."""
+"""Throughput, phases and memory of training steps as `fit` takes them, and of forwards.
+
+Both run on a batch in memory, with random weights.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from _machine import DTYPES, PhaseTimer, flops_of, matmul_ceiling, peak_memory
+from _workload import Workload, make_workload
 from torch.utils.data import TensorDataset
 
-from layershuffle.bench.machine import DTYPES, PhaseTimer, flops_of, matmul_ceiling, peak_memory
-from layershuffle.bench.report import BenchReport
-from layershuffle.bench.settings import BenchConfig
-from layershuffle.bench.workload import Workload, make_workload
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.data import ImageData, Split
-from layershuffle.errors import TrainingError, UsageError
-from layershuffle.machine import hardware, versions
+from layershuffle.machine import hardware
 from layershuffle.settings import FitSettings
-from layershuffle.text import Progress, unheard
+from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.loop import TrainingBatch, train
 from layershuffle.training.state import TrainState, new_state
 
-WARM_UP, PHASED = 3, 5  # steps before the timed ones, and after them, to measure phases
+WARM_UP = 3  # steps before the timed ones
+PHASED = 5  # steps after the timed ones, to measure phases
 _ENDLESS = 1 << 30
 TakeSteps = Callable[[Iterable[object]], None]
-"""Takes a step per item, and tells a `PhaseTimer` its phases."""
+"""Takes a step per item, and reports the phases to a `PhaseTimer`."""
 
 
-def bench(kind: str, config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
-    """Measure `kind`: train or eval. Raises `TrainingError` for a batch that is too large,
-    `UsageError` for forwards in several orders and for a model without classes."""
-    if kind == "eval" and config.orders_per_batch > 1:
-        cause = "bench eval runs every batch in one order"
-        raise UsageError(cause, place="--orders-per-batch", hint="leave it out for eval")
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """The model and the conditions of a measurement; `steps` are timed."""
+
+    model: str
+    batch_size: int
+    steps: int
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]
+    compile: bool
+    orders_per_batch: int
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """The result of one measurement. A throughput is never given without its conditions.
+
+    `rates`: images per second of every timed step. `blocks`: whether they were compiled, the
+    reason if not, the graphs, and the recompiles after the warm-up. `ceiling`: FLOP/s of a matrix
+    product in this run. `phases`: median milliseconds of a step by phase. `memory`: peak bytes, and
+    a description of the memory.
+    """
+
+    model: str
+    batch_size: int
+    orders_per_batch: int
+    hardware: Mapping[str, Any]
+    rates: tuple[float, ...]
+    blocks: Mapping[str, Any]
+    ceiling: float
+    flops_per_image: int
+    phases: Mapping[str, float]
+    memory: tuple[int, str]
+
+    @property
+    def rate(self) -> float:
+        """The median rate, which a few slow steps on a shared machine do not change."""
+        return statistics.median(self.rates)
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOP/s as a share of the ceiling."""
+        return self.rate * self.flops_per_image / self.ceiling
+
+    @property
+    def conditions(self) -> str:
+        """Model, batch, dtype and hardware in words."""
+        on = self.hardware["gpu"] or (
+            f"{self.hardware['processor']}, {counted(self.hardware['threads'], 'thread')}"
+        )
+        return f"{self.model}, batch {self.batch_size}, {self.hardware['precision']}, on {on}"
+
+
+def bench(kind: Literal["train", "eval"], config: BenchConfig) -> BenchReport:
+    """Measure training steps, or forwards with an order per batch."""
     workload = make_workload(config.model, batch_size=config.batch_size, device=config.device)
-    forward, training = flops_of(workload.model)
+    forward_flops, training_flops = flops_of(workload.model)
     ceiling = matmul_ceiling(config.device, config.precision)
     timer = PhaseTimer(config.device)
     compiler = BlockCompiler(
@@ -65,57 +118,42 @@ def bench(kind: str, config: BenchConfig, *, progress: Progress = unheard) -> Be
     else:
         compiler.add(workload.model.to(DTYPES[config.precision]))
         take = _forwards(workload, timer)
-    done, total = 0, WARM_UP + config.steps + PHASED
-
-    def steps(number: int) -> Iterator[None]:
-        nonlocal done
-        for _ in range(number):
-            progress("steps", done, total)
-            done += 1
-            yield
-
-    try:
-        with compiler.limits():
-            # Compile, or fall back to eager mode, before any step is timed.
-            compiler.or_eager(lambda: take(steps(WARM_UP)))
-            graphs = compiler.graphs
-            timer.steps()
-            if config.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            take(steps(config.steps))
-            timed, peak = timer.steps(), peak_memory(config.device)
-            # Hooks cost time, so phases are measured in further steps, after the timed ones.
-            with with_hooks(workload.model, timer):
-                take(steps(PHASED))
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(
-            f"A step of {config.batch_size} images does not fit into memory",
-            hint=f"--batch-size {config.batch_size // 2}",
-        ) from error
+    with compiler.limits():
+        # Compile, or fall back to eager mode, before any step is timed.
+        compiler.or_eager(lambda: take(range(WARM_UP)))
+        graphs = compiler.graphs
+        timer.steps()
+        if config.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        take(range(config.steps))
+        timed = timer.steps()
+        peak = peak_memory(config.device)
+        # Hooks cost time, so phases are measured in further steps, after the timed ones.
+        with with_hooks(workload.model, timer):
+            take(range(PHASED))
     phased = timer.steps()
+    phases = {
+        name: 1e3 * statistics.median(step.get(name, 0.0) for step in phased) for name in phased[0]
+    }
     return BenchReport(
-        kind=kind,
         model=config.model,
         batch_size=config.batch_size,
         orders_per_batch=config.orders_per_batch,
         hardware=hardware(config.precision),
-        versions=versions(),
         rates=tuple(config.batch_size / sum(step.values()) for step in timed),
         blocks={**compiler.report(), "recompiles": compiler.graphs - graphs},
         # The higher of two, because other work on the machine may have slowed one of them.
         ceiling=max(ceiling, matmul_ceiling(config.device, config.precision)),
-        flops_per_image=training if kind == "train" else forward,
-        phases={
-            name: 1e3 * statistics.median(step.get(name, 0.0) for step in phased)
-            for name in phased[0]
-        },
+        flops_per_image=training_flops if kind == "train" else forward_flops,
+        phases=phases,
         memory=peak,
     )
 
 
 def _forwards(workload: Workload, timer: PhaseTimer) -> TakeSteps:
     """Forwards, each batch in its own order."""
-    model, numbers = workload.model, count()
+    model = workload.model
+    numbers = count()
     weight = next(model.parameters())
 
     @torch.inference_mode()

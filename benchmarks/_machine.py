@@ -20,13 +20,15 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.models import image_view
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
-_CALLS, _ROUNDS = 4, 5
+_CALLS = 4
+_ROUNDS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def matmul_ceiling(device: str, precision: str) -> float:
     """Measured FLOP per second of a large square matrix product, an upper bound for models."""
-    size, seconds = _SIZE[device], []
+    size = _SIZE[device]
+    seconds = []
     # Not ones: equal bits take less power, and some processors run faster on them.
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, size, size, generator=generator).to(device, DTYPES[precision])
@@ -47,7 +49,8 @@ def flops_of(model: nn.Module) -> tuple[int, int]:
 
     They are counted on a copy on the meta device.
     """
-    view, sketch = image_view(model), copy.deepcopy(model).to("meta").float()
+    view = image_view(model)
+    sketch = copy.deepcopy(model).to("meta").float()
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
         logits = logits_of(sketch(image))
@@ -69,9 +72,9 @@ def peak_memory(device: str) -> tuple[int, str]:
 class PhaseTimer:
     """Records the beginning of each phase of a step. As a block hook it separates blocks and head.
 
-    On a GPU a beginning is an event in the stream, so the host does not wait. torch.profiler would
+    On a GPU a beginning is an event in the stream, so the CPU does not wait. torch.profiler would
     slow down small steps, and its ranges miss the kernels of the backward thread.
-    `clock`: seconds on the host, for work that runs there.
+    `clock`: seconds on the CPU, for work that runs there.
     """
 
     def __init__(self, device: str, *, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,4 +1,4 @@
-"""The two ends of a backbone: what it does before its blocks, and after them."""
+"""The stem and the head of a backbone: what it computes before its blocks, and after them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def refuse_more_than_blocks(
     The blocks run in reverse order, by the backbone and one after the other outside of it; all
     states and the output have to be equal.
     """
-    stack, few = stack_of(model), images[:2]
+    stack = stack_of(model)
+    few = images[:2]
     refusal = StackError(
         f"{type(model).__name__} does more between its blocks than pass the state on (several "
         "states, a read-out, gates, tuples ...), so it cannot be split into stem, blocks and head",
