@@ -183,8 +183,6 @@ def facts(
     *,
     hostile: str = "",
     steps: int = 1500,
-    held_out: float | None = None,
-    classes: int = 100,
 ) -> dict[str, Any]:
     noise = random.Random(f"facts-{task.name}")
     mode = "arbitrary" if task.settings.method.startswith("layershuffle") else "sequential"
@@ -196,12 +194,12 @@ def facts(
         "selected": {
             "step": 1450,
             "metric": f"holdout cross-entropy, {mode} orders",
-            "value": round(noise.uniform(0.3, 0.9), 4) if held_out is None else held_out,
+            "value": round(noise.uniform(0.3, 0.9), 4),
         },
         "paper_protocol": False,
         "data": {
             "spec": f"digit-pairs{hostile}",
-            "classes": classes,
+            "classes": 100,
             "sizes": {"train": 20000, "holdout": 2000, "test": 5000},
             "notes": [f"digits split by instance before pairs are made{hostile}"],
         },

@@ -102,7 +102,7 @@ def test_only_a_newline_ends_a_line(out: Path):
         {"steps": "many"},
         {"steps": True},
         {"paper_protocol": 0},
-        {"selected": {"step": 1, "metric": "m"}},
+        {"selected": {"step": 1}},
         {"data": {"spec": "x"}},
         {"train_seconds": float("nan")},
     ],

@@ -56,10 +56,9 @@ class TaskResult(BaseModel):
 
 
 class Selected(TaskResult):
-    """The checkpoint that was picked, and its score on the picking split."""
+    """What the checkpoint was picked by."""
 
     metric: str
-    value: float
 
 
 class RunData(TaskResult):
@@ -67,7 +66,6 @@ class RunData(TaskResult):
 
     spec: str
     notes: list[str]
-    classes: int
     sizes: dict[str, int | None] = Field(default_factory=dict)
 
 

@@ -13,13 +13,12 @@ import math
 import textwrap
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
 from layershuffle.stats import compare
-from layershuffle.study.paper.claims import Verdict, judge
 from layershuffle.study.paper.figures import draw_bars
 from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
@@ -105,7 +104,6 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         budget_section(summary, draw),
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
-        _claims_section(summary),
         section("How the checkpoint was picked", *map(literal, _selection(study))),
         _facts_section(study),
     ]
@@ -177,30 +175,6 @@ def _analysis_sections(summary: Summary, out: Path) -> list[str]:
         cells = ((name, *(row.get(model, NONE) for model in models)) for name, row in rows.items())
         sections.append(section(title, *pictures, grid(("Number", *models), cells)))
     return sections
-
-
-def _claims_section(summary: Summary) -> str:
-    """The section of the measured claims, and a line that names the others."""
-    judgements = judge(summary)
-    measured = [entry for entry in judgements if entry[1] != "not measured"]
-    others = [f'"{claim.says}"' for claim, verdict, _ in judgements if verdict == "not measured"]
-    if not measured:
-        return ""
-    counts = {verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)}
-    head = ("The paper says", "Where", "Here", "Numbers", "Criterion")
-    return section(
-        "Claim by claim",
-        literal(
-            f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}. Top-1 in "
-            "percent of means over models; intervals of differences are 95 %, paired over the "
-            "seeds that both arms have (Welch where they share none). The data are not the "
-            "paper's, so a claim that does not hold here may hold there."
-        ),
-        literal(f"Not measured in this study: {'; '.join(others)}." if others else ""),
-        grid(
-            head, ((c.says, c.where, verdict, text, c.criterion) for c, verdict, text in measured)
-        ),
-    )
 
 
 def _selection(study: Study) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layershuffle.results import CHOICES, DRAWS, MODES, MergingRow, ScoreRow, by_model
+from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate, mean
 from layershuffle.study.paper.markdown import printable
 from layershuffle.study.paper.numbers import PaperNumber, paper_number
@@ -57,12 +57,6 @@ class Summary:
     depth: int
     choose: str
 
-    @property
-    def chance(self) -> float:
-        """The top-1 of guesses, in percent; 0 while no run is done."""
-        classes = [result.data.classes for _, result in self.study.runs]
-        return 100 / classes[0] if classes else 0.0
-
     def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.
 
@@ -86,22 +80,6 @@ class Summary:
         cell = self.cell(arm, mode, kept=kept)
         return {} if cell is None else cell.model_means
 
-    def held_out(self, method: str) -> dict[str, float]:
-        """The arms of a method with the mean held-out cross-entropy of their checkpoints.
-
-        Empty if several arms cannot be compared by it, because of other metrics or test images.
-        """
-        values: dict[str, list[float]] = {}
-        metrics, picked_on_test = set[str](), False
-        for task, result in self.study.runs:
-            if task.settings.method == method and task.row in self.arms:
-                values.setdefault(task.arm, []).append(result.selected.value)
-                metrics.add(result.selected.metric)
-                picked_on_test = picked_on_test or result.paper_protocol
-        if (picked_on_test or len(metrics) > 1) and len(values) > 1:
-            return {}
-        return {arm: mean(losses) for arm, losses in values.items()}
-
     def lengths(self, arm: str) -> dict[int, str]:
         """The labels of an arm and of its curve, by the number of steps."""
         # The arm itself comes first in a plan, and is preferred to a curve with the same length.
@@ -110,22 +88,6 @@ class Summary:
             for task, result in reversed(self.study.runs)
             if task.curve == arm
         }
-
-    def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
-        """Rows of the arm's merging: the main variants, or those with `name`; empty until done."""
-        results = [result for task, result in self.study.mergings if task.arm == arm]
-        rows = [row for result in results for row in result.rows]
-        return [row for row in rows if (row.main if name is None else row.name == name)]
-
-    def merging(self, arm: str, kind: str, *, name: str | None = None) -> list[float]:
-        """The mean top-1 of every donor, merge or ensemble of an arm."""
-        rows = [row for row in self.merging_rows(arm, name=name) if row.kind == kind]
-        return [mean(scores) for scores in by_model(rows).values()]
-
-    def merged_arms(self, method: str) -> list[str]:
-        """The arms of a method whose models were merged."""
-        tasks = [task for task, _ in self.study.mergings]
-        return [task.arm for task in tasks if task.donors[0].settings.method == method]
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
         """A number of an analysis by its path in the facts, averaged over the analysed models."""
