@@ -147,7 +147,6 @@ _ONE = {"arms": [{"method": "baseline"}]}
         ({"arms": [{"method": "baseline", "seeds": [2, 2]}]}, "baseline-seed2 twice"),
         ({"arms": [{"method": "truncated"}]}, "--kept 6"),
         ({**_ONE, "merging": [{"arms": ["layershuffle"]}]}, "The study has no arm 'layershuffle'"),
-        ({**_ONE, "budget": [{"arms": ["x"], "steps": [2]}]}, "The study has no arm 'x'"),
         ({**_ONE, "merging": [{"arms": ["baseline"], "options": {"merge": 3}}]}, "'merges'"),
         ({**_ONE, "merging": {"arms": ["baseline"]}}, "merging: Input should be a list"),
         ({**_ONE, "analyses": [{"name": "umap", "arm": "baseline", "seeds": [7]}]}, "no seed 7"),

@@ -1,4 +1,4 @@
-"""From a recipe to tasks: runs, the budget curve, mergings, analyses, their work and their time."""
+"""From a recipe to tasks: runs, mergings, analyses, their work and their time."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,6 @@ RECIPE = {
     ],
     "fit": {"steps": 100, "batch_size": 64, "eval_every": 50},
     "evaluate": {"modes": "sequential,arbitrary,kept:6:arbitrary", "num_orders": 2},
-    "budget": [{"arms": ["layershuffle"], "steps": [40], "seeds": [1]}],
     "merging": [{"arms": ["baseline"], "options": {"merges": 7}}],
     "analyses": [
         {"name": "umap", "arm": "layershuffle"},
@@ -65,7 +64,7 @@ def finish(out, task, **changed):
     tell(out, task.name, **{**facts(task), **changed}, rows=run_rows(task, 1))
 
 
-def test_runs_seed_by_seed_then_the_budget_curve(plan):
+def test_runs_come_seed_by_seed(plan):
     assert names(plan.runs) == [
         "baseline-seed0",
         "layershuffle-seed0",
@@ -76,19 +75,14 @@ def test_runs_seed_by_seed_then_the_budget_curve(plan):
         "layershuffle-predict-seed1",
         "truncated-3-seed1",
         "baseline-seed2",
-        "layershuffle-40-steps-seed1",
     ]
 
 
 def test_settings_of_the_runs(study, plan):
     runs = {run.name: run for run in plan.runs}
-    short = runs["layershuffle-40-steps-seed1"]
-    assert (short.part, short.settings.steps, short.settings.eval_every) == ("budget", 40, 10)
-    assert (short.curve, short.row) == ("layershuffle", "layershuffle-40-steps")
-    assert short.evaluate.modes == "sequential,arbitrary"
     refined = runs["truncated-3-seed0"]
     assert (refined.settings.kept, refined.evaluate.modes) == (3, "sequential")
-    assert (refined.row, refined.curve) == ("truncated", "truncated-3")
+    assert refined.row == "truncated"
     assert runs["baseline-seed2"].evaluate == study.evaluate
 
 
@@ -97,7 +91,6 @@ def test_settings_of_the_runs(study, plan):
     [
         ("fig4", ["layershuffle-seed0", "umap-layershuffle-seed0"]),
         ("table2", ["baseline-seed0", "baseline-seed1", "baseline-seed2", "merging-baseline"]),
-        ("budget", ["layershuffle-seed0", "layershuffle-seed1", "layershuffle-40-steps-seed1"]),
         ("fig4,position", ["layershuffle-seed0", "layershuffle-predict-seed0",
           "layershuffle-predict-seed1", "umap-layershuffle-seed0",
           "position-layershuffle-predict-seed0", "position-layershuffle-predict-seed1"]),
@@ -113,7 +106,7 @@ def test_only_knows_every_task_and_refuses_what_is_not_there(study, plan):
     with refuses(UsageError):
         select(study, "cka")
     assert select(study, None) == plan
-    assert set().union(*artefacts_of(study, plan).values()) == set(names(plan.tasks))
+    assert set().union(*artefacts_of(plan).values()) == set(names(plan.tasks))
     assert not any("predict" in name for name in names(select(study, "fig1b").tasks))
     assert not any("truncated" in name for name in names(select(study, "table1").tasks))
 
@@ -190,7 +183,7 @@ def test_work_is_counted(plan):
     assert short.scored(sizes) == 1000
     for epochs in (1, 20):  # 100 steps each
         fit = {"batch_size": 64, "epochs": epochs}
-        by_epochs = plan_of(StudySettings(**{**RECIPE, "fit": fit, "budget": []})).runs[0]
+        by_epochs = plan_of(StudySettings(**{**RECIPE, "fit": fit})).runs[0]
         assert (by_epochs.steps({}), by_epochs.steps(sizes)) == (None, 100 * epochs)
     assert plan.mergings[0].scored(sizes) == (7 + 3 * 4 * 5) * 1000
     assert plan.analyses[0].scored(sizes) == 40 * 1000

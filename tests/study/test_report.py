@@ -28,7 +28,6 @@ from layershuffle.study.paper.figures import (
     STYLES,
     arm_style,
     draw_bars,
-    draw_budget,
     draw_figure,
 )
 from layershuffle.study.paper.numbers import NUMBERS
@@ -318,10 +317,8 @@ def outside(figure: Figure) -> list[object]:
 
 
 def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary):
-    curve = {500: crowd.cells[0].top1, 4000: crowd.cells[1].top1}
     figures = (draw_figure(crowd), draw_bars(crowd))
-    budget = draw_budget({("layershuffle", mode): curve for mode in MODES}, crowd)
-    assert [outside(figure) for figure in (*figures, budget)] == [[], [], []]
+    assert [outside(figure) for figure in figures] == [[], []]
     for part in figures[0].subfigs:
         below = part.legends[0].get_window_extent().y1
         assert all(below <= axes.get_window_extent().y0 for axes in part.axes), "on the panel"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fixture import facts, run_of, tell, write_study
+from fixture import facts, merging_rows, run_of, tell, write_merging, write_study
 
 from layershuffle.results import ScoreRow
 from layershuffle.study.paper.numbers import paper_number
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.paper.summary import summarise
-from layershuffle.study.paper.tables import budget_curves, budget_section
+from layershuffle.study.paper.tables import merging_section, table_1
 from layershuffle.study.store import read_study
 
 FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
@@ -50,29 +50,60 @@ def out(tmp_path):
             {"method": "truncated", "name": "truncated-6", "fit": {"kept": 6}, "seeds": [0]},
             {"method": "layershuffle", "name": "other", "seeds": [0]},
         ],
-        budget=[{"arms": ["layershuffle"], "steps": [500], "seeds": [0, 1]}],
         merging=[{"arms": ["layershuffle"]}],
         analyses=[{"name": "umap", "arm": "layershuffle"}],
     )
 
 
-def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out):
-    for seed, top1 in ((0, 40.0), (1, 50.0)):
-        scores = {("sequential", 12, "", FULL): 60.0, ("arbitrary", 12, "", REVERSED): top1}
-        finish(out, f"layershuffle-500-steps-seed{seed}", scores, steps=500)
-    study = read_study(out)
-    summary, curves = summarise(study), budget_curves(study)
-    assert "layershuffle-500-steps" not in summary.arms
-    curve = curves["layershuffle", "arbitrary"]
-    assert (curve[500].mean, curve[500].models) == (45.0, 2)
-    own = summary.cell("layershuffle", "arbitrary").top1.mean
-    assert curve[1500].mean == pytest.approx(own)
-    figures = []
-    rows = table_of(budget_section(summary, lambda *of: figures.append(of[2]) or ""))
-    assert [row["Order"] for row in rows] == ["sequential", "arbitrary"]
-    assert rows[1]["500 steps"].startswith("45.0 (")
-    (axes,) = figures[0].axes
-    assert [list(line.lines[0].get_xdata()) for line in axes.containers] == [[500, 1500]] * 2
+# --- tables --------------------------------------------------------------------------------------
+
+
+def no_figure(name, caption, figure):
+    return ""
+
+
+def test_table_1_has_the_differences_to_ordinary_training_in_order(tmp_path):
+    """Two models: 0.975 of Student's t with one degree of freedom is 12.706."""
+    arms = {"baseline": "baseline", "layershuffle": "layershuffle"}
+    out = write_study(
+        tmp_path, seeds=(0, 1), arms=arms, undone=[f"{a}-seed{s}" for a in arms for s in (0, 1)]
+    )
+    scores = {"baseline": ((90.0, 4.0), (92.0, 6.0)), "layershuffle": ((80.0, 70.0), (84.0, 76.0))}
+    for arm, models in scores.items():
+        for seed, (in_order, any_order) in enumerate(models):
+            rows = {
+                ("sequential", 12, "", FULL): in_order,
+                ("arbitrary", 12, "", REVERSED): any_order,
+            }
+            finish(out, f"{arm}-seed{seed}", rows)
+    rows = table_of(table_1(summarise(read_study(out))))
+    cells = {
+        (row["Method"], row["Order"]): (row["To sequential baseline"], row["The paper's"])
+        for row in rows
+    }
+    assert cells == {
+        ("baseline", "sequential"): ("-", "-"),
+        ("baseline", "arbitrary"): ("-86.00", "-82.48"),  # equal gaps have no interval
+        ("LayerShuffle", "sequential"): ("-9.00 (-21.7 to +3.7)", "-7.39"),
+        ("LayerShuffle", "arbitrary"): ("-18.00 (-43.4 to +7.4)", "-19.84"),
+    }
+    assert {(row["Models"], row["Orders"]) for row in rows} == {("2", "1")}
+
+
+def test_table_2_stands_beside_the_papers(out):
+    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
+    rows = table_of(merging_section(summarise(read_study(out)), no_figure))
+    cells = {
+        row["Models"]: (row["Top-1"], row["sd"], row["Paper: top-1"], row["Ours - paper"])
+        for row in rows
+    }
+    assert cells == {
+        "LayerShuffle: single models": ("72.00", "2.83", "-", "-"),
+        "LayerShuffle: merges": ("68.00", "2.00", "59.68 +-1.15", "+8.32"),
+        "LayerShuffle: soup, uniform": ("50.00", "-", "-", "-"),
+        "LayerShuffle: ensemble, logits-independent": ("80.00", "-", "69.20", "+10.80"),
+        "LayerShuffle: ensemble, logits-same": ("79.00", "-", "-", "-"),
+    }
 
 
 # --- notes ---------------------------------------------------------------------------------------

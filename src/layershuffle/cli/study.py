@@ -40,7 +40,7 @@ class ReproduceCommand(Command):
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
     only: str | None = None
     """Tables and figures to make, with all that they need: table1, fig1b, fig1c, fig4, table2,
-    fig5, budget, or an analysis; comma-separated (default: all)."""
+    fig5, or an analysis; comma-separated (default: all)."""
     ray: str | None = None
     """Start the workers on a Ray cluster: its address, or auto for the one of this machine. --out
     must be on a disk that all its machines share."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from layershuffle._version import __version__
 from layershuffle.analysis import find_analysis
@@ -31,7 +31,6 @@ from layershuffle.text import one_line
 PLAN_FILE = "plan.json"
 _SCHEMA = 1
 ANALYSIS_PASSES = 40  # measured 26 to 48, and 128 for UMAP
-ReportPart = Literal["main", "budget"]
 Key = TypeVar("Key", str, int)
 Choice = TypeVar("Choice")
 Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
@@ -54,25 +53,18 @@ class Plan:
 def plan_of(study: StudySettings) -> Plan:
     """The tasks of a study.
 
-    Runs come seed by seed, so an unfinished study has every arm; then the budget curve. Raises
-    `UsageError` for an arm or an analysis that does not exist, and for two tasks of one name, which
-    would share their results; `SettingsError` for settings that a run cannot have.
+    Runs come seed by seed, so an unfinished study has every arm.
+
+    Raises `UsageError` for an arm or an analysis that does not exist, and for two tasks of one
+    name, which would share their results; `SettingsError` for settings that a run cannot have.
     """
-    arms = {arm.label: arm for arm in study.arms}
     seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
     runs = [
-        _run(study, arm, seed, part="main", curve=arm.label)
+        _run(study, arm, seed)
         for seed in seeds
         for arm in study.arms
         for own in study.seeds_of(arm)
         if own == seed
-    ]
-    runs += [
-        _run(study, _with_steps(_the(arms, label), steps), seed, part="budget", curve=label)
-        for curve in study.budget
-        for steps in curve.steps
-        for seed in curve.seeds or study.seeds
-        for label in curve.arms
     ]
     models: dict[str, dict[int, RunSpec]] = {}
     for run in runs:
@@ -90,7 +82,7 @@ def plan_of(study: StudySettings) -> Plan:
     plan = Plan(runs=tuple(runs), mergings=tuple(mergings), analyses=tuple(analyses))
     names = [task.name for task in plan.tasks]
     if twice := [name for name in names if names.count(name) > 1]:
-        hint = "name a seed, a length and an arm of merges once, and give equal arms a name"
+        hint = "name a seed and an arm of merges once, and give equal arms a name"
         raise UsageError(f"The study has the task {twice[0]} twice", hint=hint)
     return plan
 
@@ -102,16 +94,7 @@ def _the(choices: Mapping[Key, Choice], name: Key, *, what: str = "arm") -> Choi
     return choices[name]
 
 
-def _with_steps(arm: Arm, steps: int) -> Arm:
-    """The arm at another length, with four evaluations that may pick the checkpoint."""
-    # Without `epochs`, which would contradict the number of steps.
-    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
-    evaluate = {**arm.evaluate, "modes": "sequential,arbitrary"}
-    name = f"{arm.label}-{steps}-steps"
-    return Arm(**{**arm.model_dump(), "name": name, "fit": fit, "evaluate": evaluate})
-
-
-def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: str) -> RunSpec:
+def _run(study: StudySettings, arm: Arm, seed: int) -> RunSpec:
     settings = study.fit_settings(arm, seed)
     evaluate = _as_trained(study.evaluate_settings(arm), settings)
     # Models refined at several depths share a row: truncated-3, truncated-6.
@@ -119,12 +102,10 @@ def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: 
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
-        kind=f"runs of {curve}",
+        kind=f"runs of {arm.label}",
         images=evaluate.max_images,
         passes=orders_of(evaluate, settings.kept),
-        part=part,
         row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
-        curve=curve,
         settings=settings,
         evaluate=evaluate,
     )

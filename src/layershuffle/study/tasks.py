@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -185,14 +185,11 @@ class Task(Generic[ResultT]):
 class RunSpec(Task[RunResult]):
     """One training and its evaluation.
 
-    `part`: the part of the report that it belongs to. `row`: the arm in the main table, which
-    models of several depths share; `curve`: the arm whose length of training varies.
+    `row`: the arm in the main table, which models of several depths share.
     """
 
     result = RunResult
-    part: Literal["main", "budget"]
     row: str
-    curve: str
     settings: FitSettings
     evaluate: EvalSettings
 

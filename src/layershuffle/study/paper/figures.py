@@ -1,4 +1,4 @@
-"""The figures of the report: bars of all arms, Figures 1b and 1c, the budget curve, Figure 5.
+"""The figures of the report: bars of all arms, Figures 1b and 1c, Figure 5.
 
 The paper's own axis of Figure 1 counts removed blocks in its caption and kept blocks in its text;
 ours always counts blocks kept. The same summary gives the same bytes.
@@ -172,30 +172,6 @@ def _finish(axes: Axes, title: str = "") -> None:
     style_axes(axes, title)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def draw_budget(
-    curves: Mapping[tuple[str, str], Mapping[int, Estimate]], summary: Summary
-) -> Figure:
-    """Top-1 of every (arm, mode) over the number of steps: sequential solid, arbitrary dashed."""
-    figure = new_figure(6.4, 5.2)
-    axes = figure.subplots()
-    entries = []
-    for (arm, mode), curve in curves.items():
-        colour, marker, _ = arm_style(summary, arm)
-        style: Style = (colour, marker, "-" if mode == "sequential" else "--")
-        line = _draw_line(axes, curve, style=style, name=arm)
-        entries.append((line, f"{label(arm)}, {mode}"))
-    # Lengths differ by factors; on a linear axis the short ones would overlap.
-    axes.set_xscale("log")
-    lengths = sorted({steps for curve in curves.values() for steps in curve})
-    axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
-    axes.minorticks_off()
-    # Room for the markers of scores near 0 and 100 %.
-    axes.set(ylim=(-2, 102), xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
-    _finish(axes)
-    legend_below(figure, entries)
-    return figure
 
 
 def draw_merges(groups: Sequence[tuple[str, str, Sequence[float]]], summary: Summary) -> Figure:

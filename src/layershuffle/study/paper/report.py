@@ -26,7 +26,6 @@ from layershuffle.study.paper.tables import (
     NONE,
     WIDTH,
     DrawFigure,
-    budget_section,
     curves_section,
     describe_data,
     main_table,
@@ -101,7 +100,6 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         ),
         table_1(summary),
         curves_section(summary, draw),
-        budget_section(summary, draw),
         merging_section(summary, draw),
         *_analysis_sections(summary, out),
         section("How the checkpoint was picked", *map(literal, _selection(study))),
@@ -154,13 +152,10 @@ def gaps(study: Study) -> list[str]:
 
 
 def _analysis_sections(summary: Summary, out: Path) -> list[str]:
-    """A section per analysis of the main arms; those along a curve are in its table."""
-    arms = {run.arm for run in summary.study.plan.runs if run.part == "main"}
+    """A section per analysis."""
     blocks: dict[str, list[str]] = {}
     numbers: dict[str, dict[str, dict[str, str]]] = {}
     for task, result in summary.study.analyses:
-        if task.arm not in arms:
-            continue
         for number in numbers_of(result.facts):
             row = numbers.setdefault(result.title, {}).setdefault(number["name"], {})
             row[task.model.name] = f"{number['value']:.6g}"

@@ -13,20 +13,16 @@ _TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-p
 _FIGURE_1 = PRESETS.keys() - {"layershuffle-position", "layershuffle-predict"}
 
 
-def artefacts_of(study: StudySettings, plan: Plan) -> dict[str, set[str]]:
+def artefacts_of(plan: Plan) -> dict[str, set[str]]:
     """The names of the tasks behind every table, figure and analysis."""
-    curves = {arm for curve in study.budget for arm in curve.arms}
-    main = [run for run in plan.runs if run.part == "main"]
-    figure1 = {run.name for run in main if run.settings.method in _FIGURE_1}
+    figure1 = {run.name for run in plan.runs if run.settings.method in _FIGURE_1}
     merged = {task.name for task in plan.mergings}
     return {
-        "table1": {run.name for run in main if run.settings.method in _TABLE_1},
+        "table1": {run.name for run in plan.runs if run.settings.method in _TABLE_1},
         "fig1b": figure1,
         "fig1c": figure1,
         "table2": merged,
         "fig5": merged,
-        # The arms of the main part belong to the curve, too.
-        "budget": {run.name for run in plan.runs if run.part == "budget" or run.arm in curves},
         # The paper has a figure for one analysis; the others have their own names.
         **{
             "fig4" if name == "umap" else name: {
@@ -46,7 +42,7 @@ def select(study: StudySettings, only: str | None) -> Plan:
     plan = plan_of(study)
     if only is None:
         return plan
-    artefacts, selected = artefacts_of(study, plan), set[str]()
+    artefacts, selected = artefacts_of(plan), set[str]()
     for name in map(str.strip, only.split(",")):
         if name not in artefacts:
             raise UsageError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate, mean
@@ -80,28 +79,6 @@ class Summary:
         cell = self.cell(arm, mode, kept=kept)
         return {} if cell is None else cell.model_means
 
-    def lengths(self, arm: str) -> dict[int, str]:
-        """The labels of an arm and of its curve, by the number of steps."""
-        # The arm itself comes first in a plan, and is preferred to a curve with the same length.
-        return {
-            result.steps: task.arm
-            for task, result in reversed(self.study.runs)
-            if task.curve == arm
-        }
-
-    def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
-        """A number of an analysis by its path in the facts, averaged over the analysed models."""
-        numbers = []
-        for task, result in self.study.analyses:
-            if (task.kind, task.arm) == (analysis, arm):
-                value: Any = result.facts
-                for key in path:
-                    value = value.get(key) if isinstance(value, dict) else None
-                # A missing number counts as not measured.
-                if isinstance(value, int | float):
-                    numbers.append(float(value))
-        return mean(numbers) if numbers else None
-
     def curve(self, arm: str, mode: str) -> tuple[ScoreCell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""
         levels = sorted({cell.kept for cell in self.cells})
@@ -126,15 +103,15 @@ class Summary:
 
 
 def summarise(study: Study) -> Summary:
-    """The summary of all finished runs of the main part; arms in the order of the plan.
+    """The summary of all finished runs; arms in the order of the plan.
 
     The reduced-depth models share one row, each in the column of its own depth, as in the paper's
     Figure 1b.
     """
-    arms = tuple(dict.fromkeys(run.row for run in study.plan.runs if run.part == "main"))
+    arms = tuple(dict.fromkeys(run.row for run in study.plan.runs))
     groups: dict[tuple[str, str, int, str, str], list[ScoreRow]] = {}
     for task, result in study.runs:
-        for row in result.rows if task.part == "main" else ():
+        for row in result.rows:
             if row.parallel == row.passes == 1:
                 key = (task.row, row.mode, row.kept, row.choose, row.draw)
                 groups.setdefault(key, []).append(row)

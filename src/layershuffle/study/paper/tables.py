@@ -13,7 +13,6 @@ from layershuffle.results import (
     DRAWS,
     MODES,
     MergingRow,
-    ScoreRow,
     by_model,
     group_rows,
     score_of,
@@ -21,13 +20,12 @@ from layershuffle.results import (
 from layershuffle.stats import Estimate, compare, mean
 from layershuffle.study.paper.figures import (
     arms_drawn,
-    draw_budget,
     draw_figure,
     draw_merges,
 )
 from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
-from layershuffle.study.paper.summary import ScoreCell, Summary, estimate_of, label
+from layershuffle.study.paper.summary import ScoreCell, Summary, label
 from layershuffle.study.store import Study
 from layershuffle.text import counted_as, markdown_table, table
 
@@ -177,9 +175,7 @@ def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     """Difference to the sequential baseline refined from the same model, with its interval."""
     # Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
     models = {
-        task.row: (task.settings.model, task.settings.method)
-        for task, _ in summary.study.runs
-        if task.part == "main"
+        task.row: (task.settings.model, task.settings.method) for task, _ in summary.study.runs
     }
     model = models.get(cell.arm, (None, ""))[0]
     baseline = next((arm for arm, pair in models.items() if pair == (model, "baseline")), "")
@@ -226,82 +222,7 @@ def curves_section(summary: Summary, draw: DrawFigure) -> str:
     )
 
 
-# --- the budget, and merges ----------------------------------------------------------------------
-
-
-def budget_curves(study: Study) -> dict[tuple[str, str], dict[int, Estimate]]:
-    """Top-1 by number of steps for every (arm, mode) of the curves, those of the main part too."""
-    arms = dict.fromkeys(run.curve for run in study.plan.runs if run.part == "budget")
-    rows: dict[tuple[str, str], dict[int, list[ScoreRow]]] = {
-        (arm, mode): {} for arm in arms for mode in MODES
-    }
-    for task, result in study.runs:
-        for row in result.rows:
-            # Scores of pruned models are not part of the curve.
-            if (
-                row.choose == ""
-                and row.parallel == row.passes == 1
-                and (task.curve, row.mode) in rows
-            ):
-                rows[task.curve, row.mode].setdefault(result.steps, []).append(row)
-    return {
-        key: {steps: estimate_of(group) for steps, group in sorted(lengths.items())}
-        for key, lengths in rows.items()
-        if lengths
-    }
-
-
-def budget_section(summary: Summary, draw: DrawFigure) -> str:
-    """The section of the curve; "" if the study has scores of fewer than two lengths."""
-    curves = budget_curves(summary.study)
-    lengths = sorted({steps for curve in curves.values() for steps in curve})
-    if len(lengths) < 2:
-        return ""
-
-    def cell(score: Estimate | None) -> str:
-        return (
-            NONE if score is None else f"{score.mean:.1f} ({interval_text(score)}; {score.models})"
-        )
-
-    steps = [f"{count:,} steps" for count in lengths]
-    rows = [
-        (label(arm), mode, *(cell(curve.get(n)) for n in lengths))
-        for (arm, mode), curve in curves.items()
-    ]
-    named = _positions(summary, lengths)
-    return section(
-        "Budget: how much of the gap is training",
-        draw(
-            "budget",
-            "Top-1 accuracy against optimiser steps (logarithmic), 95 % intervals over models.",
-            draw_budget(curves, summary),
-        ),
-        grid(("Arm", "Order", *steps), rows),
-        "Top-1 in percent, 95 % interval, number of models.",
-        grid(("Arm", "Named by", *steps), named),
-        "The position of a block, named right in percent of (image, block, position)."
-        * bool(named),
-    )
-
-
-def _positions(summary: Summary, lengths: Sequence[int]) -> list[tuple[str, ...]]:
-    """How often the position is predicted correctly at each length, if analysed."""
-    by_model = (
-        result.facts.get("sources", {})
-        for task, result in summary.study.analyses
-        if task.kind == "position"
-    )
-    rows = []
-    sources = unique(source for each in by_model for source in each)
-    for arm in unique(run.curve for run in summary.study.plan.runs):
-        labels = summary.lengths(arm)
-        for source in sources:
-            path = ("sources", source, "accuracy")
-            shares = [summary.fact("position", labels.get(n, ""), path=path) for n in lengths]
-            # A single length is no curve; its number is in the analysis itself.
-            if sum(share is not None for share in shares) > 1:
-                rows.append((label(arm), source, *map(number_text, shares)))
-    return rows
+# --- merges ---------------------------------------------------------------------------------------
 
 
 def merging_section(summary: Summary, draw: DrawFigure) -> str:
