@@ -71,16 +71,6 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
     assert "layershuffle" not in {row.method for row in read_rows(out / "results.csv", ScoreRow)}
 
 
-def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
-    out = write_study(tmp_path, orders=2, merging=[{"arms": ["layershuffle"]}])
-    write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
-    assert len(read_study(out).mergings) == 1
-    stored = json.loads((out / "plan.json").read_text())
-    stored["recipe"]["seeds"] = [0, 1]
-    (out / "plan.json").write_text(json.dumps(stored))
-    assert "merging-layershuffle" in read_study(out).unfinished
-
-
 def edit(out: Path, **fields: Any) -> None:
     """Change facts of `RUN`."""
     path = out / "tasks.jsonl"

@@ -16,7 +16,6 @@ from layershuffle.study.paper.selection import select
 from layershuffle.study.plan import check_plan, plan_of
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.store import read_facts
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ReproduceCommand(Command):
         out = self.out or Path("runs") / study.name
         plan = select(study, self.only)
         if self.dry_run:
-            check_plan(study, out, facts=read_facts(out))
+            check_plan(study, out)
             print(plan_text(study, plan))
             print(forecast_text(plan, out, workers=self.workers or study.workers))
             return 0

@@ -1,7 +1,4 @@
-"""The plan of a study: its tasks, which follow from its recipe alone, and plan.json.
-
-A study may grow by arms, seeds, lengths and analyses, but finished tasks must not change.
-"""
+"""The plan of a study: its tasks, which follow from its recipe alone, and plan.json."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from layershuffle._version import __version__
 from layershuffle.analysis import find_analysis
@@ -19,13 +16,7 @@ from layershuffle.files import refuse_foreign, write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
-from layershuffle.study.tasks import (
-    AnalysisSpec,
-    AnyTask,
-    MergingSpec,
-    RunSpec,
-    orders_of,
-)
+from layershuffle.study.tasks import AnalysisSpec, AnyTask, MergingSpec, RunSpec, orders_of
 from layershuffle.text import one_line
 
 PLAN_FILE = "plan.json"
@@ -159,35 +150,31 @@ def write_plan(study: StudySettings, out: Path) -> None:
     write_text(out / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
-def check_plan(study: StudySettings, out: Path, *, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises `UsageError` if the study contradicts finished tasks in `out`, or `out` is foreign.
+def check_plan(study: StudySettings, out: Path) -> None:
+    """Refuse a directory that holds something else than this study.
 
-    `facts`: those of the finished tasks, by name.
+    A study is run by one recipe from its beginning to its end: results of two recipes in one report
+    would be compared as if they were of one. `workers` may differ, because no result depends on it.
+
+    Raises `UsageError` if `out` holds a study of another recipe, a plan that cannot be read, or
+    files that are no study.
     """
     refuse_foreign(out, mark=PLAN_FILE, kind="study")
     if not (out / PLAN_FILE).is_file():
         return
     old = read_plan(out)
-    planned = {task.name: task for task in plan_of(study).tasks}
-    changed = [
-        task.name
-        for task in plan_of(old).tasks
-        # Unfinished tasks may change, because they have no results.
-        if task.is_done(facts) and not _is_continued(task, planned.get(task.name))
-    ]
-    if old.name != study.name or changed:
-        details = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
-        # For the message, because names of settings are clearer than names of tasks.
-        differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(study, n)]
+    differing = []
+    for name in type(study).model_fields:
+        if name != "workers" and getattr(old, name) != getattr(study, name):
+            differing.append(name)
+    if differing:
         raise UsageError(
-            f"This directory holds a study with other settings ({', '.join(differing)}), {details}",
+            f"This directory holds a study of another recipe, which differs in "
+            f"{', '.join(differing)}",
             place=out / PLAN_FILE,
-            hint="give the same recipe to continue, or another --out to start again",
+            hint="give the recipe that it was begun with to continue, or another --out to run "
+            "the changed one from its beginning",
         )
-
-
-def _is_continued(done: AnyTask, planned: AnyTask | None) -> bool:
-    return type(planned) is type(done) and planned is not None and planned.continues(done)
 
 
 def read_plan(out: Path) -> StudySettings:

@@ -20,14 +20,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
+from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.machine import cores, stop_signals
-from layershuffle.study.plan import PLAN_FILE, check_plan, plan_of, read_plan, write_plan
+from layershuffle.study.plan import check_plan, plan_of, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import failure_of, read_facts, writing
 from layershuffle.study.tasks import ASSUMED_SIZES, AnyTask
 from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
-from layershuffle.text import shortened
 
 STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
 _POLL_SECONDS = 0.5
@@ -168,18 +167,11 @@ def run_study(
     `out` holds another study, `StudyError` or `DataError` for a broken file there, `Interrupted`
     after SIGTERM or Ctrl-C with the checkpoint of every run saved.
     """
-    check_plan(study, out, facts=read_facts(out))  # before the lock, which makes a file
+    check_plan(study, out)  # before the lock, which makes a file
     tasks = [task for task in plan_of(study).tasks if names is None or task.name in names]
     with writing(out):
-        check_plan(study, out, facts=read_facts(out))
-        busy = try_again(tasks, out)
-        # A task of two plans would end with the settings of the other one.
-        if busy and read_plan(out) != study:
-            raise UsageError(
-                f"Another process works on {shortened(busy)} here, by a recipe that differs",
-                place=out / PLAN_FILE,
-                hint="give the same recipe to join it, or wait until it has ended",
-            )
+        check_plan(study, out)  # another process may have begun a study meanwhile
+        try_again(tasks, out)
         write_plan(study, out)
     with stop_signals() as stop:
         team = make_team(out, tasks, workers or study.workers)

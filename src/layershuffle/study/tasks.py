@@ -88,9 +88,8 @@ class RunResult(TaskResult):
 
 
 class MergingResult(TaskResult):
-    """A finished merging; `donors` are the names of the merged runs."""
+    """A finished merging."""
 
-    donors: list[str]
     seconds: float = 0.0
     rows: tuple[MergingRow, ...] = Field(default=(), exclude=True)
 
@@ -166,10 +165,6 @@ class Task(Generic[ResultT]):
     def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether `facts`, by name of the task, have its result."""
         return self.name in facts
-
-    def continues(self, done: Any) -> bool:
-        """Whether `done`, a finished task of this name and kind, is the same in this plan."""
-        return bool(self == done)
 
     def scored(self, sizes: Sizes) -> int | None:
         """Images in scoring, each counted once per pass; `None` if their number is not known."""
@@ -282,17 +277,9 @@ class MergingSpec(Task[MergingResult]):
         )
         facts = _facts_of(self.options, started=started, precision=self.options.precision)
         return MergingResult(
-            **facts | {"mode": mode, "notes": notes},
-            donors=list(self.needs),
+            **facts | {"mode": mode, "notes": notes, "donors": list(self.needs)},
             rows=tuple(_rounded(row).model_copy(update={"arm": self.arm}) for row in rows),
         )
-
-    def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
-        # A merging is repeated if its arm has got more seeds, hence more donors.
-        return facts.get(self.name, {}).get("donors") == list(self.needs)
-
-    def continues(self, done: Any) -> bool:
-        return set(done.needs) <= set(self.needs) and done.options == self.options
 
 
 @dataclass(frozen=True, kw_only=True)

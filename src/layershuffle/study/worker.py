@@ -149,17 +149,16 @@ def attempt(task: AnyTask, out: Path) -> None:
         progress.unlink(missing_ok=True)
 
 
-def try_again(tasks: Collection[Task[Any]], out: Path) -> list[str]:
-    """Forget that tasks failed. Returns the names of those that another process has."""
-    busy = []
+def try_again(tasks: Collection[Task[Any]], out: Path) -> None:
+    """Forget that tasks failed, except for those that another process has."""
     for task in tasks:
         directory = task.directory(out)
-        if directory.exists():
-            with claimed(task, out) as is_mine:
-                busy += [] if is_mine else [task.name]
-                for name in (FAILURE_FILE, PROGRESS_FILE) if is_mine else ():
-                    (directory / name).unlink(missing_ok=True)
-    return busy
+        if not directory.exists():
+            continue
+        with claimed(task, out) as is_mine:
+            if is_mine:
+                (directory / FAILURE_FILE).unlink(missing_ok=True)
+                (directory / PROGRESS_FILE).unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:
