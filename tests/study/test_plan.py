@@ -11,7 +11,6 @@ from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import forecast_text
-from layershuffle.study.paper.selection import artefacts_of, select
 from layershuffle.study.plan import check_plan, plan_of, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import orders_of
@@ -85,48 +84,25 @@ def test_settings_of_the_runs(study, plan):
     assert runs["baseline-seed2"].evaluate == study.evaluate
 
 
-@pytest.mark.parametrize(
-    ("only", "expected"),
-    [
-        ("fig4", ["layershuffle-seed0", "umap-layershuffle-seed0"]),
-        ("table2", ["baseline-seed0", "baseline-seed1", "baseline-seed2", "merging-baseline"]),
-        ("fig4,position", ["layershuffle-seed0", "layershuffle-predict-seed0",
-          "layershuffle-predict-seed1", "umap-layershuffle-seed0",
-          "position-layershuffle-predict-seed0", "position-layershuffle-predict-seed1"]),
-    ],
-)  # fmt: skip
-def test_only_takes_what_is_needed(study, only, expected):
-    assert names(select(study, only).tasks) == expected
-
-
-def test_only_knows_every_task_and_refuses_what_is_not_there(study, plan):
-    with refuses(UsageError):
-        select(study, "tabel1")
-    with refuses(UsageError):
-        select(study, "cka")
-    assert select(study, None) == plan
-    assert set().union(*artefacts_of(plan).values()) == set(names(plan.tasks))
-    assert not any("predict" in name for name in names(select(study, "fig1b").tasks))
-    assert not any("truncated" in name for name in names(select(study, "table1").tasks))
-
-
-def test_tasks_that_can_start(study, tmp_path):
+def test_tasks_that_can_start(study, plan, tmp_path):
     write_plan(study, tmp_path)
-    tasks = select(study, "fig4,table2").tasks
+    last = {"umap-layershuffle-seed0", "merging-baseline"}
+    needed = {need for task in plan.tasks if task.name in last for need in task.needs}
+    tasks = [task for task in plan.tasks if task.name in last | needed]
 
     def ready():
         with next_task(tasks, tmp_path) as first:
             return first and first.name
 
-    runs = {run.name: run for run in plan_of(study).runs}
+    runs = {run.name: run for run in plan.runs}
     assert ready() == "baseline-seed0"
     finish(tmp_path, runs["baseline-seed0"])
     with next_task(tasks, tmp_path) as first, next_task(tasks, tmp_path) as second:
         assert (first.name, second.name) == ("layershuffle-seed0", "baseline-seed1")
     for name in ("layershuffle-seed0", "baseline-seed1"):
         finish(tmp_path, runs[name])
-    with next_task(tasks, tmp_path) as last:
-        assert last.name == "baseline-seed2"
+    with next_task(tasks, tmp_path) as third:
+        assert third.name == "baseline-seed2"
         assert ready() == "umap-layershuffle-seed0"  # the merging needs the last baseline
     (directory := tmp_path / "runs" / "umap-layershuffle-seed0").mkdir(exist_ok=True)
     (directory / "failure.txt").write_text("no")

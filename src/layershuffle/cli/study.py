@@ -12,7 +12,6 @@ from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
 from layershuffle.settings import read_recipe
 from layershuffle.study.dry_run import forecast_text, plan_text
-from layershuffle.study.paper.selection import select
 from layershuffle.study.plan import check_plan, plan_of
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
@@ -37,9 +36,6 @@ class ReproduceCommand(Command):
     """Directory of the study (default: runs/NAME)."""
     workers: AtLeastOne | None = None
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
-    only: str | None = None
-    """Tables and figures to make, with all that they need: table1, fig1b, fig1c, fig4, table2,
-    fig5, or an analysis; comma-separated (default: all)."""
     ray: str | None = None
     """Start the workers on a Ray cluster: its address, or auto for the one of this machine. --out
     must be on a disk that all its machines share."""
@@ -51,9 +47,9 @@ class ReproduceCommand(Command):
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
         study = _read_study(recipe_file(self.recipe), data=self.data)
         out = self.out or Path("runs") / study.name
-        plan = select(study, self.only)
         if self.dry_run:
             check_plan(study, out)
+            plan = plan_of(study)
             print(plan_text(study, plan))
             print(forecast_text(plan, out, workers=self.workers or study.workers))
             return 0
@@ -71,7 +67,6 @@ class ReproduceCommand(Command):
             failed = run_study(
                 study,
                 out,
-                names={task.name for task in plan.tasks},
                 workers=self.workers,
                 watch=watch,
                 make_team=make_team,

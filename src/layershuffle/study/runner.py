@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -103,10 +103,7 @@ class LocalTeam:
             environment["OMP_NUM_THREADS"] = "1"
         return subprocess.Popen(
             # This interpreter, not the `python` of the shell.
-            [
-                *(sys.executable, "-m", "layershuffle.study.worker", str(self.out)),
-                *(task.name for task in self.tasks),
-            ],
+            [sys.executable, "-m", "layershuffle.study.worker", str(self.out)],
             stdin=self.alive[0],
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -156,19 +153,17 @@ def run_study(
     study: StudySettings,
     out: Path,
     *,
-    names: Collection[str] | None = None,
     workers: int | None = None,
     watch: StudyWatcher,
     make_team: MakeTeam = LocalTeam,
 ) -> list[str]:
     """Run the unfinished tasks. Returns the names of those that failed or were held back.
 
-    `names`: of the tasks to run, with all that they need (default: all). Raises `UsageError` if
-    `out` holds another study, `StudyError` or `DataError` for a broken file there, `Interrupted`
-    after SIGTERM or Ctrl-C with the checkpoint of every run saved.
+    Raises `UsageError` if `out` holds another study, `StudyError` or `DataError` for a broken file
+    there, `Interrupted` after SIGTERM or Ctrl-C with the checkpoint of every run saved.
     """
     check_plan(study, out)  # before the lock, which makes a file
-    tasks = [task for task in plan_of(study).tasks if names is None or task.name in names]
+    tasks = plan_of(study).tasks
     with writing(out):
         check_plan(study, out)  # another process may have begun a study meanwhile
         try_again(tasks, out)

@@ -1,4 +1,4 @@
-"""One process that does one task of a study: `python -m layershuffle.study.worker OUT [NAME ...]`.
+"""One process that does one task of a study: `python -m layershuffle.study.worker OUT`.
 
 It claims a task by a lock in the shared directory OUT, so any number of these processes, on any
 number of machines, share the work: none starts a task that another one has. The lock goes with its
@@ -37,12 +37,13 @@ _POLL_SECONDS = 0.5
 
 
 def main(argv: list[str]) -> int:
-    """Do one of the named tasks of the study in `argv[0]` (default: of all), or none if all are
-    done. Returns the exit code: 0, also if the task failed, or 143 if stopped with a checkpoint."""
+    """Do one task of the study in the directory `argv[0]`, or none if all are done.
+
+    Returns the exit code: 0, also if the task failed, or 143 if it was stopped with a checkpoint.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    out, names = Path(argv[0]), argv[1:]
-    plan = plan_of(read_plan(out))
-    with next_task([task for task in plan.tasks if not names or task.name in names], out) as task:
+    out = Path(argv[0])
+    with next_task(plan_of(read_plan(out)).tasks, out) as task:
         if task is None:
             return 0
         with (task.directory(out) / LOG_FILE).open("ab") as log:
