@@ -14,9 +14,7 @@ from fixture import facts, merging_rows, run_of, run_rows, tell, write_merging, 
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.results import ScoreRow, read_rows
-from layershuffle.study.dry_run import forecast_text
 from layershuffle.study.paper.report import write_report
-from layershuffle.study.plan import plan_of, read_plan, write_plan
 from layershuffle.study.store import read_study
 from layershuffle.study.tasks import StudyError
 from refusals import refuses
@@ -101,9 +99,6 @@ def test_wrong_facts_are_refused(out: Path, fields: dict[str, Any]):
     edit(out, **fields)
     with refuses(StudyError, out / "tasks.jsonl"):
         read_study(out)
-    write_plan(read_plan(out).model_copy(update={"seeds": (0, 1)}), out)
-    with refuses(StudyError, out / "tasks.jsonl"):
-        forecast_text(plan_of(read_plan(out)), out, workers=1)
 
 
 @pytest.mark.parametrize(

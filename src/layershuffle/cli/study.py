@@ -11,7 +11,7 @@ from layershuffle.cli.command import AtLeastOne, Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
 from layershuffle.settings import read_recipe
-from layershuffle.study.dry_run import forecast_text, plan_text
+from layershuffle.study.dry_run import plan_text
 from layershuffle.study.plan import check_plan, plan_of
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
@@ -40,8 +40,7 @@ class ReproduceCommand(Command):
     """Start the workers on a Ray cluster: its address, or auto for the one of this machine. --out
     must be on a disk that all its machines share."""
     dry_run: bool = False
-    """Print the tasks and their work, and the time once a task is finished. Needs no weights, no
-    images and no network."""
+    """Print the tasks of the study and run none. Needs no weights, no images and no network."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
@@ -49,9 +48,7 @@ class ReproduceCommand(Command):
         out = self.out or Path("runs") / study.name
         if self.dry_run:
             check_plan(study, out)
-            plan = plan_of(study)
-            print(plan_text(study, plan))
-            print(forecast_text(plan, out, workers=self.workers or study.workers))
+            print(plan_text(study, plan_of(study)))
             return 0
         require("study")
 

@@ -93,7 +93,6 @@ def _run(study: StudySettings, arm: Arm, seed: int) -> RunSpec:
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
-        kind=f"runs of {arm.label}",
         images=evaluate.max_images,
         passes=orders_of(evaluate, settings.kept),
         row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
@@ -107,7 +106,6 @@ def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> Merging
     return MergingSpec(
         name=f"merging-{label}",
         arm=label,
-        kind="mergings",
         images=options.max_images,
         # One for each merge; and the donors alone, as two soups and in ensembles.
         passes=options.merges * len(options.variants) + len(donors) * 4 * options.num_orders,

@@ -81,16 +81,10 @@ class RunResult(TaskResult):
     hardware: dict[str, Any]
     rows: tuple[ScoreRow, ...] = Field(default=(), exclude=True)
 
-    @property
-    def seconds(self) -> float:
-        """Time of training and scoring."""
-        return self.train_seconds + self.eval_seconds
-
 
 class MergingResult(TaskResult):
     """A finished merging."""
 
-    seconds: float = 0.0
     rows: tuple[MergingRow, ...] = Field(default=(), exclude=True)
 
 
@@ -99,7 +93,6 @@ class AnalysisResult(TaskResult):
 
     title: str
     facts: dict[str, Any]
-    seconds: float = 0.0
     rows: tuple[()] = Field(default=(), exclude=True)
 
 
@@ -122,7 +115,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Generic[ResultT]):
-    """A part of a study that runs by itself; tasks of a `kind` take about as long for their work.
+    """A part of a study that runs by itself.
 
     `needs`: names of the tasks that must be done first. `images`: test images that it asks for
     (`None`: all), each of which runs through a model in scoring `passes` times.
@@ -131,7 +124,6 @@ class Task(Generic[ResultT]):
     result: ClassVar[type[Any]]
     name: str
     arm: str
-    kind: str
     images: int | None
     passes: int
     needs: tuple[str, ...] = ()
@@ -287,6 +279,7 @@ class AnalysisSpec(Task[AnalysisResult]):
     """One analysis, `kind`, of the model of one run."""
 
     result = AnalysisResult
+    kind: str
     model: RunSpec
     options: AnalysisSettings
 
