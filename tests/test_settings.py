@@ -7,7 +7,7 @@ from layershuffle.bundled import asset
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
-from layershuffle.study.plan import plan_of
+from layershuffle.study.plan import make_plan
 from layershuffle.study.settings import StudySettings
 from refusals import refuses
 
@@ -155,7 +155,7 @@ _ONE = {"arms": [{"method": "baseline"}]}
 )
 def test_wrong_studies(fields, phrase):
     with pytest.raises((SettingsError, UsageError)) as caught:
-        plan_of(StudySettings(**{**STUDY, **fields}))
+        make_plan(StudySettings(**{**STUDY, **fields}))
     assert phrase in str(caught.value)
 
 

@@ -233,9 +233,9 @@ def best_rate(study: str, arm: str) -> float | None:
 
 
 def task_of(study: str, name: str):
-    from layershuffle.study.plan import plan_of
+    from layershuffle.study.plan import make_plan
 
-    return next(task for task in plan_of(study_of(study)).tasks if task.name == name)
+    return next(task for task in make_plan(study_of(study)).tasks if task.name == name)
 
 
 def do_rate(job) -> None:

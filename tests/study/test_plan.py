@@ -10,9 +10,9 @@ from fixture import TINY, facts, run_rows, tell
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
-from layershuffle.study.plan import check_plan, plan_of, read_plan, write_plan
+from layershuffle.study.plan import check_plan, make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.tasks import orders_of
+from layershuffle.study.tasks import count_orders
 from layershuffle.study.worker import next_task
 from refusals import refuses
 
@@ -49,7 +49,7 @@ def study():
 
 @pytest.fixture
 def plan(study):
-    return plan_of(study)
+    return make_plan(study)
 
 
 def names(tasks):
@@ -150,19 +150,19 @@ def test_work_is_counted(plan):
     """Against counts by hand: runs, a merging, an analysis."""
     sizes = {"train": 6400, "test": 1000}
     run, short = plan.runs[0], plan.runs[3]
-    assert (run.steps({}), run.scored({}), run.scored(sizes)) == (100, None, 5 * 1000)
+    assert (run.steps(sizes), run.scored(sizes)) == (100, 5 * 1000)
     assert run.cost(sizes) == 6 * 100 * 64 + 5 * 1000
     assert run.training_share() == 6 * 100 * 64 / (6 * 100 * 64 + 5 * 5000)
     assert short.scored(sizes) == 1000
     for epochs in (1, 20):  # 100 steps each
         fit = {"batch_size": 64, "epochs": epochs}
-        by_epochs = plan_of(StudySettings(**{**RECIPE, "fit": fit})).runs[0]
-        assert (by_epochs.steps({}), by_epochs.steps(sizes)) == (None, 100 * epochs)
+        by_epochs = make_plan(StudySettings(**{**RECIPE, "fit": fit})).runs[0]
+        assert by_epochs.steps(sizes) == 100 * epochs
     assert plan.mergings[0].scored(sizes) == (7 + 3 * 4 * 5) * 1000
     assert plan.analyses[0].scored(sizes) == 40 * 1000
-    assert plan.analyses[0].scored({"test": 60}) == 40 * 60
+    assert plan.analyses[0].scored({**sizes, "test": 60}) == 40 * 60
     # Three of three blocks in their order are one order.
-    assert orders_of(EvalSettings(modes="kept:3,kept:2", num_orders=5), 3) == 1 + 5
+    assert count_orders(EvalSettings(modes="kept:3,kept:2", num_orders=5), 3) == 1 + 5
     assert replace(run, images=20).scored(sizes) == 5 * 20
 
 

@@ -12,7 +12,7 @@ from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
 from layershuffle.settings import read_recipe
 from layershuffle.study.dry_run import plan_text
-from layershuffle.study.plan import check_plan, plan_of
+from layershuffle.study.plan import check_plan, make_plan
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
 
@@ -48,7 +48,7 @@ class ReproduceCommand(Command):
         out = self.out or Path("runs") / study.name
         if self.dry_run:
             check_plan(study, out)
-            print(plan_text(study, plan_of(study)))
+            print(plan_text(study, make_plan(study)))
             return 0
         require("study")
 
@@ -95,6 +95,11 @@ class ReportCommand(Command):
 
 
 def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
+    """The study of a recipe, on other images where `data` names them.
+
+    Raises `SettingsError` for settings that a study or one of its runs cannot have, `UsageError`
+    for the recipe of a single training.
+    """
     fields = read_recipe(recipe)
     if "method" in fields and "arms" not in fields:
         raise UsageError(
@@ -106,7 +111,7 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
         fields["data"] = data
     try:
         study = StudySettings(**fields)
-        plan_of(study)  # checks the settings of every run
+        make_plan(study)  # checks the settings of every run
         return study
     except SettingsError as error:
         raise SettingsError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from layershuffle.files import refuse_foreign, write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
-from layershuffle.study.tasks import AnalysisSpec, AnyTask, MergingSpec, RunSpec, orders_of
+from layershuffle.study.tasks import AnalysisSpec, AnyTask, MergingSpec, RunSpec, count_orders
 from layershuffle.text import one_line
 
 PLAN_FILE = "plan.json"
@@ -41,7 +42,7 @@ class Plan:
         return (*self.runs, *self.mergings, *self.analyses)
 
 
-def plan_of(study: StudySettings) -> Plan:
+def make_plan(study: StudySettings) -> Plan:
     """The tasks of a study.
 
     Runs come seed by seed, so an unfinished study has every arm.
@@ -49,36 +50,44 @@ def plan_of(study: StudySettings) -> Plan:
     Raises `UsageError` for an arm or an analysis that does not exist, and for two tasks of one
     name, which would share their results; `SettingsError` for settings that a run cannot have.
     """
-    seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
-    runs = [
-        _run(study, arm, seed)
-        for seed in seeds
-        for arm in study.arms
-        for own in study.seeds_of(arm)
-        if own == seed
-    ]
+    seeds: list[int] = []
+    for arm in study.arms:
+        seeds += study.arm_seeds(arm)
+    runs: list[RunSpec] = []
+    for seed in dict.fromkeys(seeds):
+        for arm in study.arms:
+            # A seed that an arm names twice makes two runs of one name, which are refused below.
+            count = study.arm_seeds(arm).count(seed)
+            runs += [_run(study, arm, seed)] * count
+
     models: dict[str, dict[int, RunSpec]] = {}
     for run in runs:
         models.setdefault(run.arm, {})[run.settings.seed] = run
-    mergings = [
-        _merging(label, [*_the(models, label).values()], merging)
-        for merging in study.merging
-        for label in merging.arms
-    ]
-    analyses = [
-        _analysis(task, _the(_the(models, task.arm), seed, what="seed"))
-        for task in study.analyses
-        for seed in task.seeds or [*_the(models, task.arm)][:1]
-    ]
+
+    mergings: list[MergingSpec] = []
+    for merging in study.merging:
+        for label in merging.arms:
+            donors = list(_choose(models, label, what="arm").values())
+            mergings.append(_merging(label, donors, merging))
+
+    analyses: list[AnalysisSpec] = []
+    for task in study.analyses:
+        runs_of_arm = _choose(models, task.arm, what="arm")
+        first_seed = next(iter(runs_of_arm))
+        for seed in task.seeds or (first_seed,):
+            analyses.append(_analysis(task, _choose(runs_of_arm, seed, what="seed")))
+
     plan = Plan(runs=tuple(runs), mergings=tuple(mergings), analyses=tuple(analyses))
-    names = [task.name for task in plan.tasks]
-    if twice := [name for name in names if names.count(name) > 1]:
-        hint = "name a seed and an arm of merges once, and give equal arms a name"
-        raise UsageError(f"The study has the task {twice[0]} twice", hint=hint)
+    names = Counter(task.name for task in plan.tasks)
+    for name, count in names.items():
+        if count > 1:
+            hint = "name a seed and an arm of merges once, and give equal arms a name"
+            raise UsageError(f"The study has the task {name} twice", hint=hint)
     return plan
 
 
-def _the(choices: Mapping[Key, Choice], name: Key, *, what: str = "arm") -> Choice:
+def _choose(choices: Mapping[Key, Choice], name: Key, *, what: str) -> Choice:
+    """The choice of this name. Raises `UsageError`, which lists the names, if there is none."""
     if name not in choices:
         hint = f"it has {', '.join(map(str, choices))}"
         raise UsageError(f"The study has no {what} {name!r}", hint=hint)
@@ -86,29 +95,35 @@ def _the(choices: Mapping[Key, Choice], name: Key, *, what: str = "arm") -> Choi
 
 
 def _run(study: StudySettings, arm: Arm, seed: int) -> RunSpec:
+    """The training and scoring of one arm with one seed."""
     settings = study.fit_settings(arm, seed)
-    evaluate = _as_trained(study.evaluate_settings(arm), settings)
-    # Models refined at several depths share a row: truncated-3, truncated-6.
-    is_short = settings.method == "truncated"
+    evaluate = _with_data_settings(study.evaluate_settings(arm), settings)
+    row = arm.label
+    if settings.method == "truncated":
+        # Models refined at several depths share a row: truncated-3, truncated-6.
+        row = row.removesuffix(f"-{settings.kept}")
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
         images=evaluate.max_images,
-        passes=orders_of(evaluate, settings.kept),
-        row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
+        passes=count_orders(evaluate, settings.kept),
+        row=row,
         settings=settings,
         evaluate=evaluate,
     )
 
 
 def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> MergingSpec:
-    options = _as_trained(merging.options, donors[0].settings)
+    """The merges of an arm whose runs are `donors`."""
+    options = _with_data_settings(merging.options, donors[0].settings)
+    # A pass for every merge; the donors run alone, as two soups and in ensembles.
+    passes_of_merges = options.merges * len(options.variants)
+    passes_of_donors = 4 * len(donors) * options.num_orders
     return MergingSpec(
         name=f"merging-{label}",
         arm=label,
         images=options.max_images,
-        # One for each merge; and the donors alone, as two soups and in ensembles.
-        passes=options.merges * len(options.variants) + len(donors) * 4 * options.num_orders,
+        passes=passes_of_merges + passes_of_donors,
         needs=tuple(run.name for run in donors),
         donors=tuple(donors),
         options=options,
@@ -116,8 +131,9 @@ def _merging(label: str, donors: Sequence[RunSpec], merging: Merging) -> Merging
 
 
 def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
+    """One analysis of the model of one run."""
     find_analysis(analysis.name)  # raises for an unknown name, hours before the analysis would
-    options = _as_trained(analysis.options, model.settings)
+    options = _with_data_settings(analysis.options, model.settings)
     return AnalysisSpec(
         name=f"{analysis.name}-{model.name}",
         arm=analysis.arm,
@@ -130,14 +146,14 @@ def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
     )
 
 
-def _as_trained(scoring: Scoring, settings: FitSettings) -> Scoring:
+def _with_data_settings(scoring: Scoring, settings: FitSettings) -> Scoring:
     """`scoring` with the data settings of the training, so images are prepared the same way."""
     names = {"resize", "skip_corrupt"} & type(scoring).model_fields.keys()
     return scoring.model_copy(update={name: getattr(settings, name) for name in names})
 
 
 def run_name(label: str, seed: int) -> str:
-    """The name of a run."""
+    """The name of the run of the arm `label` with this seed, as "layerdrop-seed2"."""
     return f"{label}-seed{seed}"
 
 

@@ -79,7 +79,7 @@ class StudySettings(Settings):
     workers: Positive | None = None
     """Runs at a time (default: one per GPU, else one per CPU core with a thread each)."""
 
-    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+    def arm_seeds(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""
         return arm.seeds or self.seeds
 

@@ -26,12 +26,14 @@ from filelock import FileLock, Timeout
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import explained, write_text
 from layershuffle.machine import collector_paused
-from layershuffle.study.plan import plan_of, read_plan
+from layershuffle.study.plan import make_plan, read_plan
 from layershuffle.study.store import FAILURE_FILE, read_facts, record
 from layershuffle.study.tasks import AnyTask, Task
 from layershuffle.text import one_line
 
-LOG_FILE, PROGRESS_FILE, CLAIM_FILE = "log.txt", "progress.json", "claim.lock"
+LOG_FILE = "log.txt"
+PROGRESS_FILE = "progress.json"
+CLAIM_FILE = "claim.lock"
 _MOST_ATTEMPTS = 3  # a task that needs too much memory would end one process after another
 _POLL_SECONDS = 0.5
 
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     out = Path(argv[0])
-    with next_task(plan_of(read_plan(out)).tasks, out) as task:
+    with next_task(make_plan(read_plan(out)).tasks, out) as task:
         if task is None:
             return 0
         with (task.directory(out) / LOG_FILE).open("ab") as log:
@@ -62,11 +64,11 @@ def unfinished(tasks: Collection[AnyTask], out: Path) -> list[AnyTask]:
     """The tasks that are neither done nor failed, nor need one that failed."""
     facts = read_facts(out)
     failed = {task.name for task in tasks if (task.directory(out) / FAILURE_FILE).exists()}
-    return [
-        task
-        for task in tasks
-        if not task.is_done(facts) and not failed.intersection([task.name, *task.needs])
-    ]
+    left = []
+    for task in tasks:
+        if not task.is_done(facts) and failed.isdisjoint([task.name, *task.needs]):
+            left.append(task)
+    return left
 
 
 @contextmanager
@@ -163,6 +165,7 @@ def try_again(tasks: Collection[Task[Any]], out: Path) -> None:
 
 
 def _end_with_parent() -> None:
+    """Stop this process, with a checkpoint, when the one ends that started it."""
     # This pipe closes when the process dies that started this one.
     while os.read(0, 1):
         pass
