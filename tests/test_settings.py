@@ -7,7 +7,7 @@ from layershuffle.bundled import asset
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
-from layershuffle.study.plan import plan_of
+from layershuffle.study.plan import make_plan
 from layershuffle.study.settings import StudySettings
 from refusals import refuses
 
@@ -146,7 +146,6 @@ _ONE = {"arms": [{"method": "baseline"}]}
         ({"arms": [{"method": "baseline", "seeds": [2, 2]}]}, "baseline-seed2 twice"),
         ({"arms": [{"method": "truncated"}]}, "--kept 6"),
         ({**_ONE, "merging": [{"arms": ["layershuffle"]}]}, "The study has no arm 'layershuffle'"),
-        ({**_ONE, "budget": [{"arms": ["x"], "steps": [2]}]}, "The study has no arm 'x'"),
         ({**_ONE, "merging": [{"arms": ["baseline"], "options": {"merge": 3}}]}, "'merges'"),
         ({**_ONE, "merging": {"arms": ["baseline"]}}, "merging: Input should be a list"),
         ({**_ONE, "analyses": [{"name": "umap", "arm": "baseline", "seeds": [7]}]}, "no seed 7"),
@@ -155,7 +154,7 @@ _ONE = {"arms": [{"method": "baseline"}]}
 )
 def test_wrong_studies(fields, phrase):
     with pytest.raises((SettingsError, UsageError)) as caught:
-        plan_of(StudySettings(**{**STUDY, **fields}))
+        make_plan(StudySettings(**{**STUDY, **fields}))
     assert phrase in str(caught.value)
 
 

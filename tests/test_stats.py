@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from itertools import product
 
 import numpy as np
@@ -16,7 +15,6 @@ from layershuffle.stats import (
     Values,
     compare,
     deviation,
-    equal_spreads,
     estimate,
     mean,
     pooled_deviation,
@@ -321,13 +319,3 @@ def test_the_interval_over_few_batches_of_many_groups_covers():
         values = draw.normal(0, 0.5, 10)[groups[:, 0]] + draw.normal(0, 1, 500)
         hits += abs(values.mean()) <= family.half_width((values - values.mean()) / 500)
     assert 0.92 * 600 < hits < 0.98 * 600, hits
-
-
-def test_spreads_that_cannot_be_told_apart():
-    """Brown and Forsythe: a one-way analysis of variance of the distances from the medians."""
-    samples = [[86.6, 86.3, 86.7, 86.9, 87.4], [89.0, 89.9, 88.8, 90.1, 88.2], [1.0, 9.0, 4.0]]
-    distances = [[abs(v - statistics.median(sample)) for v in sample] for sample in samples]
-    assert equal_spreads(samples) == pytest.approx(stats.f_oneway(*distances).pvalue)
-    assert equal_spreads([[1.0] * 3, [2.0] * 3]) == 1.0
-    with pytest.raises(ValueError, match="at least three values"):
-        equal_spreads([[90.0, 90.1], [80.0, 80.11], [70.0, 70.12]])

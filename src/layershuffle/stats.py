@@ -199,21 +199,6 @@ def compare(sample: Values, reference: Values) -> Difference:
     return Difference(points=mean(sample) - mean(reference), low=low, high=high, seeds=0)
 
 
-def equal_spreads(samples: Sequence[Sequence[float]]) -> float:
-    """The p-value of samples with one spread: Brown and Forsythe 1974, around the medians.
-
-    1.0 where no sample has any spread. Raises `ValueError` for fewer than three values in a sample:
-    two always lie equally far from their median, which would look like a spread without error.
-    """
-    if min(map(len, samples)) < 3:
-        raise ValueError("the test of spreads needs at least three values of each")
-    if not any(deviation(sample) for sample in samples):
-        return 1.0
-    from scipy import stats
-
-    return float(stats.levene(*samples, center="median").pvalue)
-
-
 def quantile(values: Sequence[float], q: float) -> float:
     """The value below which a share `q` of them lies (nearest rank); NaN without values."""
     import numpy as np

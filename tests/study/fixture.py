@@ -10,7 +10,7 @@ from typing import Any
 
 from common import DIGITS_VIT
 from layershuffle.results import MergingRow, ScoreRow
-from layershuffle.study.plan import plan_of, read_plan, write_plan
+from layershuffle.study.plan import make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_stored, record
 from layershuffle.study.tasks import RunSpec
@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
 def done_here(study: StudySettings, out: Path) -> None:
     """Do every task of a study in this process, because new processes import for seconds."""
     write_plan(study, out)
-    for task in plan_of(study).tasks:
+    for task in make_plan(study).tasks:
         record(task, out, say=lambda text, share: None)
 
 
@@ -71,7 +71,7 @@ def tell(out: Path, name: str, **result: Any) -> None:
 
 def run_of(out: Path, name: str) -> RunSpec:
     """The run of this name in the plan of `out`."""
-    return next(run for run in plan_of(read_plan(out)).runs if run.name == name)
+    return next(run for run in make_plan(read_plan(out)).runs if run.name == name)
 
 
 def write_study(
@@ -102,7 +102,7 @@ def write_study(
         **fields,
     )
     write_plan(study, out)
-    for task in plan_of(study).runs:
+    for task in make_plan(study).runs:
         if task.name in (failed or {}):
             task.directory(out).mkdir(parents=True)
             (task.directory(out) / "failure.txt").write_text((failed or {})[task.name])
@@ -113,7 +113,7 @@ def write_study(
 
 def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
     """Finish a merging task of the study in `out`."""
-    plan = plan_of(read_plan(out))
+    plan = make_plan(read_plan(out))
     (task,) = (task for task in plan.mergings if task.arm == arm)
     rows = [row.model_copy(update={"arm": arm}) for row in rows]
     tell(out, task.name, donors=list(task.needs), rows=rows)
@@ -183,8 +183,6 @@ def facts(
     *,
     hostile: str = "",
     steps: int = 1500,
-    held_out: float | None = None,
-    classes: int = 100,
 ) -> dict[str, Any]:
     noise = random.Random(f"facts-{task.name}")
     mode = "arbitrary" if task.settings.method.startswith("layershuffle") else "sequential"
@@ -196,12 +194,12 @@ def facts(
         "selected": {
             "step": 1450,
             "metric": f"holdout cross-entropy, {mode} orders",
-            "value": round(noise.uniform(0.3, 0.9), 4) if held_out is None else held_out,
+            "value": round(noise.uniform(0.3, 0.9), 4),
         },
         "paper_protocol": False,
         "data": {
             "spec": f"digit-pairs{hostile}",
-            "classes": classes,
+            "classes": 100,
             "sizes": {"train": 20000, "holdout": 2000, "test": 5000},
             "notes": [f"digits split by instance before pairs are made{hostile}"],
         },

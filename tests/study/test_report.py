@@ -28,11 +28,10 @@ from layershuffle.study.paper.figures import (
     STYLES,
     arm_style,
     draw_bars,
-    draw_budget,
-    draw_figure,
+    draw_figure_1,
 )
 from layershuffle.study.paper.numbers import NUMBERS
-from layershuffle.study.paper.report import gain, report_text, write_report
+from layershuffle.study.paper.report import main_difference, report_text, write_report
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import merging_section, table_notes
 from layershuffle.study.store import read_study
@@ -124,14 +123,19 @@ def test_the_headline_says_what_the_study_shows(out: Path, html: Element):
 
 def test_a_difference_is_given_with_its_interval(tmp_path: Path):
     first = summary_of(write_study(tmp_path / "one", orders=2))
-    assert gain(first) == "There is one model of each: only more seeds show what is chance."
+    assert (
+        main_difference(first) == "There is one model of each: only more seeds show what is chance."
+    )
     three = summary_of(write_study(tmp_path / "three", seeds=(0, 1, 2), orders=2))
     gap = compare(*(three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")))
     points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
-    assert gain(three) == f"LayerShuffle and the ordinary model, shuffled, differ by {points}."
+    assert (
+        main_difference(three)
+        == f"LayerShuffle and the ordinary model, shuffled, differ by {points}."
+    )
     arms = {"baseline": "baseline", "layershuffle": "layerdrop"}
     alike = write_study(tmp_path / "alike", seeds=(0, 1, 2), orders=2, arms=arms)
-    assert gain(summary_of(alike)).endswith(": that may be chance.")
+    assert main_difference(summary_of(alike)).endswith(": that may be chance.")
 
 
 def test_the_page_is_the_markdown(out: Path, html: Element):
@@ -261,7 +265,7 @@ def test_the_note_names_the_arms_of_each_draw(summary: Summary, per_batch: list[
 
 
 def test_lines_and_intervals_equal_the_summary(summary: Summary):
-    for axes, mode in zip(draw_figure(summary).axes, MODES, strict=True):
+    for axes, mode in zip(draw_figure_1(summary).axes, MODES, strict=True):
         for arm in summary.arms:
             (container,) = lines_of(axes)[arm]
             cells = summary.curve(arm, mode)
@@ -276,7 +280,7 @@ def test_lines_and_intervals_equal_the_summary(summary: Summary):
 
 
 def test_every_number_of_the_paper_is_drawn_hollow(summary: Summary):
-    for axes, mode in zip(draw_figure(summary).axes, MODES, strict=True):
+    for axes, mode in zip(draw_figure_1(summary).axes, MODES, strict=True):
         drawn = {
             (name.removeprefix("paper "), round(box.lines[0].get_ydata()[0], 9))
             for name, boxes in lines_of(axes).items()
@@ -317,10 +321,8 @@ def outside(figure: Figure) -> list[object]:
 
 
 def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary):
-    curve = {500: crowd.cells[0].top1, 4000: crowd.cells[1].top1}
-    figures = (draw_figure(crowd), draw_bars(crowd))
-    budget = draw_budget({("layershuffle", mode): curve for mode in MODES}, crowd)
-    assert [outside(figure) for figure in (*figures, budget)] == [[], [], []]
+    figures = (draw_figure_1(crowd), draw_bars(crowd))
+    assert [outside(figure) for figure in figures] == [[], []]
     for part in figures[0].subfigs:
         below = part.legends[0].get_window_extent().y1
         assert all(below <= axes.get_window_extent().y0 for axes in part.axes), "on the panel"

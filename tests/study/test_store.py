@@ -14,9 +14,7 @@ from fixture import facts, merging_rows, run_of, run_rows, tell, write_merging, 
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.results import ScoreRow, read_rows
-from layershuffle.study.dry_run import forecast_text
 from layershuffle.study.paper.report import write_report
-from layershuffle.study.plan import plan_of, read_plan, write_plan
 from layershuffle.study.store import read_study
 from layershuffle.study.tasks import StudyError
 from refusals import refuses
@@ -71,16 +69,6 @@ def test_a_task_that_was_killed_before_its_line_is_not_done(out: Path):
     assert "layershuffle" not in {row.method for row in read_rows(out / "results.csv", ScoreRow)}
 
 
-def test_a_merging_with_more_donors_is_done_again(tmp_path: Path):
-    out = write_study(tmp_path, orders=2, merging=[{"arms": ["layershuffle"]}])
-    write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
-    assert len(read_study(out).mergings) == 1
-    stored = json.loads((out / "plan.json").read_text())
-    stored["recipe"]["seeds"] = [0, 1]
-    (out / "plan.json").write_text(json.dumps(stored))
-    assert "merging-layershuffle" in read_study(out).unfinished
-
-
 def edit(out: Path, **fields: Any) -> None:
     """Change facts of `RUN`."""
     path = out / "tasks.jsonl"
@@ -102,7 +90,7 @@ def test_only_a_newline_ends_a_line(out: Path):
         {"steps": "many"},
         {"steps": True},
         {"paper_protocol": 0},
-        {"selected": {"step": 1, "metric": "m"}},
+        {"selected": {"step": 1}},
         {"data": {"spec": "x"}},
         {"train_seconds": float("nan")},
     ],
@@ -111,9 +99,6 @@ def test_wrong_facts_are_refused(out: Path, fields: dict[str, Any]):
     edit(out, **fields)
     with refuses(StudyError, out / "tasks.jsonl"):
         read_study(out)
-    write_plan(read_plan(out).model_copy(update={"seeds": (0, 1)}), out)
-    with refuses(StudyError, out / "tasks.jsonl"):
-        forecast_text(plan_of(read_plan(out)), out, workers=1)
 
 
 @pytest.mark.parametrize(

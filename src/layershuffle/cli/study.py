@@ -11,12 +11,10 @@ from layershuffle.cli.command import AtLeastOne, Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.extras import require
 from layershuffle.settings import read_recipe
-from layershuffle.study.dry_run import forecast_text, plan_text
-from layershuffle.study.paper.selection import select
-from layershuffle.study.plan import check_plan, plan_of
+from layershuffle.study.dry_run import plan_text
+from layershuffle.study.plan import check_plan, make_plan
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.store import read_facts
 
 
 @dataclass(frozen=True)
@@ -38,25 +36,19 @@ class ReproduceCommand(Command):
     """Directory of the study (default: runs/NAME)."""
     workers: AtLeastOne | None = None
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
-    only: str | None = None
-    """Tables and figures to make, with all that they need: table1, fig1b, fig1c, fig4, table2,
-    fig5, budget, or an analysis; comma-separated (default: all)."""
     ray: str | None = None
     """Start the workers on a Ray cluster: its address, or auto for the one of this machine. --out
     must be on a disk that all its machines share."""
     dry_run: bool = False
-    """Print the tasks and their work, and the time once a task is finished. Needs no weights, no
-    images and no network."""
+    """Print the tasks of the study and run none. Needs no weights, no images and no network."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
         study = _read_study(recipe_file(self.recipe), data=self.data)
         out = self.out or Path("runs") / study.name
-        plan = select(study, self.only)
         if self.dry_run:
-            check_plan(study, out, facts=read_facts(out))
-            print(plan_text(study, plan))
-            print(forecast_text(plan, out, workers=self.workers or study.workers))
+            check_plan(study, out)
+            print(plan_text(study, make_plan(study)))
             return 0
         require("study")
 
@@ -72,7 +64,6 @@ class ReproduceCommand(Command):
             failed = run_study(
                 study,
                 out,
-                names={task.name for task in plan.tasks},
                 workers=self.workers,
                 watch=watch,
                 make_team=make_team,
@@ -104,6 +95,11 @@ class ReportCommand(Command):
 
 
 def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
+    """The study of a recipe, on other images where `data` names them.
+
+    Raises `SettingsError` for settings that a study or one of its runs cannot have, `UsageError`
+    for the recipe of a single training.
+    """
     fields = read_recipe(recipe)
     if "method" in fields and "arms" not in fields:
         raise UsageError(
@@ -115,7 +111,7 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
         fields["data"] = data
     try:
         study = StudySettings(**fields)
-        plan_of(study)  # checks the settings of every run
+        make_plan(study)  # checks the settings of every run
         return study
     except SettingsError as error:
         raise SettingsError(

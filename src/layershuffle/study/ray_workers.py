@@ -24,6 +24,8 @@ def ray_team(address: str) -> MakeTeam:
     ray = connected_ray(address)
 
     class RayTeam:
+        """A `Team` of Ray tasks, each of which keeps one worker process on its machine."""
+
         def __init__(self, out: Path, tasks: Sequence[AnyTask], count: int | None) -> None:
             gpus = int(ray.cluster_resources().get("GPU", 0))
             room = gpus or int(ray.cluster_resources().get("CPU", 1))

@@ -14,20 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from layershuffle.errors import Interrupted, LayerShuffleError, UsageError
+from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.machine import cores, stop_signals
-from layershuffle.study.plan import PLAN_FILE, check_plan, plan_of, read_plan, write_plan
+from layershuffle.study.plan import check_plan, make_plan, write_plan
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.store import failure_of, read_facts, writing
+from layershuffle.study.store import read_facts, read_failure, writing
 from layershuffle.study.tasks import ASSUMED_SIZES, AnyTask
 from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
-from layershuffle.text import shortened
 
 STOP_SECONDS = 60.0  # longer than any step, after which a stopped run saves a checkpoint
 _POLL_SECONDS = 0.5
@@ -67,7 +65,10 @@ MakeTeam = Callable[[Path, Sequence[AnyTask], int | None], Team]
 
 @dataclass
 class LocalTeam:
-    """Processes of this machine: one per GPU, else one per CPU core with a thread each."""
+    """Processes of this machine: one per GPU, else one per CPU core with a thread each.
+
+    `tasks`: those of the plan in `out`. `count`: how many processes there are at most.
+    """
 
     out: Path
     tasks: Sequence[AnyTask]
@@ -76,7 +77,9 @@ class LocalTeam:
 
     def __post_init__(self) -> None:
         self.gpus = visible_gpus()
-        self.processes = [None] * min(self.count or room(self.gpus), len(self.tasks))
+        # One per GPU, else one per CPU core.
+        count = self.count or len(self.gpus) or cores()
+        self.processes = [None] * min(count, len(self.tasks))
         # It closes when this process ends in whatever way, and then the workers end.
         self.alive = os.pipe()
 
@@ -96,6 +99,7 @@ class LocalTeam:
         return any(self.processes)
 
     def _start(self, place: int) -> subprocess.Popen[bytes]:
+        """A new worker, on the GPU of this place if there are GPUs."""
         environment = dict(os.environ)
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[place % len(self.gpus)]
@@ -104,10 +108,7 @@ class LocalTeam:
             environment["OMP_NUM_THREADS"] = "1"
         return subprocess.Popen(
             # This interpreter, not the `python` of the shell.
-            [
-                *(sys.executable, "-m", "layershuffle.study.worker", str(self.out)),
-                *(task.name for task in self.tasks),
-            ],
+            [sys.executable, "-m", "layershuffle.study.worker", str(self.out)],
             stdin=self.alive[0],
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -132,54 +133,44 @@ class LocalTeam:
             os.close(end)
 
 
-def room(gpus: Sequence[str]) -> int:
-    """How many tasks this machine runs at a time: one per GPU, else one per CPU core."""
-    return len(gpus) or cores()
-
-
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        names = map(str.strip, os.environ["CUDA_VISIBLE_DEVICES"].split(","))
-        # CUDA, too, ignores what follows a number that no GPU has.
-        return [*takewhile(lambda name: name and not name.startswith("-"), names)]
+        gpus = []
+        for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
+            # CUDA, too, ignores what follows a number that no GPU has.
+            if not name.strip() or name.strip().startswith("-"):
+                break
+            gpus.append(name.strip())
+        return gpus
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
         )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []
-    gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(number) for number in range(len(gpus))]
+    lines = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(lines))]
 
 
 def run_study(
     study: StudySettings,
     out: Path,
     *,
-    names: Collection[str] | None = None,
     workers: int | None = None,
     watch: StudyWatcher,
     make_team: MakeTeam = LocalTeam,
 ) -> list[str]:
     """Run the unfinished tasks. Returns the names of those that failed or were held back.
 
-    `names`: of the tasks to run, with all that they need (default: all). Raises `UsageError` if
-    `out` holds another study, `StudyError` or `DataError` for a broken file there, `Interrupted`
-    after SIGTERM or Ctrl-C with the checkpoint of every run saved.
+    Raises `UsageError` if `out` holds another study, `StudyError` or `DataError` for a broken file
+    there, `Interrupted` after SIGTERM or Ctrl-C with the checkpoint of every run saved.
     """
-    check_plan(study, out, facts=read_facts(out))  # before the lock, which makes a file
-    tasks = [task for task in plan_of(study).tasks if names is None or task.name in names]
+    check_plan(study, out)  # before the lock, which makes a file
+    tasks = make_plan(study).tasks
     with writing(out):
-        check_plan(study, out, facts=read_facts(out))
-        busy = try_again(tasks, out)
-        # A task of two plans would end with the settings of the other one.
-        if busy and read_plan(out) != study:
-            raise UsageError(
-                f"Another process works on {shortened(busy)} here, by a recipe that differs",
-                place=out / PLAN_FILE,
-                hint="give the same recipe to join it, or wait until it has ended",
-            )
+        check_plan(study, out)  # another process may have begun a study meanwhile
+        try_again(tasks, out)
         write_plan(study, out)
     with stop_signals() as stop:
         team = make_team(out, tasks, workers or study.workers)
@@ -187,7 +178,7 @@ def run_study(
         try:
             while not stop.is_set() and team.is_working():
                 time.sleep(_POLL_SECONDS)
-                watch(states_of(tasks, out), time.monotonic() - started)
+                watch(task_states(tasks, out), time.monotonic() - started)
         finally:
             # Also after an error, so no worker is left behind.
             team.stop()
@@ -201,33 +192,44 @@ def run_study(
     return [task.name for task in tasks if not task.is_done(facts)]
 
 
-def states_of(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
+def task_states(tasks: Sequence[AnyTask], out: Path) -> list[TaskState]:
     """The state of every task, whichever machine works on it."""
     facts = read_facts(out)
-    sizes = ASSUMED_SIZES | known_sizes(facts)
-    failures = {task.name: failure_of(task, out) for task in tasks if not task.is_done(facts)}
-
-    def state(task: AnyTask) -> TaskState:
-        weight = task.cost(sizes) or 1.0
+    sizes = {**ASSUMED_SIZES, **known_sizes(facts)}
+    failures: dict[str, str] = {}
+    for task in tasks:
+        if not task.is_done(facts):
+            failures[task.name] = read_failure(task, out)
+    states = []
+    for task in tasks:
+        weight = task.cost(sizes)
+        failed_needs = [need for need in task.needs if failures.get(need)]
         if task.is_done(facts):
-            return TaskState(task.name, "done", fraction=1.0, weight=weight)
-        if failure := failures[task.name]:
-            return TaskState(task.name, "failed", failure, weight=weight)
-        if failed := [need for need in task.needs if failures.get(need)]:
-            return TaskState(task.name, "waiting", f"held back, {failed[0]} failed", weight=weight)
-        try:
-            progress = json.loads((task.directory(out) / PROGRESS_FILE).read_bytes())
-        except (FileNotFoundError, ValueError):  # a power cut may leave it empty
-            return TaskState(task.name, "waiting", weight=weight)
-        return TaskState(task.name, "running", progress["text"], progress["share"], weight)
+            state = TaskState(task.name, "done", fraction=1.0, weight=weight)
+        elif failures[task.name]:
+            state = TaskState(task.name, "failed", failures[task.name], weight=weight)
+        elif failed_needs:
+            detail = f"held back, {failed_needs[0]} failed"
+            state = TaskState(task.name, "waiting", detail, weight=weight)
+        else:
+            state = _open_state(task, out, weight=weight)
+        states.append(state)
+    return states
 
-    return [state(task) for task in tasks]
+
+def _open_state(task: AnyTask, out: Path, *, weight: float) -> TaskState:
+    """The state of a task that waits for a worker, or has one that writes down how far it is."""
+    try:
+        progress = json.loads((task.directory(out) / PROGRESS_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):  # a power cut may leave it empty
+        return TaskState(task.name, "waiting", weight=weight)
+    return TaskState(task.name, "running", progress["text"], progress["share"], weight)
 
 
 def known_sizes(facts: dict[str, dict[str, Any]]) -> dict[str, int]:
     """The numbers of images by split that a finished run has found; empty before the first."""
-    for fact in facts.values():
-        data = fact.get("data")
+    for result in facts.values():
+        data = result.get("data")
         if isinstance(data, dict) and data.get("sizes"):
-            return {name: count for name, count in data["sizes"].items() if count is not None}
+            return {split: count for split, count in data["sizes"].items() if count is not None}
     return {}

@@ -41,17 +41,6 @@ class Arm(Settings):
         return self.name or self.method
 
 
-class Budget(Settings):
-    """The same arms trained for other numbers of steps: accuracy against training."""
-
-    arms: Names
-    """Labels of the arms, whose own length is part of the curve, too."""
-    steps: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    """Lengths in optimiser steps."""
-    seeds: Seeds | None = None
-    """Seeds of every length (default: those of the study)."""
-
-
 class Merging(Settings):
     """Merges, soups and ensembles of the models of an arm (paper, section 4.4)."""
 
@@ -66,7 +55,7 @@ class AnalysisTask(Settings):
     name: Name
     """umap, norms, attention, attribution, leave-one-out or position."""
     arm: Name
-    """Label of the arm; that of a budget curve at one length ends in -N-steps."""
+    """Label of the arm."""
     seeds: Seeds | None = None
     """Seeds of the models to analyse (default: the first seed of the arm)."""
     options: AnalysisSettings = AnalysisSettings()
@@ -84,15 +73,13 @@ class StudySettings(Settings):
     fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
-    budget: tuple[Budget, ...] = ()
-    """Curves over numbers of steps; each may have its own arms and seeds."""
     merging: tuple[Merging, ...] = ()
     """Merges; an arm may have its own options."""
     analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
     """Runs at a time (default: one per GPU, else one per CPU core with a thread each)."""
 
-    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+    def arm_seeds(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""
         return arm.seeds or self.seeds
 

@@ -24,8 +24,8 @@ from typing import Any
 from filelock import FileLock
 
 from layershuffle.files import explained, write_text
-from layershuffle.results import MergingRow, ScoreRow, read_rows, write_rows
-from layershuffle.study.plan import Plan, plan_of, read_plan, run_name
+from layershuffle.results import MergingRow, Row, ScoreRow, read_rows, write_rows
+from layershuffle.study.plan import Plan, make_plan, read_plan, run_name
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import (
     RESTORE,
@@ -42,14 +42,19 @@ from layershuffle.study.tasks import (
 )
 from layershuffle.text import one_line
 
-TASKS_FILE, SCORES_FILE, MERGES_FILE = "tasks.jsonl", "results.csv", "merging.csv"
+TASKS_FILE = "tasks.jsonl"
+SCORES_FILE = "results.csv"
+MERGES_FILE = "merging.csv"
 FAILURE_FILE = "failure.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study as it is on disk: its plan, the results of the finished tasks in the plan's order,
-    and of the others why they failed ("" if they did not)."""
+    """A study as it is on disk.
+
+    `runs`, `mergings`, `analyses`: the finished tasks in the order of the plan, with their results.
+    `unfinished`: the names of the others, each with the reason why it failed ("" if it did not).
+    """
 
     settings: StudySettings
     plan: Plan
@@ -66,7 +71,8 @@ def read_study(out: Path) -> Study:
     or contradicts the plan.
     """
     settings = read_plan(out)
-    plan, stored = plan_of(settings), read_stored(out)
+    plan = make_plan(settings)
+    stored = read_stored(out)
     if stored.rows and not stored.facts:
         raise StudyError(
             f"This directory holds scores, but no {TASKS_FILE} with the facts of their runs",
@@ -74,21 +80,34 @@ def read_study(out: Path) -> Study:
             hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
         )
     _refuse_lost_rows(plan, stored, out)
+    runs = []
+    for run in plan.runs:
+        if run.is_done(stored.facts):
+            runs.append((run, run.read(stored)))
+    mergings = []
+    for merging in plan.mergings:
+        if merging.is_done(stored.facts):
+            mergings.append((merging, merging.read(stored)))
+    analyses = []
+    for analysis in plan.analyses:
+        if analysis.is_done(stored.facts):
+            analyses.append((analysis, analysis.read(stored)))
+    unfinished = {}
+    for task in plan.tasks:
+        if not task.is_done(stored.facts):
+            unfinished[task.name] = read_failure(task, out)
     return Study(
         settings=settings,
         plan=plan,
-        runs=tuple((task, r) for task in plan.runs if (r := task.read(stored))),
-        mergings=tuple((task, m) for task in plan.mergings if (m := task.read(stored))),
-        analyses=tuple((task, a) for task in plan.analyses if (a := task.read(stored))),
-        unfinished={
-            task.name: failure_of(task, out)
-            for task in plan.tasks
-            if not task.is_done(stored.facts)
-        },
+        runs=tuple(runs),
+        mergings=tuple(mergings),
+        analyses=tuple(analyses),
+        unfinished=unfinished,
     )
 
 
 def _refuse_lost_rows(plan: Plan, stored: Stored, out: Path) -> None:
+    """Raises `StudyError` for a finished run or merging whose scores are not in their file."""
     for file, tasks in ((SCORES_FILE, plan.runs), (MERGES_FILE, plan.mergings)):
         for task in tasks:
             if task.name in stored.facts and task.name not in stored.rows:
@@ -96,11 +115,13 @@ def _refuse_lost_rows(plan: Plan, stored: Stored, out: Path) -> None:
                 raise StudyError(cause, place=out, hint=RESTORE)
 
 
-def failure_of(task: Task[Any], out: Path) -> str:
+def read_failure(task: Task[Any], out: Path) -> str:
     """Why the task failed; "" if it did not."""
     path = task.directory(out) / FAILURE_FILE
+    if not path.is_file():
+        return ""
     # A full disk may have cut the text within a character.
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def read_facts(out: Path) -> dict[str, dict[str, Any]]:
@@ -112,9 +133,12 @@ def read_facts(out: Path) -> dict[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         if not text.endswith("\n"):
             raise ValueError("its last line is cut off")
+        results = {}
         # Not `splitlines`: text of JSON may hold other ends of lines, as U+2028.
-        lines = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
-        return {facts["task"]: facts for facts in lines}
+        for line in text.removesuffix("\n").split("\n"):
+            facts = json.loads(line)
+            results[facts["task"]] = facts
+        return results
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"The file is cut off or cannot be read ({one_line(error)})"
         raise StudyError(cause, place=path, hint=RESTORE) from error
@@ -123,10 +147,11 @@ def read_facts(out: Path) -> dict[str, dict[str, Any]]:
 def read_stored(out: Path) -> Stored:
     """Everything in the files of the study in `out`. Raises `StudyError` or `DataError`."""
     rows: dict[str, list[Any]] = {}
-    scores, merges = out / SCORES_FILE, out / MERGES_FILE
+    scores = out / SCORES_FILE
     if scores.is_file():
         for row in read_rows(scores, ScoreRow, hint=RESTORE):
             rows.setdefault(run_name(row.method, row.seed), []).append(row)
+    merges = out / MERGES_FILE
     if merges.is_file():
         for merge in read_rows(merges, MergingRow, hint=RESTORE):
             rows.setdefault(f"merging-{merge.arm}", []).append(merge)
@@ -138,22 +163,25 @@ def record(task: Task[Any], out: Path, *, say: Say) -> None:
     """Do a task, and add its result to the files of the study, all in the plan's order."""
     result = task.run(out, say)
     with writing(out):
-        stored, plan = read_stored(out), plan_of(read_plan(out))
+        stored = read_stored(out)
+        plan = make_plan(read_plan(out))
         _refuse_lost_rows(plan, stored, out)
         stored.facts[task.name] = {"task": task.name, **result.model_dump(mode="json")}
         stored.rows[task.name] = result.rows
-        scores, merges = (
-            [row for each in kind if each.name in stored.facts for row in stored.rows[each.name]]
-            for kind in (plan.runs, plan.mergings)
-        )
-        if scores:
-            write_rows(out / SCORES_FILE, scores)
-        if merges:
-            write_rows(out / MERGES_FILE, merges)
-        done = [stored.facts[each.name] for each in plan.tasks if each.name in stored.facts]
-        lines = (json.dumps(facts, separators=(",", ":")) for facts in done)
+        for file, tasks in ((SCORES_FILE, plan.runs), (MERGES_FILE, plan.mergings)):
+            rows: list[Row] = []
+            for each in tasks:
+                if each.name in stored.facts:
+                    rows += stored.rows[each.name]
+            if rows:
+                write_rows(out / file, rows)
+        lines = []
+        for planned in plan.tasks:
+            if planned.name in stored.facts:
+                line = json.dumps(stored.facts[planned.name], separators=(",", ":"))
+                lines.append(f"{line}\n")
         # Last: from now on the task is done.
-        write_text(out / TASKS_FILE, "".join(f"{line}\n" for line in lines))
+        write_text(out / TASKS_FILE, "".join(lines))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,13 +32,13 @@ FIGURES = "figures"
 Say = Callable[[str, float], None]
 """Called with what a task is doing and the share of it that is done."""
 Sizes = Mapping[str, int]
-"""The number of images by split, as far as it is known."""
+"""The number of images of the splits "train" and "test"."""
 _SCORING = 1 << 20  # a rank for these draws alone; orders are drawn with small ranks
 _ANY_DEPTH = 1000  # for the number of orders of a model that has not been opened
 # In scores of an image: a forward, a backward of twice the work, and twice the blocks of a usual
 # score, because many are of pruned orders. Digits took 8.
 _TRAINING_COST = 6
-ASSUMED_SIZES = {"train": 50_000, "test": 5_000}
+ASSUMED_SIZES: Sizes = {"train": 50_000, "test": 5_000}
 """Numbers of images while no run has finished that knows them."""
 RESTORE = "restore the file, or run the study into a new --out"
 """The hint of every `StudyError` of a file that was changed."""
@@ -56,18 +56,15 @@ class TaskResult(BaseModel):
 
 
 class Selected(TaskResult):
-    """The checkpoint that was picked, and its score on the picking split."""
+    """What the checkpoint was picked by."""
 
     metric: str
-    value: float
 
 
 class RunData(TaskResult):
-    """The data of a run; `sizes` by split."""
+    """The data of a run: what a reader must know of it, and the number of images by split."""
 
-    spec: str
     notes: list[str]
-    classes: int
     sizes: dict[str, int | None] = Field(default_factory=dict)
 
 
@@ -83,17 +80,10 @@ class RunResult(TaskResult):
     hardware: dict[str, Any]
     rows: tuple[ScoreRow, ...] = Field(default=(), exclude=True)
 
-    @property
-    def seconds(self) -> float:
-        """Time of training and scoring."""
-        return self.train_seconds + self.eval_seconds
-
 
 class MergingResult(TaskResult):
-    """A finished merging; `donors` are the names of the merged runs."""
+    """A finished merging."""
 
-    donors: list[str]
-    seconds: float = 0.0
     rows: tuple[MergingRow, ...] = Field(default=(), exclude=True)
 
 
@@ -102,7 +92,6 @@ class AnalysisResult(TaskResult):
 
     title: str
     facts: dict[str, Any]
-    seconds: float = 0.0
     rows: tuple[()] = Field(default=(), exclude=True)
 
 
@@ -125,16 +114,17 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Generic[ResultT]):
-    """A part of a study that runs by itself; tasks of a `kind` take about as long for their work.
+    """A part of a study that runs by itself.
 
-    `needs`: names of the tasks that must be done first. `images`: test images that it asks for
-    (`None`: all), each of which runs through a model in scoring `passes` times.
+    `name`: that of its directory, and of its line in tasks.jsonl. `arm`: the label of its arm.
+    `images`: test images that it asks for (`None`: all), each of which runs through a model in
+    scoring `passes` times. `needs`: names of the tasks that must be done first.
     """
 
     result: ClassVar[type[Any]]
+    """The class of its result."""
     name: str
     arm: str
-    kind: str
     images: int | None
     passes: int
     needs: tuple[str, ...] = ()
@@ -147,10 +137,8 @@ class Task(Generic[ResultT]):
         """Do the task in the study's directory `out`. Raises the errors of the work."""
         raise NotImplementedError
 
-    def read(self, stored: Stored) -> ResultT | None:
-        """Its result; `None` if it is not done. Raises `StudyError`."""
-        if not self.is_done(stored.facts):
-            return None
+    def read(self, stored: Stored) -> ResultT:
+        """The result of a task that is done. Raises `StudyError` for a fact of another type."""
         try:
             answer: ResultT = self.result(
                 **stored.facts[self.name], rows=stored.rows.get(self.name, ())
@@ -169,17 +157,15 @@ class Task(Generic[ResultT]):
         """Whether `facts`, by name of the task, have its result."""
         return self.name in facts
 
-    def continues(self, done: Any) -> bool:
-        """Whether `done`, a finished task of this name and kind, is the same in this plan."""
-        return bool(self == done)
+    def scored(self, sizes: Sizes) -> int:
+        """Images in scoring, each counted once per pass."""
+        images = sizes["test"]
+        if self.images is not None:
+            images = min(images, self.images)
+        return images * self.passes
 
-    def scored(self, sizes: Sizes) -> int | None:
-        """Images in scoring, each counted once per pass; `None` if their number is not known."""
-        counts = [count for count in (self.images, sizes.get("test")) if count is not None]
-        return min(counts) * self.passes if counts else None
-
-    def cost(self, sizes: Sizes) -> float | None:
-        """The work, in scores of an image; `None` if a number of images is not known."""
+    def cost(self, sizes: Sizes) -> float:
+        """The work, in scores of an image."""
         return self.scored(sizes)
 
 
@@ -187,14 +173,11 @@ class Task(Generic[ResultT]):
 class RunSpec(Task[RunResult]):
     """One training and its evaluation.
 
-    `part`: the part of the report that it belongs to. `row`: the arm in the main table, which
-    models of several depths share; `curve`: the arm whose length of training varies.
+    `row`: the arm in the main table, which models of several depths share.
     """
 
     result = RunResult
-    part: Literal["main", "budget"]
     row: str
-    curve: str
     settings: FitSettings
     evaluate: EvalSettings
 
@@ -211,9 +194,10 @@ class RunSpec(Task[RunResult]):
         fitted = fit(
             self.settings,
             self.directory(out) / FIT_DIRECTORY,
-            on_event=_said(lambda text, share: say(text, training * share)),
+            on_event=_training_listener(lambda text, share: say(text, training * share)),
         )
-        started, facts = time.monotonic(), asdict(fitted)
+        started = time.monotonic()
+        facts = asdict(fitted)
         seed = scoring_seed(self.evaluate.seed, self.settings.seed)
         settings = self.evaluate.model_copy(update={"seed": seed})
         scored = evaluate_spec(
@@ -244,28 +228,28 @@ class RunSpec(Task[RunResult]):
         """Passes over the training data; only for a run without a number of steps."""
         return self.settings.epochs or DEFAULT_EPOCHS
 
-    def steps(self, sizes: Sizes) -> float | None:
-        """Training steps; `None` if they depend on a number of images that is not known."""
-        if self.settings.steps is not None or "train" not in sizes:
+    def steps(self, sizes: Sizes) -> float:
+        """Training steps."""
+        if self.settings.steps is not None:
             return self.settings.steps
         # The last batch of an epoch may be smaller, but is a step too.
         return self.epochs * math.ceil(sizes["train"] / self.settings.batch_size)
 
-    def cost(self, sizes: Sizes) -> float | None:
-        steps, scored = self.steps(sizes), self.scored(sizes)
-        if steps is None or scored is None:
-            return None
-        return _TRAINING_COST * steps * self.settings.batch_size + scored
+    def cost(self, sizes: Sizes) -> float:
+        trained = self.steps(sizes) * self.settings.batch_size
+        return _TRAINING_COST * trained + self.scored(sizes)
 
     def training_share(self) -> float:
-        """The share of its work that is training."""
-        # Neither is `None`, because all sizes are given.
-        return 1 - (self.scored(ASSUMED_SIZES) or 0) / (self.cost(ASSUMED_SIZES) or 1)
+        """The share of its work that is training, in [0, 1], before the data are known."""
+        return 1 - self.scored(ASSUMED_SIZES) / self.cost(ASSUMED_SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergingSpec(Task[MergingResult]):
-    """Merges, soups and ensembles of an arm's models. `donors`: the runs of all of its seeds."""
+    """Merges, soups and ensembles of an arm's models.
+
+    `donors`: the runs of all seeds of the arm.
+    """
 
     result = MergingResult
     donors: tuple[RunSpec, ...]
@@ -277,7 +261,7 @@ class MergingSpec(Task[MergingResult]):
         started = time.monotonic()
         first = self.donors[0]  # the donors differ only in their seed
         mode = first.settings.build_method().selects_by
-        rows, notes = score_merging(
+        scores, notes = score_merging(
             [run.model(out) for run in self.donors],
             first.settings.data,
             settings=self.options,
@@ -285,19 +269,12 @@ class MergingSpec(Task[MergingResult]):
             names=self.needs,
             progress=lambda what, done, total: say(what, done / total),
         )
-        facts = _facts_of(self.options, started=started, precision=self.options.precision)
-        return MergingResult(
-            **facts | {"mode": mode, "notes": notes},
-            donors=list(self.needs),
-            rows=tuple(_rounded(row).model_copy(update={"arm": self.arm}) for row in rows),
-        )
-
-    def is_done(self, facts: Mapping[str, Mapping[str, Any]]) -> bool:
-        # A merging is repeated if its arm has got more seeds, hence more donors.
-        return facts.get(self.name, {}).get("donors") == list(self.needs)
-
-    def continues(self, done: Any) -> bool:
-        return set(done.needs) <= set(self.needs) and done.options == self.options
+        facts = _task_facts(self.options, started=started, precision=self.options.precision)
+        facts |= {"mode": mode, "notes": notes, "donors": list(self.needs)}
+        rows = []
+        for score in scores:
+            rows.append(_rounded(score).model_copy(update={"arm": self.arm}))
+        return MergingResult(**facts, rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +282,7 @@ class AnalysisSpec(Task[AnalysisResult]):
     """One analysis, `kind`, of the model of one run."""
 
     result = AnalysisResult
+    kind: str
     model: RunSpec
     options: AnalysisSettings
 
@@ -326,7 +304,7 @@ class AnalysisSpec(Task[AnalysisResult]):
         for picture in files.glob("*.png"):
             shutil.copy(picture, out / FIGURES / f"{self.name}-{picture.name}")
         return AnalysisResult(
-            **_facts_of(self.options, started=started),
+            **_task_facts(self.options, started=started),
             title=answer["title"],
             facts=_numbers(answer["facts"]),
         )
@@ -345,13 +323,17 @@ def scoring_seed(seed: int, model: int) -> int:
     return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
-def orders_of(scoring: EvalSettings, kept: int | None) -> int:
+def count_orders(scoring: EvalSettings, kept: int | None) -> int:
     """The number of orders under which a model is scored; `kept`: its depth, if it is known."""
-    modes = parse_modes(scoring.modes)
-    return sum(mode.draws(scoring.num_orders, depth=kept or _ANY_DEPTH) for mode in modes)
+    depth = kept or _ANY_DEPTH
+    count = 0
+    for mode in parse_modes(scoring.modes):
+        count += mode.draws(scoring.num_orders, depth=depth)
+    return count
 
 
-def _said(say: Say) -> Callable[[dict[str, Any]], None]:
+def _training_listener(say: Say) -> Callable[[dict[str, Any]], None]:
+    """What `fit` calls with its events: it says the step and the share of the training."""
     steps = 1
 
     def listen(event: dict[str, Any]) -> None:
@@ -368,20 +350,25 @@ def _said(say: Say) -> Callable[[dict[str, Any]], None]:
 
 def _rounded(row: AnyRow) -> AnyRow:
     """The row with as many decimals as the files of scores have."""
-    values = {name: round(getattr(row, name), count) for name, count in _DIGITS.items()}
-    return row.model_copy(update=values)
+    rounded = {}
+    for name, digits in _DIGITS.items():
+        rounded[name] = round(getattr(row, name), digits)
+    return row.model_copy(update=rounded)
 
 
 def _numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The single numbers of nested facts; lists stay in the files of the analysis."""
-    return {
-        name: _numbers(value) if isinstance(value, Mapping) else value
-        for name, value in facts.items()
-        if isinstance(value, Mapping | int | float)
-    }
+    numbers: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            numbers[name] = _numbers(value)
+        elif isinstance(value, int | float):
+            numbers[name] = value
+    return numbers
 
 
-def _facts_of(options: Any, *, started: float, precision: str = "fp32") -> dict[str, Any]:
+def _task_facts(options: Any, *, started: float, precision: str = "fp32") -> dict[str, Any]:
+    """What every merging and analysis says of itself; `started` as `time.monotonic` has it."""
     from layershuffle.machine import hardware, versions
 
     return {

@@ -1,4 +1,4 @@
-"""One process that does one task of a study: `python -m layershuffle.study.worker OUT [NAME ...]`.
+"""One process that does one task of a study: `python -m layershuffle.study.worker OUT`.
 
 It claims a task by a lock in the shared directory OUT, so any number of these processes, on any
 number of machines, share the work: none starts a task that another one has. The lock goes with its
@@ -26,23 +26,26 @@ from filelock import FileLock, Timeout
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import explained, write_text
 from layershuffle.machine import collector_paused
-from layershuffle.study.plan import plan_of, read_plan
+from layershuffle.study.plan import make_plan, read_plan
 from layershuffle.study.store import FAILURE_FILE, read_facts, record
 from layershuffle.study.tasks import AnyTask, Task
 from layershuffle.text import one_line
 
-LOG_FILE, PROGRESS_FILE, CLAIM_FILE = "log.txt", "progress.json", "claim.lock"
+LOG_FILE = "log.txt"
+PROGRESS_FILE = "progress.json"
+CLAIM_FILE = "claim.lock"
 _MOST_ATTEMPTS = 3  # a task that needs too much memory would end one process after another
 _POLL_SECONDS = 0.5
 
 
 def main(argv: list[str]) -> int:
-    """Do one of the named tasks of the study in `argv[0]` (default: of all), or none if all are
-    done. Returns the exit code: 0, also if the task failed, or 143 if stopped with a checkpoint."""
+    """Do one task of the study in the directory `argv[0]`, or none if all are done.
+
+    Returns the exit code: 0, also if the task failed, or 143 if it was stopped with a checkpoint.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    out, names = Path(argv[0]), argv[1:]
-    plan = plan_of(read_plan(out))
-    with next_task([task for task in plan.tasks if not names or task.name in names], out) as task:
+    out = Path(argv[0])
+    with next_task(make_plan(read_plan(out)).tasks, out) as task:
         if task is None:
             return 0
         with (task.directory(out) / LOG_FILE).open("ab") as log:
@@ -61,11 +64,11 @@ def unfinished(tasks: Collection[AnyTask], out: Path) -> list[AnyTask]:
     """The tasks that are neither done nor failed, nor need one that failed."""
     facts = read_facts(out)
     failed = {task.name for task in tasks if (task.directory(out) / FAILURE_FILE).exists()}
-    return [
-        task
-        for task in tasks
-        if not task.is_done(facts) and not failed.intersection([task.name, *task.needs])
-    ]
+    left = []
+    for task in tasks:
+        if not task.is_done(facts) and failed.isdisjoint([task.name, *task.needs]):
+            left.append(task)
+    return left
 
 
 @contextmanager
@@ -149,20 +152,20 @@ def attempt(task: AnyTask, out: Path) -> None:
         progress.unlink(missing_ok=True)
 
 
-def try_again(tasks: Collection[Task[Any]], out: Path) -> list[str]:
-    """Forget that tasks failed. Returns the names of those that another process has."""
-    busy = []
+def try_again(tasks: Collection[Task[Any]], out: Path) -> None:
+    """Forget that tasks failed, except for those that another process has."""
     for task in tasks:
         directory = task.directory(out)
-        if directory.exists():
-            with claimed(task, out) as is_mine:
-                busy += [] if is_mine else [task.name]
-                for name in (FAILURE_FILE, PROGRESS_FILE) if is_mine else ():
-                    (directory / name).unlink(missing_ok=True)
-    return busy
+        if not directory.exists():
+            continue
+        with claimed(task, out) as is_mine:
+            if is_mine:
+                (directory / FAILURE_FILE).unlink(missing_ok=True)
+                (directory / PROGRESS_FILE).unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:
+    """Stop this process, with a checkpoint, when the one ends that started it."""
     # This pipe closes when the process dies that started this one.
     while os.read(0, 1):
         pass

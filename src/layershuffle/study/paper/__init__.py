@@ -1,1 +1,1 @@
-"""What the results of a study say of the paper: claims, tables, figures, the report."""
+"""What a study shows beside the paper: its tables, its figures, the report."""

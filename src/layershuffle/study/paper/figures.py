@@ -1,4 +1,4 @@
-"""The figures of the report: bars of all arms, Figures 1b and 1c, the budget curve, Figure 5.
+"""The figures of the report: bars of all arms, Figures 1b and 1c, Figure 5.
 
 The paper's own axis of Figure 1 counts removed blocks in its caption and kept blocks in its text;
 ours always counts blocks kept. The same summary gives the same bytes.
@@ -35,7 +35,8 @@ PANELS = {
 ARMS_PER_PANEL = 5  # more lines cannot be told apart
 # Horizontal offsets in blocks, between the outermost arms of a panel and between an arm's point and
 # the paper's, which separate intervals of near values.
-_DODGE, _PAPER_SHIFT = 0.3, 0.04
+_DODGE = 0.3
+_PAPER_SHIFT = 0.04
 _GOLDEN = 0.618  # the share of a row between one dot and the next: neighbours lie far apart
 
 
@@ -65,16 +66,18 @@ def draw_bars(summary: Summary) -> Figure:
         ):
             top1 = summary.means(arm, mode)
             if top1:
-                at, width, colour = place + shift, mean(top1), arm_style(summary, arm)[0]
-                axes.barh(at, width, height=0.36, color=colour, alpha=alpha)
-                axes.text(width + 1, at, f"{width:.1f}{words}", va="center", fontsize=8)
+                height = place + shift
+                width = mean(top1)
+                colour = arm_style(summary, arm)[0]
+                axes.barh(height, width, height=0.36, color=colour, alpha=alpha)
+                axes.text(width + 1, height, f"{width:.1f}{words}", va="center", fontsize=8)
     axes.set_yticks(range(len(arms)), [label(arm) for arm in arms], parse_math=False)
     axes.set(xlim=(0, 116), ylim=(len(arms) - 0.5, -0.5), xticks=range(0, 101, 20))
     axes.set_xlabel("images of 100 right", color=INK)
     return figure
 
 
-def draw_figure(summary: Summary) -> Figure:
+def draw_figure_1(summary: Summary) -> Figure:
     """Figures 1b and 1c: a panel per mode, with a line with 95 % intervals per arm.
 
     A panel has at most `ARMS_PER_PANEL` arms; further arms get more rows, each with a legend. The
@@ -98,11 +101,15 @@ def draw_figure(summary: Summary) -> Figure:
 
 def arms_drawn(summary: Summary) -> tuple[str, ...]:
     """The arms with a line: those scored with missing blocks, or all if there are none."""
-    curves = {
-        arm: [cell for mode in PANELS for cell in summary.curve(arm, mode)] for arm in summary.arms
-    }
-    pruned = (a for a, cells in curves.items() if any(c.kept < summary.depth for c in cells))
-    return tuple(pruned) or tuple(arm for arm, cells in curves.items() if cells)
+    pruned = []
+    scored = []
+    for arm in summary.arms:
+        cells = [cell for mode in PANELS for cell in summary.curve(arm, mode)]
+        if cells:
+            scored.append(arm)
+        if any(cell.kept < summary.depth for cell in cells):
+            pruned.append(arm)
+    return tuple(pruned or scored)
 
 
 def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) -> dict[str, Any]:
@@ -110,7 +117,8 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
     entries: dict[str, Any] = {}
     for place, arm in enumerate(arms):
         shift = _DODGE * (place / (len(arms) - 1) - 0.5) if len(arms) > 1 else 0.0
-        cells, style = summary.curve(arm, mode), arm_style(summary, arm)
+        cells = summary.curve(arm, mode)
+        style = arm_style(summary, arm)
         if cells:
             line = {cell.kept + shift: cell.top1 for cell in cells}
             entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
@@ -125,20 +133,23 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
     axes.set_xticks(ticks[:: (len(ticks) + 11) // 12])
     axes.set(xlim=(min(ticks, default=1) - 0.6, summary.depth + 0.6), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
-    _finish(axes, PANELS[mode])
+    style_axes(axes, PANELS[mode])
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
     return entries
 
 
 def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: str) -> Any:
     """Means with their intervals over places."""
-    scores = line.values()
+    below = []
+    above = []
+    for score in line.values():
+        below.append(0.0 if score.low is None else score.mean - score.low)
+        above.append(0.0 if score.high is None else score.high - score.mean)
     return axes.errorbar(
         list(line),
-        [score.mean for score in scores],
-        yerr=[
-            [0.0 if score.low is None else score.mean - score.low for score in scores],
-            [0.0 if score.high is None else score.high - score.mean for score in scores],
-        ],
+        [score.mean for score in line.values()],
+        yerr=[below, above],
         color=style[0],
         marker=style[1],
         linestyle=style[2],
@@ -168,48 +179,19 @@ def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: Style) -> A
     )
 
 
-def _finish(axes: Axes, title: str = "") -> None:
-    style_axes(axes, title)
-    axes.grid(axis="y", color=RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def draw_budget(
-    curves: Mapping[tuple[str, str], Mapping[int, Estimate]], summary: Summary
-) -> Figure:
-    """Top-1 of every (arm, mode) over the number of steps: sequential solid, arbitrary dashed."""
-    figure = new_figure(6.4, 5.2)
-    axes = figure.subplots()
-    entries = []
-    for (arm, mode), curve in curves.items():
-        colour, marker, _ = arm_style(summary, arm)
-        style: Style = (colour, marker, "-" if mode == "sequential" else "--")
-        line = _draw_line(axes, curve, style=style, name=arm)
-        entries.append((line, f"{label(arm)}, {mode}"))
-    # Lengths differ by factors; on a linear axis the short ones would overlap.
-    axes.set_xscale("log")
-    lengths = sorted({steps for curve in curves.values() for steps in curve})
-    axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
-    axes.minorticks_off()
-    # Room for the markers of scores near 0 and 100 %.
-    axes.set(ylim=(-2, 102), xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
-    _finish(axes)
-    legend_below(figure, entries)
-    return figure
-
-
-def draw_merges(groups: Sequence[tuple[str, str, Sequence[float]]], summary: Summary) -> Figure:
+def draw_figure_5(groups: Sequence[tuple[str, str, Sequence[float]]], summary: Summary) -> Figure:
     """Figure 5: a row per group (arm, name, top-1 of its models), a dot per model."""
     figure = new_figure(9.2, 0.8 + 0.3 * len(groups))
     axes = figure.subplots()
     for place, (arm, _, values) in enumerate(groups):
-        spread = 0.7 if len(values) > 1 else 0.0
-        at = [place + spread * (rank * _GOLDEN % 1 - 0.5) for rank in range(len(values))]
-        # The dot of a single model is larger, because it must be visible alone.
-        size, colour = (8 if spread else 50), arm_style(summary, arm)[0]
-        axes.scatter(sorted(values), at, s=size, color=colour, linewidths=0)
-        if spread:
-            axes.plot([mean(values)] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.1)
+        colour = arm_style(summary, arm)[0]
+        if len(values) == 1:
+            # The dot of a single model is larger, because it must be visible alone.
+            axes.scatter(values, [place], s=50, color=colour, linewidths=0)
+            continue
+        heights = [place + 0.7 * (rank * _GOLDEN % 1 - 0.5) for rank in range(len(values))]
+        axes.scatter(sorted(values), heights, s=8, color=colour, linewidths=0)
+        axes.plot([mean(values)] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.1)
     axes.set_yticks(
         range(len(groups)), [name for _, name, _ in groups], fontsize=8.5, parse_math=False
     )

@@ -26,10 +26,10 @@ def literal(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "") -> str:
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of literal text; "" without rows."""
-    cells = [[*map(literal, row)] for row in rows]
-    return markdown_table([*map(literal, head)], cells, align=align) if cells else ""
+    cells = [list(map(literal, row)) for row in rows]
+    return markdown_table(list(map(literal, head)), cells) if cells else ""
 
 
 def section(title: str, *blocks: str) -> str:
@@ -43,7 +43,7 @@ def picture(file: str, caption: str) -> str:
     return f"![{literal(caption)}]({quote(file)})"
 
 
-def page(text: str, *, place: Path) -> str:
+def html_text(text: str, *, place: Path) -> str:
     """The Markdown page as one HTML page with the figures inside, for a mail or a browser.
 
     `place`: the directory of the page, from which its figures are named. No script, nothing that a
@@ -51,13 +51,13 @@ def page(text: str, *, place: Path) -> str:
     """
     from markdown_it import MarkdownIt
 
-    def inside(match: re.Match[str]) -> str:
+    def embed(match: re.Match[str]) -> str:
         path = place / unquote(match[1])
         data = b64encode(path.read_bytes()).decode("ascii")
         return f'<img src="data:image/{_KINDS[path.suffix]};base64,{data}"'
 
     # Without raw HTML: every image is a figure of the page.
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    head, *sections = re.sub(r'<img src="([^"]*)"', inside, html).split("<h2>")
+    head, *sections = re.sub(r'<img src="([^"]*)"', embed, html).split("<h2>")
     title, _, lead = head.removeprefix("<h1>").partition("</h1>\n")
     return html_page(title, dict(part.split("</h2>\n", 1) for part in sections), lead=lead)

@@ -2,8 +2,8 @@
 
 ImageNet2012 validation accuracy (top-1, percent) of ViT-B/16 with 12 blocks, 5 models per method.
 Table 1 gives numbers. Figure 1 gives curves that the text only describes in words: those entries
-have a "~", before a value or a range. Scores that the text
-leaves vague (6 blocks; LayerDrop in arbitrary order, which "does not perform well") are left out.
+have a "~", before a value or a range. Scores that the text leaves vague (6 blocks; LayerDrop in
+arbitrary order, which "does not perform well") are left out.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     Arms with options of their own ("layerdrop-p0.5") have none. For another depth than the
     paper's 12, only the full stack compares.
     """
-    # All blocks of any model are compared with all 12 of the paper.
-    kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
-    place = arm, mode, kept_in_paper
-    return next((n for n in NUMBERS if (n.method, n.mode, n.kept) == place), None)
+    # All blocks of any model are compared with all 12 of the paper.
+    kept_in_paper = DEPTH if kept == depth else kept
+    for number in NUMBERS:
+        if (number.method, number.mode, number.kept) == (arm, mode, kept_in_paper):
+            return number
+    return None
 
 
 @dataclass(frozen=True)

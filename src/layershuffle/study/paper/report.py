@@ -13,21 +13,19 @@ import math
 import textwrap
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from layershuffle.analysis.results import numbers_of
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
-from layershuffle.stats import compare
-from layershuffle.study.paper.claims import Verdict, judge
+from layershuffle.stats import compare, mean
 from layershuffle.study.paper.figures import draw_bars
-from layershuffle.study.paper.markdown import grid, literal, page, picture, printable, section
+from layershuffle.study.paper.markdown import grid, html_text, literal, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
     NONE,
     WIDTH,
     DrawFigure,
-    budget_section,
     curves_section,
     describe_data,
     main_table,
@@ -67,34 +65,42 @@ def write_report(out: Path) -> Summary:
 
     text = render(summary, draw, out=out)
     write_text(out / "report.md", text)
-    write_text(out / "report.html", page(text, place=out))
+    write_text(out / "report.html", html_text(text, place=out))
     return summary
 
 
 def report_text(summary: Summary) -> str:
     """The headline, the main table and the unfinished tasks, for the terminal."""
     lines = [*textwrap.wrap(headline(summary), WIDTH), ""]
-    lines += [table_text(summary), ""] if summary.cells else []
-    return "\n".join([*lines, *map(printable, gaps(summary.study))])
+    if summary.cells:
+        lines += [table_text(summary), ""]
+    for line in unfinished_lines(summary.study):
+        lines.append(printable(line))
+    return "\n".join(lines)
 
 
 def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
-    """The report in Markdown; all text from the results is escaped."""
+    """The report in Markdown; all text from the results is escaped.
+
+    `draw` writes a figure, and returns the Markdown that shows it. `out`: the directory of the
+    study, where the figures of its analyses are.
+    """
     study = summary.study
     bars = ""
     if summary.cells:
-        bars = draw(
-            "bars", "Images of 100 right, blocks in order (pale) and shuffled.", draw_bars(summary)
-        )
+        caption = "Images of 100 right, blocks in order (pale) and shuffled."
+        bars = draw("bars", caption, draw_bars(summary))
+    count = len(study.plan.tasks)
+    state = (
+        f"Study {study.settings.name}: {count - len(study.unfinished)} of {count} tasks are "
+        f"finished, on {describe_data(study)}."
+    )
     blocks = [
         f"# {literal(headline(summary))}",
         bars,
-        literal(gain(summary)),
-        literal(
-            f"Study {study.settings.name}: {len(study.plan.tasks) - len(study.unfinished)} of "
-            f"{len(study.plan.tasks)} tasks are finished, on {describe_data(study)}."
-        ),
-        "\n".join(f"- {literal(line)}" for line in gaps(study)),
+        literal(main_difference(summary)),
+        literal(state),
+        "\n".join(f"- {literal(line)}" for line in unfinished_lines(study)),
         section(
             "Table 1 and Figures 1b, 1c: top-1 accuracy beside the paper",
             main_table(summary) if summary.cells else "No run has finished yet.",
@@ -102,14 +108,12 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
         ),
         table_1(summary),
         curves_section(summary, draw),
-        budget_section(summary, draw),
         merging_section(summary, draw),
-        *_analysis_sections(summary, out),
-        _claims_section(summary),
+        *_analysis_sections(study, out),
         section("How the checkpoint was picked", *map(literal, _selection(study))),
         _facts_section(study),
     ]
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 # --- the first sentences -------------------------------------------------------------------------
@@ -117,24 +121,31 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
 
 def headline(summary: Summary) -> str:
     """What the study shows in a sentence: of 100 images, how many each method has right."""
-    arbitrary = {arm: summary.means(arm, "arbitrary") for arm in summary.arms}
-    scores = {arm: sum(means.values()) / len(means) for arm, means in arbitrary.items() if means}
+    scores: dict[str, float] = {}
+    for arm in summary.arms:
+        means = summary.means(arm, "arbitrary")
+        if means:
+            scores[arm] = mean(means)
     if not scores:
         return "No score in arbitrary order yet"
     # The paper's two methods, if the study has them, and the best arm.
-    shown = [arm for arm in ("baseline", "layershuffle") if arm in scores]
     best = max(scores, key=lambda arm: scores[arm])
-    words = [
-        f"{'the ordinary model' if arm == 'baseline' else label(arm)} {'is right ' * (not place)}"
-        f"on {scores[arm]:.{1 if scores[arm] < 10 else 0}f}" + " of 100 images" * (not place)
-        for place, arm in enumerate(unique([*shown, best]))
-    ]
-    return f"Shuffled, {', '.join(words)}"
+    arms = [arm for arm in unique(["baseline", "layershuffle", best]) if arm in scores]
+    parts: list[str] = []
+    for arm in arms:
+        name = "the ordinary model" if arm == "baseline" else label(arm)
+        score = f"{scores[arm]:.1f}" if scores[arm] < 10 else f"{scores[arm]:.0f}"
+        if parts:
+            parts.append(f"{name} on {score}")
+        else:
+            parts.append(f"{name} is right on {score} of 100 images")
+    return f"Shuffled, {', '.join(parts)}"
 
 
-def gain(summary: Summary) -> str:
+def main_difference(summary: Summary) -> str:
     """The difference between LayerShuffle and the ordinary model in arbitrary order."""
-    base, ours = (summary.means(arm, "arbitrary") for arm in ("baseline", "layershuffle"))
+    base = summary.means("baseline", "arbitrary")
+    ours = summary.means("layershuffle", "arbitrary")
     if not (base and ours):
         return ""
     gap = compare(ours, base)
@@ -145,100 +156,85 @@ def gain(summary: Summary) -> str:
     return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
 
 
-def gaps(study: Study) -> list[str]:
+def unfinished_lines(study: Study) -> list[str]:
     """A line for every unfinished task, those that failed first, because a reader has to act."""
-    left = study.unfinished.items()
-    failed = [f"{name} failed: {failure}" for name, failure in left if failure]
-    return failed + [f"{name} not done yet" for name, failure in left if not failure]
+    failed = []
+    waiting = []
+    for name, failure in study.unfinished.items():
+        if failure:
+            failed.append(f"{name} failed: {failure}")
+        else:
+            waiting.append(f"{name} not done yet")
+    return failed + waiting
 
 
 # --- sections ------------------------------------------------------------------------------------
 
 
-def _analysis_sections(summary: Summary, out: Path) -> list[str]:
-    """A section per analysis of the main arms; those along a curve are in its table."""
-    arms = {run.arm for run in summary.study.plan.runs if run.part == "main"}
-    blocks: dict[str, list[str]] = {}
+def _analysis_sections(study: Study, out: Path) -> list[str]:
+    """A section per kind of analysis: its figures, and its numbers with a column per model."""
+    figures: dict[str, list[str]] = {}
+    # Title of the section -> name of the number -> name of the model -> the number as text.
     numbers: dict[str, dict[str, dict[str, str]]] = {}
-    for task, result in summary.study.analyses:
-        if task.arm not in arms:
-            continue
-        for number in numbers_of(result.facts):
-            row = numbers.setdefault(result.title, {}).setdefault(number["name"], {})
-            row[task.model.name] = f"{number['value']:.6g}"
-        shown = blocks.setdefault(result.title, [])
+    for task, result in study.analyses:
+        shown = figures.setdefault(result.title, [])
         for path in sorted((out / FIGURES).glob(f"{escape(task.name)}-*")):
             caption = f"{task.name}: {path.stem.removeprefix(f'{task.name}-')}"
             shown.append(picture(f"{FIGURES}/{path.name}", caption))
+        rows = numbers.setdefault(result.title, {})
+        for number in numbers_of(result.facts):
+            row = rows.setdefault(number["name"], {})
+            row[task.model.name] = f"{number['value']:.6g}"
     sections = []
-    for title, pictures in blocks.items():
-        rows = numbers.get(title, {})
+    for title, pictures in figures.items():
+        rows = numbers[title]
         models = unique(model for row in rows.values() for model in row)
-        cells = ((name, *(row.get(model, NONE) for model in models)) for name, row in rows.items())
+        cells = []
+        for name, row in rows.items():
+            cells.append((name, *(row.get(model, NONE) for model in models)))
         sections.append(section(title, *pictures, grid(("Number", *models), cells)))
     return sections
-
-
-def _claims_section(summary: Summary) -> str:
-    """The section of the measured claims, and a line that names the others."""
-    judgements = judge(summary)
-    measured = [entry for entry in judgements if entry[1] != "not measured"]
-    others = [f'"{claim.says}"' for claim, verdict, _ in judgements if verdict == "not measured"]
-    if not measured:
-        return ""
-    counts = {verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)}
-    head = ("The paper says", "Where", "Here", "Numbers", "Criterion")
-    return section(
-        "Claim by claim",
-        literal(
-            f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}. Top-1 in "
-            "percent of means over models; intervals of differences are 95 %, paired over the "
-            "seeds that both arms have (Welch where they share none). The data are not the "
-            "paper's, so a claim that does not hold here may hold there."
-        ),
-        literal(f"Not measured in this study: {'; '.join(others)}." if others else ""),
-        grid(
-            head, ((c.says, c.where, verdict, text, c.criterion) for c, verdict, text in measured)
-        ),
-    )
 
 
 def _selection(study: Study) -> list[str]:
     """How the checkpoints were picked, and whether on the reported images."""
     arms: dict[str, list[str]] = {}
-    protocols: dict[bool, list[str]] = {}
+    protocols: set[bool] = set()
     for task, result in study.runs:
         arms.setdefault(result.selected.metric, []).append(label(task.arm))
-        protocols.setdefault(result.paper_protocol, []).append(label(task.arm))
-    picked = [
-        f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
-        for metric, names in arms.items()
-    ]
+        protocols.add(result.paper_protocol)
+    sentences = []
+    for metric, names in arms.items():
+        sentences.append(f"{', '.join(unique(names))}: the checkpoint with the best {metric}.")
     # With runs of both protocols, both sentences are needed.
-    return picked + [_PROTOCOLS[protocol] for protocol in sorted(protocols, reverse=True)]
+    for protocol in sorted(protocols, reverse=True):
+        sentences.append(_PROTOCOLS[protocol])
+    return sentences
 
 
 def _facts_section(study: Study) -> str:
-    """The settings of the runs, where they ran, and for how long."""
+    """The settings of the runs, where they ran, and for how long; "" before the first has ended."""
     if not study.runs:
         return ""
-    training = sum(result.train_seconds for _, result in study.runs)
-    scoring = sum(result.eval_seconds for _, result in study.runs)
-    machines = unique(
-        str(result.hardware.get("gpu") or result.hardware.get("processor"))
-        for _, result in study.runs
-    )
-    notes = unique(f"Note: {note}" for _, result in study.runs for note in result.data.notes)
+    training = 0.0
+    scoring = 0.0
+    machines = []
+    notes = []
+    for _, result in study.runs:
+        training += result.train_seconds
+        scoring += result.eval_seconds
+        machines.append(str(result.hardware.get("gpu") or result.hardware.get("processor")))
+        notes += [f"Note: {note}" for note in result.data.notes]
     return section(
         "Settings",
         literal(
             f"{len(study.runs)} runs took {clock(training)} of training and "
-            f"{clock(scoring)} of scoring ({'; '.join(machines)}). plan.json holds the whole "
-            "recipe, tasks.jsonl the facts of every task, results.csv a row per run and order, "
-            "with the order itself."
+            f"{clock(scoring)} of scoring ({'; '.join(unique(machines))}). plan.json holds the "
+            "whole recipe, tasks.jsonl the facts of every task, results.csv a row per run and "
+            "order, with the order itself."
         ),
         "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
         "--data DATA --order ORDER`, with --max-images as in the recipe.",
-        *map(literal, notes),
+        *map(literal, unique(notes)),
         settings_table(study),
     )
