@@ -33,17 +33,17 @@ RowKind = Literal["donor", "merge", "soup", "ensemble"]
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Files from before these columns, and data without groups of images, say nothing. Of a hundred and
-# more, a part of an image moves no interval by a digit that a report shows.
-Effective = Annotated[
+# Of a hundred and more, a part of an image moves no interval by a digit that a report shows.
+Independent = Annotated[
     Annotated[
         float,
         Field(ge=1, allow_inf_nan=False),
-        AfterValidator(lambda images: images if images < 100 else round(images)),
+        AfterValidator(lambda images: round(images, 1) if images < 100 else round(images)),
     ]
     | None,
     BeforeValidator(lambda value: None if value == "" else value),
 ]
+"""As how many independent images the images of a score count; `None`: as many as they are."""
 
 
 class Row(BaseModel):
@@ -66,8 +66,8 @@ class ScoreRow(Row):
     """One score: a method (an arm of a study) with a seed, run along one order.
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
-    blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
-    images count as (`stats.ImageGroups`), whole from 100 on. `order_seed` numbers the draws of a
+    blocks were chosen, empty where all run. `top1_n`: as how many independent images the `n` count
+    for an interval of `top1` (`stats.independent_images`). `order_seed` numbers the draws of a
     mode. `order` is text as `core.orders` writes it, "3,0,2"; it is empty where `draw`
     is "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
     `parallel` side by side.
@@ -89,8 +89,7 @@ class ScoreRow(Row):
     top5: Percent
     cross_entropy: Finite
     draw: Literal["pass", "batch"] = "pass"
-    top1_n: Effective = None
-    top5_n: Effective = None
+    top1_n: Independent = None
     parallel: Count = 1
     passes: Count = 1
 
@@ -133,8 +132,7 @@ class MergingRow(Row):
     ends: str = ""
     main: int = 1
     arm: str = ""
-    top1_n: Effective = None
-    top5_n: Effective = None
+    top1_n: Independent = None
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
@@ -158,12 +156,13 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     """The mean over models (donors, merges), each the mean over its orders, with its spreads.
 
-    `metric`: top1 or top5 in percent, or cross_entropy in nats, which has no effective images.
+    `metric`: top1 or top5 in percent, or cross_entropy in nats. An interval over images has top1
+    alone, for which its rows say as how many independent ones the images count.
     """
+    first = rows[0]
     return estimate(
         by_model(rows, metric),
-        images=rows[0].n,
-        effective=getattr(rows[0], f"{metric}_n", None),
+        images=(first.top1_n or first.n) if metric == "top1" else None,
         percent=metric != "cross_entropy",
     )
 

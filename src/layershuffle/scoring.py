@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of
-from layershuffle.data import DataOptions, ImageData, match_classes, open_data
+from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
@@ -85,7 +85,6 @@ def evaluate_spec(
             seed=settings.seed,
             draw=settings.draw,
             stop=stop,
-            groups=split.groups,
             on_images=lambda done: progress("images", done, split.size),
         )
     )
@@ -200,14 +199,16 @@ def refuse_not_finite(score: Score, *, of: str) -> None:
         )
 
 
-def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
-    """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
+def score_rows(
+    scores: Sequence[Score], split: Split, *, method: str, seed: int, draw: Draw
+) -> list[ScoreRow]:
+    """Scores of drawn orders on `split` as rows of results.csv, for a model of a method and seed.
 
     Raises `DataError` for a cross-entropy that is not finite, which would spoil every mean.
     """
-    scores = list(scores)
     for score in scores:
         refuse_not_finite(score, of=f"{method}, seed {seed},")
+    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     return [
         ScoreRow(
             method=method,
@@ -222,11 +223,10 @@ def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -
             top5=score.top5,
             cross_entropy=score.cross_entropy,
             draw=draw,
-            top1_n=score.top1_n,
-            top5_n=score.top5_n,
+            top1_n=None if count == score.images else count,
             parallel=score.mode.parallel,
             passes=score.mode.passes,
         )
-        for score in scores
+        for score, count in zip(scores, counts, strict=True)
         if score.mode is not None
     ]

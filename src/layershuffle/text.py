@@ -103,19 +103,3 @@ def markdown_table(
     marks += ["---"] * (len(head) - len(marks))
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
     return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
-
-
-def counted_as(effective: Iterable[float | None]) -> str:
-    """What follows "over 1,000 images": the number of independent images that the intervals assume.
-
-    `effective` as in `stats.Estimate`, of one or more scores.
-    """
-    numbers = list(effective)
-    counts = sorted(round(count) for count in numbers if count is not None)
-    if not counts:
-        return "taken as independent"
-    span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
-    # Scores from before effective numbers may stand beside newer ones.
-    rest = ", or were taken as independent" if len(counts) < len(numbers) else ""
-    noun = "one" if counts[-1] == 1 else "ones"
-    return f"which count as {span} independent {noun}{rest}"

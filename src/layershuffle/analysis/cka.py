@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from pandas import DataFrame
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid, interval
 from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject, balanced_orders
-from layershuffle.stats import ImageGroups
+from layershuffle.stats import half_width
 
 _TINY = 1e-300  # below any square that is not 0
 
@@ -96,7 +97,7 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
 
 
 def _facts(
-    table: DataFrame, floor: float, influence: Floats, clusters: ImageGroups | None
+    table: DataFrame, floor: float, influence: Floats, clusters: NDArray[np.int64] | None
 ) -> Facts:
     mean = _matrix(table)
     depth = len(mean)
@@ -114,7 +115,7 @@ def _facts(
         **{name: value for name, (value, _) in numbers.items()},
         "floor": floor,
         "intervals": {
-            name: interval(value, None if clusters is None else clusters.half_width(part))
+            name: interval(value, None if clusters is None else float(half_width(part, clusters)))
             for name, (value, part) in numbers.items()
         },
     }
