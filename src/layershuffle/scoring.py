@@ -179,7 +179,7 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
     # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    _fitting_modes(settings, fit_settings.kept or depth_of(load(fit_settings.model)))
+    _fitting_modes(settings, fit_settings.build_method().kept or depth_of(load(fit_settings.model)))
 
 
 def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:

@@ -114,6 +114,7 @@ def _with_steps(arm: Arm, steps: int) -> Arm:
 def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: str) -> RunSpec:
     settings = study.fit_settings(arm, seed)
     evaluate = _as_trained(study.evaluate_settings(arm), settings)
+    kept = settings.build_method().kept
     # Models refined at several depths share a row: truncated-3, truncated-6.
     is_short = settings.method == "truncated"
     return RunSpec(
@@ -121,9 +122,9 @@ def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: 
         arm=arm.label,
         kind=f"runs of {curve}",
         images=evaluate.max_images,
-        passes=orders_of(evaluate, settings.kept),
+        passes=orders_of(evaluate, kept),
         part=part,
-        row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
+        row=arm.label.removesuffix(f"-{kept}") if is_short else arm.label,
         curve=curve,
         settings=settings,
         evaluate=evaluate,
