@@ -1,5 +1,6 @@
-"""Scores as tidy rows, one per model and order, the CSV files that hold them, and the names that
-methods had when they were written. Plain data, no torch.
+"""Scores as tidy rows, one per model and order, and the CSV files that hold them.
+
+Plain data: torch is not imported.
 """
 
 from __future__ import annotations
@@ -174,18 +175,27 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     few digits as it takes to read the same number back.
     """
     rows = list(rows)
-    names = list((type(rows[0]) if rows else ScoreRow).columns())
-    for name, field in type(rows[0]).model_fields.items() if rows else ():
-        if not field.is_required() and any(getattr(row, name) != field.default for row in rows):
+    kind = type(rows[0]) if rows else ScoreRow
+    names = list(kind.columns())
+    for name, column in kind.model_fields.items():
+        if column.is_required():
+            continue
+        if any(getattr(row, name) != column.default for row in rows):
             names.append(name)
-    names += sorted({name for row in rows for name in row.model_extra or ()})
+    unknown: set[str] = set()
+    for row in rows:
+        unknown.update(row.model_extra or ())
+    names += sorted(unknown)
     text = io.StringIO(newline="")
     # csv's own line end is that of Windows; results are compared byte for byte.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        values = ((name, getattr(row, name, None)) for name in names)
-        writer.writerow("" if value is None else value for _, value in values)
+        values = []
+        for name in names:
+            value = getattr(row, name, None)
+            values.append("" if value is None else value)
+        writer.writerow(values)
     write_text(path, text.getvalue())
 
 
@@ -197,7 +207,8 @@ def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tup
     """
 
     def refuse(cause: str, line: int | None = None) -> DataError:
-        return DataError(cause, place=path if line is None else f"{path}, line {line}", hint=hint)
+        place = path if line is None else f"{path}, line {line}"
+        return DataError(cause, place=place, hint=hint)
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -225,7 +236,8 @@ def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tup
         ) from error
     if not rows:
         raise refuse("The results file has no rows")
-    scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
-    if kind.names_one and len(scores) < len(rows):
-        raise refuse("The results file has a score twice")
+    if kind.names_one:
+        scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
+        if len(scores) < len(rows):
+            raise refuse("The results file has a score twice")
     return tuple(rows)

@@ -71,8 +71,9 @@ def evaluate_spec(
     modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
-    place, split = placed(settings, device), data.splits["test"]
-    compiler = compiler_for(settings)
+    place = scoring_device(settings, device)
+    split = data.splits["test"]
+    compiler = block_compiler(settings)
     prepare(model.to(place), settings.precision, compiler=compiler)
     batches = batches_of(data, "test", settings=settings, device=place)
     scores = compiler.run(
@@ -102,11 +103,10 @@ def open_scored(
     options: DataOptions,
     names: Sequence[str],
 ) -> ImageData:
-    """The data `spec` as the first of `models` wants them; models without names of classes get
-    some.
+    """The data `spec` as the first of `models` wants them.
 
-    `names` are those of the models. Raises `DataError` if the classes are not those of a model,
-    `UsageError` for names in `settings` that do not fit.
+    Models without names of classes get some. `names` are those of the models. Raises `DataError` if
+    the classes are not those of a model, `UsageError` for names in `settings` that do not fit.
     """
     options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
     for model, name in zip(models, names, strict=True):
@@ -127,11 +127,13 @@ def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data
     would be meaningless: raises `DataError`.
     """
     if class_names_of(model) is None and num_classes_of(model) == len(data.classes):
-        names, order = data.classes, f"in the order of {of}"
+        names = data.classes
+        order = f"in the order of {of}"
         if origin_of(backbone_of(model)).natural_classes:
             from timm.utils import natural_key
 
-            names, order = tuple(sorted(names, key=natural_key)), "in natural order, as timm sorts"
+            names = tuple(sorted(names, key=natural_key))
+            order = "in natural order, as timm sorts"
         set_class_names(model, names)
         note = (
             f"{name} names no classes; its outputs are taken for {shortened(names)}, {order}; "
@@ -144,8 +146,10 @@ def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data
 def batches_of(
     data: ImageData, split: str, *, settings: ScoreSettings, device: str, keep: bool = False
 ) -> DeviceBatches:
-    """Batches of a split on `device`; with `keep` decoded images stay on the GPU, or in memory up
-    to 1 GiB."""
+    """Batches of a split on `device`.
+
+    With `keep` decoded images stay on the GPU, or in memory up to 1 GiB.
+    """
     return DeviceBatches(
         data.splits[split],
         data.finish,
@@ -156,14 +160,14 @@ def batches_of(
     )
 
 
-def placed(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
+def scoring_device(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
     """The device that computes the scores, with a warning where it has no bf16 arithmetic."""
     place = device_of(device)
     choose_precision(settings.precision, device=place, training=False)
     return place
 
 
-def compiler_for(settings: ScoreSettings) -> BlockCompiler:
+def block_compiler(settings: ScoreSettings) -> BlockCompiler:
     """A compiler for the blocks of scored models, which compiles nothing without `compile`."""
     return BlockCompiler(reason=None if settings.compile else "compile is off")
 
@@ -209,8 +213,11 @@ def score_rows(
     for score in scores:
         refuse_not_finite(score, of=f"{method}, seed {seed},")
     counts = split.independent(torch.stack([score.right for score in scores], dim=1))
-    return [
-        ScoreRow(
+    rows = []
+    for score, count in zip(scores, counts, strict=True):
+        if score.mode is None:
+            continue
+        row = ScoreRow(
             method=method,
             seed=seed,
             mode=score.mode.order,
@@ -227,6 +234,5 @@ def score_rows(
             parallel=score.mode.parallel,
             passes=score.mode.passes,
         )
-        for score, count in zip(scores, counts, strict=True)
-        if score.mode is not None
-    ]
+        rows.append(row)
+    return rows

@@ -13,7 +13,7 @@ import json
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import yaml
 from pydantic import (
@@ -112,8 +112,8 @@ def _with_method_options(kind: type[AnySettings]) -> type[AnySettings]:
 
 
 @_with_method_options
-class Trained(Settings):
-    """What is trained, and on which images; the options of the method follow."""
+class MethodSettings(Settings):
+    """The method and what it trains; its options follow these settings."""
 
     method: str = "anyorder"
     """How to train: anyorder (four orders per batch, one of them sequential, and an exit), or
@@ -127,8 +127,12 @@ class Trained(Settings):
     """Seed of orders, data order, augmentation, dropout and new weights."""
 
 
-class FitSettings(Trained):
+class FitSettings(MethodSettings):
     """One training run. The defaults are those of the paper's section 4, if it gives them."""
+
+    if TYPE_CHECKING:
+        # Type checkers do not see the options of the method.
+        def __init__(self, **fields: Any) -> None: ...
 
     steps: Positive | None = None
     """Number of optimiser steps; excludes epochs."""

@@ -138,16 +138,25 @@ def deviation(values: Values) -> float | None:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
-    """The standard deviation within groups, each weighted by its degrees of freedom."""
+    """The standard deviation within groups, each weighted by its degrees of freedom.
+
+    `None` if no group has two values.
+    """
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return None
-    squares = [(value - mean(group)) ** 2 for group in groups for value in group]
+    squares = []
+    for group in groups:
+        centre = mean(group)
+        squares += [(value - centre) ** 2 for value in group]
     return math.sqrt(math.fsum(squares) / freedom)
 
 
 def _numbers(values: Values) -> Sequence[float]:
-    return list(values.values()) if isinstance(values, Mapping) else values
+    """The values without their seeds."""
+    if isinstance(values, Mapping):
+        return list(values.values())
+    return values
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -166,24 +175,29 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(sample: Values, reference: Values) -> Difference:
-    """mean(sample) - mean(reference): in pairs over two or more common seeds, else Welch's (1947).
+    """mean(sample) - mean(reference), with its 95 % interval.
+
+    It is in pairs over two or more common seeds, and Welch's (1947) without them.
 
         print(ls.compare({0: 87.5, 1: 88.1}, {0: 90.7, 1: 90.2}))  # a value of each seed
 
-    The result has `points`, and `low` and `high` of its 95 % interval, infinite if there is none.
-
-    Models of one seed saw the same batches and are scored under the same orders (decision 008), so
-    most of what moves one of a pair moves the other too. Raises `ValueError` for no values.
+    The result has `points`, and `low` and `high` of the interval, infinite if there is none. Models
+    of one seed saw the same batches and are scored under the same orders, so most of what moves one
+    of a pair moves the other, too. Raises `ValueError` for no values.
     """
     if isinstance(sample, Mapping) and isinstance(reference, Mapping):
         seeds = sorted(sample.keys() & reference.keys())
         if len(seeds) > 1:
             gaps = [sample[seed] - reference[seed] for seed in seeds]
-            low, high = t_interval(gaps) if deviation(gaps) else (-math.inf, math.inf)
+            low = -math.inf
+            high = math.inf
+            if deviation(gaps):
+                low, high = t_interval(gaps)
             return Difference(points=mean(gaps), low=low, high=high, seeds=len(seeds))
     if not (sample and reference):
         raise ValueError("a comparison needs at least one value of each")
-    low, high = -math.inf, math.inf
+    low = -math.inf
+    high = math.inf
     if min(len(sample), len(reference)) > 1 and (deviation(sample) or deviation(reference)):
         from scipy import stats
 
@@ -214,7 +228,9 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The value below which a share `q` of them lies (nearest rank); NaN without values."""
     import numpy as np
 
-    return float(np.quantile(values, q, method="inverted_cdf")) if values else math.nan
+    if not values:
+        return math.nan
+    return float(np.quantile(values, q, method="inverted_cdf"))
 
 
 def wilson_interval(top1: float, images: float) -> tuple[float, float]:
@@ -229,10 +245,12 @@ def wilson_interval(top1: float, images: float) -> tuple[float, float]:
     from scipy import stats
 
     # In closed form, because scipy's takes whole numbers of right answers and images.
-    share, z = top1 / 100, float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
+    share = top1 / 100
+    z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
     centre = share + z**2 / (2 * images)
     half = z * math.sqrt(share * (1 - share) / images + z**2 / (4 * images**2))
-    low, high = ((centre + side) / (1 + z**2 / images) for side in (-half, half))
+    low = (centre - half) / (1 + z**2 / images)
+    high = (centre + half) / (1 + z**2 / images)
     # Rounding must not move an end past the percentage itself, where that is 0 or 100.
     return 100 * max(0.0, min(low, share)), 100 * min(1.0, max(high, share))
 
@@ -326,14 +344,14 @@ def _smallest_family(groups: NDArray[np.int64]) -> tuple[int, int]:
     for column in groups.T:
         numbers = set(column.tolist())
         width = 1
-        apart = []
+        disjoint = []
         for others, columns in families:
             if others & numbers:
                 numbers |= others
                 width += columns
             else:
-                apart.append((others, columns))
-        families = [*apart, (numbers, width)]
+                disjoint.append((others, columns))
+        families = [*disjoint, (numbers, width)]
     return min((len(numbers), width) for numbers, width in families)
 
 
@@ -372,6 +390,7 @@ def _interval(
     images: float | None,
     percent: bool,
 ) -> tuple[float | None, float | None, IntervalKind]:
+    """The bounds of an estimate, and what they are over."""
     # One model, or equal ones, say nothing about other seeds: the interval covers the orders of
     # one of them then, because all run in the same.
     kinds: tuple[tuple[IntervalKind, Sequence[float]], ...] = (
@@ -381,7 +400,10 @@ def _interval(
     for kind, numbers in kinds:
         if deviation(numbers):
             low, high = t_interval(numbers)
-            return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
+            if percent:
+                low = max(0.0, low)
+                high = min(100.0, high)
+            return low, high, kind
     if percent and images is not None:
         return *wilson_interval(mean(means), images), "images"
     return None, None, "none"

@@ -228,7 +228,7 @@ class PredictCommand(ComputingCommand, Reporting):
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
         from layershuffle.models import load, name_classes
-        from layershuffle.predict import order_for, predict
+        from layershuffle.predict import drawn_order, predict
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
@@ -236,7 +236,7 @@ class PredictCommand(ComputingCommand, Reporting):
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
-            order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
+            order = drawn_order(self.modes or "sequential", depth=depth, seed=self.seed)
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
             predicted = predict(model, self.images, order=order, top=self.top, progress=progress)

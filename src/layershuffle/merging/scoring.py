@@ -39,11 +39,11 @@ from layershuffle.models.origin import trained_with
 from layershuffle.results import MergingRow
 from layershuffle.scoring import (
     batches_of,
-    compiler_for,
+    block_compiler,
     open_scored,
-    placed,
     prepare,
     refuse_not_finite,
+    scoring_device,
 )
 from layershuffle.text import Progress, unheard
 
@@ -79,7 +79,7 @@ def score_merging(
         )
         for end, slots in settings.variants
     ]  # fmt: skip
-    place = placed(settings, device)
+    place = scoring_device(settings, device)
     group.to(place)
     for drawn in plans:
         group.merge(drawn[0])  # refuses a base that is not there or of another shape
@@ -100,7 +100,7 @@ def score_merging(
         settings=settings,
         mode=Mode(order=mode),
         test=batches_of(opened, "test", settings=settings, device=place, keep=True),
-        compiler=compiler_for(settings),
+        compiler=block_compiler(settings),
         progress=progress,
     )
     for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
@@ -144,7 +144,7 @@ def score_ensemble(
     options = DataOptions(train=False)
     opened = open_scored(models, data, settings=settings, options=options, names=donors)
     check_members(models, names=donors)  # again, because those without names have some now
-    place, compiler = placed(settings, device), compiler_for(settings)
+    place, compiler = scoring_device(settings, device), block_compiler(settings)
     batches = batches_of(opened, "test", settings=settings, device=place, keep=True)
     for model in models:
         prepare(model.to(place), settings.precision, compiler=compiler)
