@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from itertools import combinations
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +19,13 @@ from layershuffle.core.forwards import block_runs, forward_many, images_at_once
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import running
 from layershuffle.core.tensors import state_of
+from layershuffle.data import Split
 from layershuffle.errors import DataError, StackError, UsageError
 from layershuffle.machine import collector_paused
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.scoring import evaluate_spec, score_rows
 from layershuffle.settings import EvalSettings
-from layershuffle.stats import ImageGroups
+from layershuffle.stats import independent_images
 from own_models import CHAINS, CUTTING, LOOPS
 from refusals import refuses
 
@@ -310,44 +310,37 @@ def test_scores_that_are_not_finite_become_no_rows(loss):
     (score,) = evaluate(VIT.wrapped(), BATCHES, modes="sequential")
     broken = dataclasses.replace(score, cross_entropy=loss)
     with refuses(DataError):
-        score_rows([score, broken], method="layershuffle", seed=0, draw="pass")
+        score_rows(
+            [score, broken], Split(dataset=range(10)), method="layershuffle", seed=0, draw="pass"
+        )
 
 
-def test_groups_of_images_give_the_effective_number_of_images():
+def test_a_score_says_which_images_were_answered_right():
     """Against every image scored alone; batches are split."""
-    model, groups = VIT.wrapped(), torch.tensor([[0, 1], [1, 2], [0, 3], [2, 3], [4, 4]] * 2)
-    orders = ["0,1,2,3", "3,1"]
-    scores = evaluate(model, BATCHES, orders=orders, modes="arbitrary", num_orders=2, groups=groups)
-    clusters = ImageGroups(groups.numpy())
+    model = VIT.wrapped()
+    scores = evaluate(model, BATCHES, orders=["0,1,2,3", "3,1"], modes="arbitrary", num_orders=2)
     for score in scores:
-        ranks = []
+        right = []
         for pixels, labels in BATCHES:
             with torch.inference_mode(), running(model, score.order):
-                logits = model(pixels)
-            ranks += (logits > logits.gather(1, labels[:, None])).sum(dim=1).tolist()
-        for rank, effective in ((1, score.top1_n), (5, score.top5_n)):
-            right = np.array([value < rank for value in ranks])
-            assert effective == round(clusters.effective(right), 1)
-    assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
-    with refuses(DataError):
-        evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))
-    # The third batch is not read: it is known to be too many before.
-    unread = iter([*BATCHES, None])
-    with refuses(DataError):
-        evaluate(model, unread, orders=orders, groups=groups[1:])
-    assert next(unread) is None
+                right += (model(pixels).argmax(dim=1) == labels).tolist()
+        assert score.right.tolist() == right
+        assert score.top1 == 100 * sum(right) / len(right)
 
 
 def test_digit_pairs_are_scored_with_their_groups():
-    """A one-order score of digit pairs names fewer images than were scored."""
-    settings = EvalSettings(modes="sequential", max_images=40)
+    """Rows of digit pairs name fewer images than were scored, each as many as its answers show."""
+    settings = EvalSettings(modes="sequential,arbitrary", num_orders=2, max_images=40)
     evaluation = evaluate_spec("bundled:digits", "digit-pairs?test=60", settings=settings)
-    (score,), data = evaluation.scores, evaluation.data
-    clusters = ImageGroups(data.splits["test"].groups.numpy())
-    assert clusters.images == 40 == score.images
-    (row,) = score_rows([score], method="baseline", seed=0, draw="pass")
-    assert (row.top1_n, row.top5_n) == (score.top1_n, score.top5_n)
-    assert 1 <= score.top1_n <= 40
+    split = evaluation.data.splits["test"]
+    rows = score_rows(evaluation.scores, split, method="baseline", seed=0, draw="pass")
+    assert len(rows) == 3
+    for row, score in zip(rows, evaluation.scores, strict=True):
+        count = float(independent_images(score.right.numpy(), split.groups.numpy()))
+        assert (row.top1_n or score.images) == round(count, 1)
+    assert 1 <= rows[0].top1_n < 40
+    alone = score_rows(evaluation.scores, Split(dataset=range(40)), method="a", seed=0, draw="pass")
+    assert {row.top1_n for row in alone} == {None}, "without groups all are independent"
 
 
 # --- many orders in one go: exact counts, and bit-equal to one by one -----------------------------

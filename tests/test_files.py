@@ -11,7 +11,7 @@ import pytest
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import (
     explained,
-    listed_by,
+    listed_files,
     locked,
     refuse_others,
     remove_stale_stages,
@@ -116,7 +116,7 @@ def test_files_of_another_program_are_not_taken_for_ours_by_their_names(tmp_path
         (tmp_path / name).touch()
     if listing is not None:
         (tmp_path / "manifest.json").write_text(listing)
-    ours = listed_by(tmp_path / "manifest.json")
+    ours = listed_files(tmp_path / "manifest.json")
     assert ours == ({"manifest.json", "stem.onnx"} if "stem" in (listing or "") else set())
     with refuses(UsageError, tmp_path):
         refuse_others(tmp_path, ours=ours, kind="exported model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -59,7 +60,13 @@ def test_anyorder_is_the_default() -> None:
 
 
 def test_the_options_of_a_method_are_settings_of_fit() -> None:
-    assert set(METHOD_OPTIONS) <= FitSettings.model_fields.keys()
+    for option in dataclasses.fields(Method):
+        assert option.name == "name" or option.name in FitSettings.model_fields
+    for name in (*METHOD_OPTIONS, "encoding", "prediction"):
+        assert FitSettings.model_fields[name].description, f"{name} has no docstring in Method"
+    assert FitSettings.model_fields["drop"].description == (
+        "Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."
+    )
     options: dict[str, Any] = {
         "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5,
         "self_distillation": 0.2, "min_kept": 2,

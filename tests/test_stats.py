@@ -11,11 +11,12 @@ import pytest
 from scipy import stats
 
 from layershuffle.stats import (
-    ImageGroups,
     Values,
     compare,
     deviation,
     estimate,
+    half_width,
+    independent_images,
     mean,
     pooled_deviation,
     t_interval,
@@ -124,8 +125,8 @@ def test_equal_scores_get_an_interval_over_images(scores: dict[int, list[float]]
     z2 = stats.norm.ppf(0.975) ** 2
     assert (interval.low, interval.high) == pytest.approx((100 * 4 / (4 + z2), 100.0), abs=1e-10)
     assert interval.kind == "images"
-    assert estimate(scores, images=9, effective=4.0).low == interval.low
     assert estimate(scores, images=4, percent=False).kind == "none"
+    assert estimate(scores).kind == "none", "nobody said how many images"
 
 
 def test_equal_models_get_an_interval_over_orders():
@@ -208,7 +209,7 @@ def test_means_and_spreads_of_seeds_are_those_of_their_values():
     assert deviation(by_seed) == deviation([1.0, 2.0, 6.0])
 
 
-def slow_effective(right: np.ndarray, groups: np.ndarray) -> float:
+def slow_count(right: np.ndarray, groups: np.ndarray) -> float:
     """Every pair of images by itself."""
     errors = right - right.mean()
     sets = [set(row) for row in groups.tolist()]
@@ -224,51 +225,70 @@ def slow_effective(right: np.ndarray, groups: np.ndarray) -> float:
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_effective_images_equal_a_sum_over_all_pairs(width: int, seed: int):
+def test_independent_images_equal_a_sum_over_all_pairs(width: int, seed: int):
     """Few groups: pairs that share two groups, in any columns, and pairs of one group twice."""
     draw = np.random.default_rng((width, seed))
     groups = draw.integers(7, size=(60, width))
     ease = draw.normal(0, 1.5, 7)[groups].sum(axis=1)
     right = ease + draw.normal(0, 1, 60) > 0
-    fast, slow = ImageGroups(groups).effective(right), slow_effective(right, groups)
+    fast, slow = float(independent_images(right, groups)), slow_count(right, groups)
     assert fast == pytest.approx(slow, rel=1e-9), abs(fast - slow)
     assert fast < 60
 
 
-def test_effective_images_in_closed_form():
+def test_independent_images_in_closed_form():
     """Two equal images count as one, except for the 29 degrees of freedom of their 30 groups."""
     right = np.arange(60) // 2 % 3 > 0
     freedom = (60 / 59) / (30 / 29) * (stats.t.ppf(0.975, 59) / stats.t.ppf(0.975, 29)) ** 2
-    pairs = ImageGroups((np.arange(60) // 2)[:, None])
-    assert pairs.effective(right) == pytest.approx(30 * freedom, rel=1e-12)
-    alone = ImageGroups(np.arange(60)[:, None])
-    assert alone.effective(right) == pytest.approx(60, rel=1e-12)
+    pairs = (np.arange(60) // 2)[:, None]
+    assert independent_images(right, pairs) == pytest.approx(30 * freedom, rel=1e-12)
+    alone = np.arange(60)[:, None]
+    assert independent_images(right, alone) == pytest.approx(60, rel=1e-12)
+    assert independent_images(right, None) == 60
+    with pytest.raises(ValueError, match="60 images, and groups of 59"):
+        independent_images(right, alone[1:])
+
+
+def test_every_column_is_counted_as_if_it_were_alone():
+    draw = np.random.default_rng(6)
+    groups = draw.integers(9, size=(40, 2))
+    values = draw.normal(size=(9, 2, 3))[groups].sum(axis=1) + draw.normal(size=(40, 2, 3))
+    counts = independent_images(values, groups)
+    halves = half_width(values, groups)
+    assert counts.shape == halves.shape == (2, 3)
+    for place in np.ndindex(2, 3):
+        column = values[:, *place]
+        assert counts[place] == independent_images(column, groups)
+        assert halves[place] == pytest.approx(float(half_width(column, groups)), rel=1e-12)
+    assert len(set(counts.ravel().tolist())) == 6
 
 
 def test_half_an_interval_is_the_t_intervals_and_that_of_the_groups_means():
     values = np.random.default_rng(4).normal(5.0, 2.0, 30)
     influence = (values - values.mean()) / 30
     low, high = t_interval(values.tolist())
-    alone = ImageGroups(np.arange(30)[:, None])
-    assert 2 * alone.half_width(influence) == pytest.approx(high - low, rel=1e-12)
+    alone = np.arange(30)[:, None]
+    assert 2 * half_width(influence, alone) == pytest.approx(high - low, rel=1e-12)
+    assert 2 * half_width(influence, None) == pytest.approx(high - low, rel=1e-12)
     # Each value twice, as two images of a group: the same interval, not a narrower one.
-    pairs = ImageGroups((np.arange(60) // 2)[:, None])
-    assert 2 * pairs.half_width(np.repeat(influence, 2) / 2) == pytest.approx(high - low, rel=1e-12)
+    pairs = (np.arange(60) // 2)[:, None]
+    twice = np.repeat(influence, 2) / 2
+    assert 2 * half_width(twice, pairs) == pytest.approx(high - low, rel=1e-12)
     with pytest.raises(ValueError, match="at least two images"):
-        ImageGroups(np.zeros((1, 1), dtype=np.int64)).half_width(np.zeros(1))
+        half_width(np.zeros(1), np.zeros((1, 1), dtype=np.int64))
 
 
 def test_more_groups_than_images_make_no_image_count_twice():
     groups = np.arange(20).reshape(10, 2)
-    assert ImageGroups(groups).effective(np.arange(10) < 5) == 10
+    assert independent_images(np.arange(10) < 5, groups) == 10
 
 
 def test_images_that_are_all_right_count_as_those_that_share_no_group():
     groups = np.stack([np.arange(60) % 11, np.arange(60) % 7 + 20], axis=1)
-    assert ImageGroups(groups).effective(np.ones(60, dtype=bool)) == 7
+    assert independent_images(np.ones(60, dtype=bool), groups) == 7
     pairs = np.stack([np.arange(60) % 11, np.arange(60) % 7], axis=1)  # of the same digits
-    assert ImageGroups(pairs).effective(np.ones(60, dtype=bool)) == 11 / 2
-    assert ImageGroups(np.zeros((60, 1), dtype=np.int64)).effective(np.arange(60) > 3) == 1
+    assert independent_images(np.ones(60, dtype=bool), pairs) == 11 / 2
+    assert independent_images(np.arange(60) > 3, np.zeros((60, 1), dtype=np.int64)) == 1
 
 
 def test_the_variance_of_pairs_is_that_of_digits_drawn_anew():
@@ -288,7 +308,7 @@ def test_the_variance_of_pairs_is_that_of_digits_drawn_anew():
         errors = draw.normal(0, hard**0.5, digits)[groups].sum(axis=1)
         errors += draw.normal(0, noise**0.5, pairs)
         means.append(errors.mean())
-        guesses.append(errors.var() / ImageGroups(groups).effective(errors))
+        guesses.append(errors.var() / independent_images(errors, groups))
     assert np.var(means) == pytest.approx(truth, rel=0.15)  # 2.6 standard errors
     assert np.mean(guesses) == pytest.approx(truth, rel=0.08)
 
@@ -302,8 +322,8 @@ def test_the_interval_over_grouped_images_covers():
         ease = draw.normal(0, 0.5, 90)[groups].sum(axis=1)
         right = 1.2 + ease + draw.normal(0, 1, 500) > 0
         truth = 100 * stats.norm.cdf(1.2 / math.sqrt(1 + 2 * 0.5**2))
-        effective = ImageGroups(groups).effective(right)
-        for name, images in (("alone", 500), ("grouped", effective)):
+        count = float(independent_images(right, groups))
+        for name, images in (("alone", 500), ("grouped", count)):
             low, high = wilson_interval(100 * right.mean(), images)
             hits[name] += low <= truth <= high
     assert hits["alone"] < 0.85 * 600, hits
@@ -314,8 +334,8 @@ def test_the_interval_over_few_batches_of_many_groups_covers():
     """Ten batches with an error each, and 360 groups: 9 degrees of freedom, and not 369."""
     draw = np.random.default_rng(9)
     groups = np.stack([np.arange(500) // 50, 500 + draw.integers(360, size=500)], axis=1)
-    family, hits = ImageGroups(groups), 0
+    hits = 0
     for _ in range(600):
         values = draw.normal(0, 0.5, 10)[groups[:, 0]] + draw.normal(0, 1, 500)
-        hits += abs(values.mean()) <= family.half_width((values - values.mean()) / 500)
+        hits += abs(values.mean()) <= half_width((values - values.mean()) / 500, groups)
     assert 0.92 * 600 < hits < 0.98 * 600, hits

@@ -48,7 +48,9 @@ def recipe_file(path: Path) -> Path:
 def packaged_file(path: Path) -> Path:
     """What is at `path`, which may be "bundled:NAME": a packaged picture, or a packaged model."""
     name = str(path)
-    return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else path
+    if name.startswith(_SCHEME):
+        return asset(name.removeprefix(_SCHEME))
+    return path
 
 
 def recipe_of_model(place: Path) -> dict[str, Any] | None:
@@ -60,4 +62,6 @@ def recipe_of_model(place: Path) -> dict[str, Any] | None:
         return None
     text = asset("recipes", f"{place.name}.yaml").read_text(encoding="utf-8")
     recipe: dict[str, Any] = yaml.safe_load(text)
-    return None if "arms" in recipe else recipe  # a study fills its directory with other things
+    if "arms" in recipe:
+        return None  # a study fills its directory with other things
+    return recipe

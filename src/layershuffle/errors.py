@@ -25,9 +25,11 @@ class LayerShuffleError(Exception):
     def __init__(
         self, cause: str, *, place: str | Path | None = None, hint: str | None = None
     ) -> None:
-        texts = self._own_words(cause), "" if place is None else str(place), hint or ""
-        self.cause, where, next_step = _fitting(*texts)
-        self.place, self.hint = place, next_step or None
+        own_words = self._own_words(cause)
+        where = "" if place is None else str(place)
+        self.cause, where, next_step = _fitting(own_words, where, hint or "")
+        self.place = place
+        self.hint = next_step or None
         parts = [_sentence(self.cause)]
         if where:
             parts.append(f"Where: {where}.")
@@ -40,22 +42,31 @@ class LayerShuffleError(Exception):
         # A loader process of torch sends an error as the text of its whole traceback, and the main
         # process makes a new error of it. Our paragraph follows the last mention of the class.
         traceback, _, paragraph = cause.rpartition(f"{cls.__module__}.{cls.__qualname__}: ")
-        return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
+        if "Traceback (most recent" not in traceback:
+            return cause
+        return " ".join(paragraph.split())
 
 
 def _fitting(*texts: str) -> tuple[str, ...]:
     """The texts; where they are too many characters, the longest lose their middles."""
-    room, fitted = _MOST_CHARACTERS, {}
+    room = _MOST_CHARACTERS
+    fitted = {}
     for rank, text in enumerate(sorted(texts, key=len)):
         share = room // (len(texts) - rank)
-        half = (share - len(" ... ")) // 2
-        fitted[text] = text if len(text) <= share else f"{text[:half]} ... {text[-half:]}"
-        room -= len(fitted[text])
+        shown = text
+        if len(text) > share:
+            half = (share - len(" ... ")) // 2
+            shown = f"{text[:half]} ... {text[-half:]}"
+        fitted[text] = shown
+        room -= len(shown)
     return tuple(fitted[text] for text in texts)
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith("?") else text.rstrip(".") + "."
+    """The text with a full stop, unless it is a question."""
+    if text.endswith("?"):
+        return text
+    return text.rstrip(".") + "."
 
 
 class UsageError(LayerShuffleError, ValueError):
@@ -96,11 +107,11 @@ class Interrupted(LayerShuffleError):
 
 
 def of_the_machine(error: BaseException) -> LayerShuffleError | None:
-    """The error to show where this machine is the cause: a full disk, shared memory, a path, a
-    cache that cannot be written. `None` for all else.
+    """The error to show where this machine is the cause, `None` for all other errors.
 
-    It looks at the text as well, because a worker process sends an error as text, and libraries
-    wrap those of the system.
+    Such causes are a full disk or shared memory, a path that is too long, and a cache that cannot
+    be written. The text is searched as well, because a worker process sends an error as text, and
+    libraries wrap those of the system.
 
     >>> str(of_the_machine(OSError(errno.ENOSPC, "No space left on device", "/data/run/model")))
     'The disk is full. Where: /data/run/model. Next: make room there, or give another place.'
@@ -111,7 +122,11 @@ def of_the_machine(error: BaseException) -> LayerShuffleError | None:
         chain.append(link)
         link = link.__cause__ or link.__context__
     text = " ".join(str(link) for link in chain)
-    place = next((link.filename for link in chain if isinstance(link, OSError)), None)
+    place = None
+    for link in chain:
+        if isinstance(link, OSError):
+            place = link.filename
+            break
     for mark, cause, hint in _OF_THE_MACHINE:
         if re.search(mark, text):
             return LayerShuffleError(cause, place=place, hint=hint)

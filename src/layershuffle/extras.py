@@ -33,8 +33,16 @@ EXTRAS = {
     "swarm": Extra(
         "swarm, classify, demo",
         (
-            *("fastapi", "uvicorn", "starlette", "websockets", "prometheus_client"),
-            *("httpx", "sklearn", "onnxruntime", "layershuffle_host", "segno"),
+            "fastapi",
+            "uvicorn",
+            "starlette",
+            "websockets",
+            "prometheus_client",
+            "httpx",
+            "sklearn",
+            "onnxruntime",
+            "layershuffle_host",
+            "segno",
         ),
     ),
     "browser": Extra("browser tabs as hosts of a swarm: /join", ("layershuffle_browser",)),
@@ -48,7 +56,7 @@ def missing(extra: str, *modules: str) -> list[str]:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Raises `UsageError` naming the extra, if `modules` (default: all of it) are not installed."""
+    """Raise `UsageError` naming the extra if `modules` (default: all of it) are not installed."""
     lacking = missing(extra, *modules)
     if lacking:
         raise UsageError(

@@ -27,10 +27,13 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.text import shortened
 
 LOG = logging.getLogger("layershuffle")
-_STAGE_PREFIX, _LOCK = ".staged-", ".lock"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
+_STAGE_PREFIX = ".staged-"
+_LOCK = ".lock"
+_AT_FDCWD = -100  # of fcntl.h
+_RENAME_EXCHANGE = 2  # of linux/fs.h
 _NEARLY_FULL_BYTES = 1 << 20
-_AGAIN, _ELSEWHERE = "free some space and run the same command again", "choose another {flag}"
+_AGAIN = "free some space and run the same command again"
+_ELSEWHERE = "choose another {flag}"
 _MOUNTED = ("A mount point cannot be replaced", "name a place inside it")
 _CAUSES = {
     errno.ENOSPC: ("The disk is full", _AGAIN),
@@ -51,7 +54,7 @@ _LOCK_POLL_SECONDS = 0.2
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8; see `write_bytes`."""
+    """Replace `path` by `text` in UTF-8, in one step, as `write_bytes` does."""
     # Names of files may hold bytes that are no UTF-8.
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
@@ -106,17 +109,22 @@ def staged_directory(final: Path) -> Iterator[Path]:
 
 def names_in(directory: Path) -> set[str]:
     """Names in `directory`, without our lock and what a killed process left half-written there."""
-    names = {path.name for path in directory.iterdir()}
-    return {name for name in names - {_LOCK} if not name.startswith(_STAGE_PREFIX)}
+    names = set()
+    for path in directory.iterdir():
+        if path.name != _LOCK and not path.name.startswith(_STAGE_PREFIX):
+            names.add(path.name)
+    return names
 
 
 def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
-    """Raises `UsageError` if `directory` holds files, and no file `mark` of a `kind` of ours.
+    """Raise `UsageError` if `directory` holds files, and no file `mark` of a `kind` of ours.
 
-    For what comes before `locked`, which leaves a file of its own there.
+    It is asked before `locked`, which leaves a file of its own there.
     """
     with explained(directory):
-        if not directory.is_dir() or (directory / mark).is_file() or not names_in(directory):
+        if not directory.is_dir() or not names_in(directory):
+            return
+        if (directory / mark).is_file():
             return
     raise UsageError(
         f"The directory is not empty and holds no {kind}",
@@ -126,17 +134,24 @@ def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
 
 
 def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
-    """Raises `UsageError` if `directory`, which will be replaced, is a file or a mount point, or
-    holds files that no pattern of `ours` names as those of a `kind`.
+    """Raise `UsageError` if `directory`, which will be replaced, holds what is not ours.
+
+    It may be no file and no mount point, and every name in it has to match one of the patterns
+    `ours`, those of the files of a `kind`.
     """
     if not directory.exists():
         return
     if directory.resolve().is_mount():
         cause, hint = _MOUNTED
         raise UsageError(cause, place=directory, hint=hint)
-    names = names_in(directory) if directory.is_dir() else {directory.name}
-    others = sorted(n for n in names if not any(fnmatchcase(n, pattern) for pattern in ours))
-    if others or not directory.is_dir():
+    others = [directory.name]
+    if directory.is_dir():
+        patterns = tuple(ours)
+        others = []
+        for name in sorted(names_in(directory)):
+            if not any(fnmatchcase(name, pattern) for pattern in patterns):
+                others.append(name)
+    if others:
         raise UsageError(
             f"Writing here would delete what is no {kind} ({shortened(others)})",
             place=directory,
@@ -144,8 +159,11 @@ def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
         )
 
 
-def listed_by(summary: Path) -> set[str]:
-    """The names that a JSON file of ours lists as its "files", and its own; else none."""
+def listed_files(summary: Path) -> set[str]:
+    """The name of a JSON file of ours and those that it lists as its "files", as patterns.
+
+    No names if it cannot be read, or lists none.
+    """
     try:
         names = json.loads(summary.read_text(encoding="utf-8"))["files"]
         return {summary.name, *map(escape, names)}  # `refuse_others` takes patterns
@@ -208,8 +226,8 @@ def explained(place: Path, *, flag: str = "place") -> Iterator[None]:
             raise
         cause, hint = _CAUSES[number]
         # Of a rename the second name is the one that the user gave.
-        names = (getattr(error, name, None) for name in ("filename2", "filename"))
-        where = next(filter(None, names), place)
+        second = getattr(error, "filename2", None)
+        where = second or getattr(error, "filename", None) or place
         raise LayerShuffleError(cause, place=where, hint=hint.format(flag=flag)) from error
 
 
@@ -221,15 +239,15 @@ def _error_number(error: Exception, place: Path) -> int | None:
     if in_text is not None:  # safetensors gives the number in its message alone
         return int(in_text[1])
     # torch's saver gives no number at all: a disk with nothing left is the likely cause.
-    full = shutil.disk_usage(_existing(place)).free <= _NEARLY_FULL_BYTES
-    return errno.ENOSPC if full else None
-
-
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
+    while not place.exists():
+        place = place.parent
+    if shutil.disk_usage(place).free <= _NEARLY_FULL_BYTES:
+        return errno.ENOSPC
+    return None
 
 
 def _replace_directory(stage: Path, final: Path) -> None:
+    """Rename `stage` to `final`; the directory that was there before is deleted or in `stage`."""
     if not final.exists():
         os.replace(stage, final)
         return
@@ -258,6 +276,7 @@ def _exchange(stage: Path, final: Path) -> bool:
 
 
 def _flush(directory: Path) -> None:
+    """Have the system write the files of a directory to the disk, readable for everybody."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             os.chmod(path, 0o644)  # some savers write for their user alone

@@ -42,21 +42,23 @@ class ImageView:
     resize: Resize = "crop"
 
     def __post_init__(self) -> None:
-        numbers = {len(self.mean), len(self.std)}
         sizes = f"{self.channels} channels of {self.height} x {self.width} pixels"
-        for fits, cause in (
-            (min(self.channels, self.height, self.width) >= 1, f"There is no image of {sizes}"),
-            (numbers == {self.channels}, f"mean and std need a number for each of {sizes}"),
-            (min(self.std, default=0) > 0, f"std must be above 0, got {self.std}"),
-            (0 < self.crop_pct <= 1, f"crop_pct must be in (0, 1], got {self.crop_pct}"),
-            (
-                self.interpolation in INTERPOLATIONS,
-                f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {self.interpolation!r}",
-            ),
-            (self.resize in RESIZES, f"resize is crop or squash, not {self.resize!r}"),
-        ):
-            if not fits:
-                raise UsageError(cause, place="ImageView")
+        cause = ""
+        if min(self.channels, self.height, self.width) < 1:
+            cause = f"There is no image of {sizes}"
+        elif {len(self.mean), len(self.std)} != {self.channels}:
+            cause = f"mean and std need a number for each of {sizes}"
+        elif not min(self.std) > 0:
+            cause = f"std must be above 0, got {self.std}"
+        elif not 0 < self.crop_pct <= 1:
+            cause = f"crop_pct must be in (0, 1], got {self.crop_pct}"
+        elif self.interpolation not in INTERPOLATIONS:
+            names = ", ".join(INTERPOLATIONS)
+            cause = f"interpolation is one of {names}, not {self.interpolation!r}"
+        elif self.resize not in RESIZES:
+            cause = f"resize is crop or squash, not {self.resize!r}"
+        if cause:
+            raise UsageError(cause, place="ImageView")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -68,8 +70,10 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
     """`view` with another `resize`; `None` leaves it unchanged."""
     if resize is None or resize == view.resize:
         return view
-    # squash keeps the whole image, so crop_pct is ignored.
-    return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
+    if resize == "squash":
+        # It keeps the whole image, so crop_pct is ignored.
+        return replace(view, resize=resize, crop_pct=1.0)
+    return replace(view, resize=resize)
 
 
 def view_of_files(view: ImageView, data: str) -> ImageView:
@@ -84,7 +88,8 @@ def view_of_files(view: ImageView, data: str) -> ImageView:
 def uncropped_size(view: ImageView) -> tuple[int, int]:
     """(width, height) of which the crop keeps the share `crop_pct`."""
     # 43 / (43 / 50) is slightly less than 50, but must not become 49.
-    across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
+    across = math.floor(view.width / view.crop_pct + 1e-9)
+    down = math.floor(view.height / view.crop_pct + 1e-9)
     return across, down
 
 
@@ -101,9 +106,11 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     # For squares timm uses torchvision's Resize, which rounds the longer side down.
     whole = int if goal_width == goal_height else round
     if goal_width * height >= goal_height * width:  # the width is the tight side
-        across, down = goal_width, max(goal_height, whole(goal_width * height / width))
+        across = goal_width
+        down = max(goal_height, whole(goal_width * height / width))
     else:
-        across, down = max(goal_width, whole(goal_height * width / height)), goal_height
+        across = max(goal_width, whole(goal_height * width / height))
+        down = goal_height
     if across * down > MAX_PIXELS:
         raise DataError(
             f"The image has {width} x {height} pixels; with its short side at the model's size "

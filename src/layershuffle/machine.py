@@ -1,4 +1,4 @@
-"""What a result was measured on: versions and hardware."""
+"""This machine: versions and hardware of a result, device and precision, signals and threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,10 +37,10 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's collector of cycles does not run, for imports and while a clock runs.
+    """Python's collector of cycles does not run inside: for imports, and while a clock runs.
 
-    While torch and timm are imported it looks through a million objects that all stay: a fifth of
-    the time.
+    While torch and timm are imported it looks through a million objects that all stay. This takes
+    a fifth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -66,7 +66,9 @@ def stop_signals() -> Iterator[threading.Event]:
         del number, frame
         stop_asked.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, ask)
     try:
         yield stop_asked
     finally:
@@ -103,23 +105,15 @@ def _cpuinfo() -> str:
 def processor() -> str:
     """The name of the processor that the operating system reports."""
     name = re.search(r"^model name\s*:(.+)$", _cpuinfo(), re.MULTILINE)
-    return name[1].strip() if name else platform.processor() or platform.machine()
+    if name:
+        return name[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def cpu_has_bf16() -> bool:
     """Whether the processor multiplies bf16 in hardware. False on systems other than Linux."""
     # Flags of x86 processors; the last one is what ARM processors report.
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpuinfo().split())
-
-
-_AUTO: Mapping[str, tuple[Literal["fp32", "bf16"], str]] = {
-    # Some processors train wide models faster in bf16, and narrow ones slower.
-    "cpu": ("fp32", "auto is fp32 on a CPU"),
-    "scores": ("fp32", "auto is fp32 for scores, so that they compare between machines"),
-    "gpu": ("bf16", "auto is bf16 for training on a GPU that has it"),
-    "gpu without bf16": ("fp32", "auto is fp32 on a GPU without bf16"),
-}
-"""What --precision auto is, and why."""
 
 
 def choose_precision(
@@ -131,13 +125,20 @@ def choose_precision(
     """
     if choice == "bf16" and device == "cpu" and not cpu_has_bf16():
         _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
-    if choice != "auto":
-        return ("bf16" if choice == "bf16" else "fp32"), ""
-    if device == "cpu" or not training:
-        return _AUTO["cpu" if device == "cpu" else "scores"]
+    if choice == "bf16":
+        return "bf16", ""
+    if choice == "fp32":
+        return "fp32", ""
+    if device == "cpu":
+        # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
+        return "fp32", "auto is fp32 on a CPU"
+    if not training:
+        return "fp32", "auto is fp32 for scores, so that they compare between machines"
     import torch
 
-    return _AUTO["gpu" if torch.cuda.is_bf16_supported() else "gpu without bf16"]
+    if not torch.cuda.is_bf16_supported():
+        return "fp32", "auto is fp32 on a GPU without bf16"
+    return "bf16", "auto is bf16 for training on a GPU that has it"
 
 
 def device_of(choice: Device) -> Literal["cpu", "cuda"]:
@@ -147,7 +148,9 @@ def device_of(choice: Device) -> Literal["cpu", "cuda"]:
     has_gpu = torch.cuda.is_available()
     if choice == "cuda" and not has_gpu:
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
-    return "cuda" if has_gpu and choice != "cpu" else "cpu"
+    if has_gpu and choice != "cpu":
+        return "cuda"
+    return "cpu"
 
 
 @contextmanager

@@ -85,8 +85,11 @@ class ExportManifest(_FromManifest):
 
     @model_validator(mode="after")
     def _lists_its_files(self) -> Self:
-        blocks = (name for block in self.blocks for name in (block.graph, block.weights))
-        missing = {"stem.onnx", "head.onnx", *blocks} - self.files.keys()
+        named = {"stem.onnx", "head.onnx"}
+        for block in self.blocks:
+            named.add(block.graph)
+            named.add(block.weights)
+        missing = named - self.files.keys()
         if missing:
             raise ValueError(f"its files lack {', '.join(sorted(missing))}")
         return self

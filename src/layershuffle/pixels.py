@@ -77,7 +77,8 @@ def extensions() -> tuple[str, ...]:
     """The endings of the names of image files, in lower case: ".jpg", ".png" and others."""
     # Pillow opens a camera's .mpo as a JPEG file.
     kinds = {*formats(), "MPO"}
-    return tuple(end for end, kind in Image.registered_extensions().items() if kind in kinds)
+    endings = Image.registered_extensions()
+    return tuple(ending for ending, kind in endings.items() if kind in kinds)
 
 
 def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Image.Image:
@@ -122,7 +123,9 @@ def decoded(image: Image.Image, channels: int, *, place: str | Path | None) -> I
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except DECODE_ERRORS:
         turn = None
-    return to_mode(image if turn is None else image.transpose(turn), channels, place=place)
+    if turn is not None:
+        image = image.transpose(turn)
+    return to_mode(image, channels, place=place)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:
@@ -142,10 +145,10 @@ def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> I
         image = image.convert("RGBA")
     if channels == 1 and image.mode not in ("L", "1", "LA", "La"):
         image = image.convert("RGB")  # CMYK -> L exists, but skips the colour conversion
-    return image.convert(mode_for(channels))
+    return image.convert(pillow_mode(channels))
 
 
-def mode_for(channels: int) -> str:
+def pillow_mode(channels: int) -> str:
     """The Pillow mode of a view: "L" for 1 channel, "RGB" for 3. Raises UsageError for others."""
     modes = {1: "L", 3: "RGB"}
     if channels not in modes:
@@ -173,7 +176,9 @@ def channels_first(image: Image.Image) -> NDArray[np.uint8]:
     """Pixels `[C, H, W]` of an "L" or "RGB" image; in memory the channels may come last."""
     # A copy. Handing over Pillow's memory through Arrow made no measurable difference.
     pixels = np.array(image)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.transpose(2, 0, 1)
 
 
 def view_rows(length: int, kept: int) -> slice:
@@ -184,6 +189,7 @@ def view_rows(length: int, kept: int) -> slice:
 
 def normalised(pixels: NDArray[np.uint8], view: ImageView) -> NDArray[np.float32]:
     """Pixels `[C, H, W]` as their model takes them, float32: (pixels / 255 - mean) / std."""
-    mean, std = (np.array(v, np.float32).reshape(-1, 1, 1) for v in (view.mean, view.std))
+    mean = np.array(view.mean, np.float32).reshape(-1, 1, 1)
+    std = np.array(view.std, np.float32).reshape(-1, 1, 1)
     values: NDArray[np.float32] = (pixels.astype(np.float32) / np.float32(255) - mean) / std
     return values

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-INK, RULE, GROUND = "#1c2126", "#d3d9df", "#fefefe"
+INK = "#1c2126"
+RULE = "#d3d9df"
+GROUND = "#fefefe"
 Style = tuple[str, str, Literal["-", "--", "-.", ":"]]
 # Colour, marker and dash differ together, so no reader depends on colour. Mostly Okabe and Ito's
 # colours, without the pale ones.
@@ -35,19 +37,19 @@ STYLES: tuple[Style, ...] = (
     ("#b3400f", "<", ":"),
     ("#3d6b1f", ">", "--"),
 )
-METHOD_STYLES = dict(
-    zip(
-        (
-            *("baseline", "layershuffle", "layerdrop", "anyorder", "layershuffle-position"),
-            *("layershuffle-predict", "truncated"),
-        ),
-        STYLES,
-        strict=False,
-    )
-)
+METHOD_STYLES = {
+    "baseline": STYLES[0],
+    "layershuffle": STYLES[1],
+    "layerdrop": STYLES[2],
+    "anyorder": STYLES[3],
+    "layershuffle-position": STYLES[4],
+    "layershuffle-predict": STYLES[5],
+    "truncated": STYLES[6],
+}
 """The style of every method, the same in all figures."""
 _HASH_SALT = "layershuffle"
-_LEGEND_COLUMNS, _LEGEND_LETTERS = 5, 40  # at most; a longer name takes several lines
+_LEGEND_COLUMNS = 5  # at most
+_LEGEND_LETTERS = 40  # at most; a longer name takes several lines
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -84,10 +86,10 @@ def legend_below(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]])
         for text in legend.get_texts():
             # matplotlib would read a "$" in a name as mathematics.
             text.set(color=INK, parse_math=False)
+        if columns == 1:
+            return
         # Only what was drawn has a width: it depends on the font.
-        if columns == 1 or legend.get_window_extent(canvas.get_renderer()).width < (
-            figure.bbox.width
-        ):
+        if legend.get_window_extent(canvas.get_renderer()).width < figure.bbox.width:
             return
         legend.remove()
 
@@ -107,14 +109,24 @@ def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table as HTML."""
-    lines = [("th", head), *(("td", row) for row in rows)]
-    cells = ["".join(f"<{kind}>{escape(str(c))}</{kind}>" for c in row) for kind, row in lines]
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells if row)}</table>"
+    lines = [_html_row(head, "th")]
+    for row in rows:
+        lines.append(_html_row(row, "td"))
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(cells: Sequence[object], tag: Literal["th", "td"]) -> str:
+    """One row of a table as HTML, nothing for no cells."""
+    if not cells:
+        return ""
+    texts = [f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(texts)}</tr>"
 
 
 def html_page(title: str, parts: Mapping[str, str], *, lead: str = "") -> str:
     """A page without scripts: `lead`, then a section under every heading; all are HTML."""
-    links, sections = [], []
+    links = []
+    sections = []
     for number, (head, part) in enumerate(parts.items(), start=1):
         links.append(f'<li><a href="#section-{number}">{head}</a></li>')
         sections.append(f'<h2 id="section-{number}">{head}</h2>\n{part}\n')

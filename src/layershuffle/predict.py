@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Prediction:
     top: tuple[RankedClass, ...]
 
 
-def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
+def drawn_order(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
     """One order of an order mode, as "sequential" or "kept:9:arbitrary", drawn from `seed`.
 
     Raises `UsageError` for text that is no single mode, and for more blocks than `depth`.
@@ -80,14 +80,17 @@ def predict(
     """
     if isinstance(model, str):
         model = load(model)
-    depth, classes, view = depth_of(model), num_classes_of(model), file_view(model)
-    chosen = order_for(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
-    paths = [Path(image) for image in ([images] if isinstance(images, str | Path) else images)]
+    depth = depth_of(model)
+    chosen = drawn_order(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
+    if isinstance(images, str | Path):
+        images = [images]
+    paths = [Path(image) for image in images]
     if not paths or top < 1:
         raise UsageError(
             "There is no image to answer for" if not paths else "top is 1 or more",
             hint="layershuffle predict MODEL IMAGE... --top 5",
         )
+    classes = num_classes_of(model)
     if not classes:
         raise UsageError(
             "The model has no classifier, so it cannot name classes",
@@ -95,7 +98,9 @@ def predict(
         )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device
-    transform, finish = PlainTransform(view), PixelFinish(view)
+    view = file_view(model)
+    transform = PlainTransform(view)
+    finish = PixelFinish(view)
     predictions: list[Prediction | DataError] = []
     # Not inference_mode, as in `evaluate`: the model can be trained afterwards.
     with in_eval(model), torch.no_grad(), running(model, chosen):
@@ -104,14 +109,17 @@ def predict(
             group = paths[start : start + _AT_ONCE]
             pixels = [_read(path, transform) for path in group]
             readable = [image for image in pixels if isinstance(image, Tensor)]
-            answers: Iterator[tuple[RankedClass, ...]] = iter(())
+            answers: list[tuple[RankedClass, ...]] = []
             if readable:
                 logits = logits_of(model(finish(torch.stack(readable)).to(device)))
-                answers = iter(_ranked(logits, names, top))
+                answers = _ranked(logits, names, top)
+            answered = 0
             for path, image in zip(group, pixels, strict=True):
-                predictions.append(
-                    image if isinstance(image, DataError) else Prediction(str(path), next(answers))
-                )
+                if isinstance(image, DataError):
+                    predictions.append(image)
+                else:
+                    predictions.append(Prediction(str(path), answers[answered]))
+                    answered += 1
     return predictions
 
 
@@ -119,11 +127,13 @@ def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[Ranked
     """The `top` most probable classes of every row of logits `[n, classes]`, best first."""
     # In float64: in float32 the probabilities of many classes do not add up to 1.
     best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[-1]))
-    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        tuple(RankedClass(names[i], i, chance) for i, chance in zip(*row, strict=True))
-        for row in rows
-    ]
+    answers = []
+    for indices, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        ranked = []
+        for index, chance in zip(indices, chances, strict=True):
+            ranked.append(RankedClass(names[index], index, chance))
+        answers.append(tuple(ranked))
+    return answers
 
 
 def _read(path: Path, transform: PlainTransform) -> Tensor | DataError:

@@ -1,5 +1,6 @@
-"""Scores as tidy rows, one per model and order, the CSV files that hold them, and the names that
-methods had when they were written. Plain data, no torch.
+"""Scores as tidy rows, one per model and order, and the CSV files that hold them.
+
+Plain data: torch is not imported.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ RowKind = Literal["donor", "merge", "soup", "ensemble"]
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Files from before these columns, and data without groups of images, say nothing. Of a hundred and
-# more, a part of an image moves no interval by a digit that a report shows.
-Effective = Annotated[
+# Of a hundred and more, a part of an image moves no interval by a digit that a report shows.
+Independent = Annotated[
     Annotated[
         float,
         Field(ge=1, allow_inf_nan=False),
-        AfterValidator(lambda images: images if images < 100 else round(images)),
+        AfterValidator(lambda images: round(images, 1) if images < 100 else round(images)),
     ]
     | None,
     BeforeValidator(lambda value: None if value == "" else value),
 ]
+"""As how many independent images the images of a score count; `None`: as many as they are."""
 
 
 class Row(BaseModel):
@@ -66,8 +67,8 @@ class ScoreRow(Row):
     """One score: a method (an arm of a study) with a seed, run along one order.
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
-    blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
-    images count as (`stats.ImageGroups`), whole from 100 on. `order_seed` numbers the draws of a
+    blocks were chosen, empty where all run. `top1_n`: as how many independent images the `n` count
+    for an interval of `top1` (`stats.independent_images`). `order_seed` numbers the draws of a
     mode. `order` is text as `core.orders` writes it, "3,0,2"; it is empty where `draw`
     is "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
     `parallel` side by side.
@@ -89,8 +90,7 @@ class ScoreRow(Row):
     top5: Percent
     cross_entropy: Finite
     draw: Literal["pass", "batch"] = "pass"
-    top1_n: Effective = None
-    top5_n: Effective = None
+    top1_n: Independent = None
     parallel: Count = 1
     passes: Count = 1
 
@@ -133,8 +133,7 @@ class MergingRow(Row):
     ends: str = ""
     main: int = 1
     arm: str = ""
-    top1_n: Effective = None
-    top5_n: Effective = None
+    top1_n: Independent = None
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
@@ -158,12 +157,13 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     """The mean over models (donors, merges), each the mean over its orders, with its spreads.
 
-    `metric`: top1 or top5 in percent, or cross_entropy in nats, which has no effective images.
+    `metric`: top1 or top5 in percent, or cross_entropy in nats. An interval over images has top1
+    alone, for which its rows say as how many independent ones the images count.
     """
+    first = rows[0]
     return estimate(
         by_model(rows, metric),
-        images=rows[0].n,
-        effective=getattr(rows[0], f"{metric}_n", None),
+        images=(first.top1_n or first.n) if metric == "top1" else None,
         percent=metric != "cross_entropy",
     )
 
@@ -175,18 +175,27 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     few digits as it takes to read the same number back.
     """
     rows = list(rows)
-    names = list((type(rows[0]) if rows else ScoreRow).columns())
-    for name, field in type(rows[0]).model_fields.items() if rows else ():
-        if not field.is_required() and any(getattr(row, name) != field.default for row in rows):
+    kind = type(rows[0]) if rows else ScoreRow
+    names = list(kind.columns())
+    for name, column in kind.model_fields.items():
+        if column.is_required():
+            continue
+        if any(getattr(row, name) != column.default for row in rows):
             names.append(name)
-    names += sorted({name for row in rows for name in row.model_extra or ()})
+    unknown: set[str] = set()
+    for row in rows:
+        unknown.update(row.model_extra or ())
+    names += sorted(unknown)
     text = io.StringIO(newline="")
     # csv's own line end is that of Windows; results are compared byte for byte.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        values = ((name, getattr(row, name, None)) for name in names)
-        writer.writerow("" if value is None else value for _, value in values)
+        values = []
+        for name in names:
+            value = getattr(row, name, None)
+            values.append("" if value is None else value)
+        writer.writerow(values)
     write_text(path, text.getvalue())
 
 
@@ -198,7 +207,8 @@ def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tup
     """
 
     def refuse(cause: str, line: int | None = None) -> DataError:
-        return DataError(cause, place=path if line is None else f"{path}, line {line}", hint=hint)
+        place = path if line is None else f"{path}, line {line}"
+        return DataError(cause, place=place, hint=hint)
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -226,7 +236,8 @@ def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tup
         ) from error
     if not rows:
         raise refuse("The results file has no rows")
-    scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
-    if kind.names_one and len(scores) < len(rows):
-        raise refuse("The results file has a score twice")
+    if kind.names_one:
+        scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
+        if len(scores) < len(rows):
+            raise refuse("The results file has a score twice")
     return tuple(rows)

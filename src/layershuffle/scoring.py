@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of
-from layershuffle.data import DataOptions, ImageData, match_classes, open_data
+from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
@@ -71,8 +71,9 @@ def evaluate_spec(
     modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
-    place, split = placed(settings, device), data.splits["test"]
-    compiler = compiler_for(settings)
+    place = scoring_device(settings, device)
+    split = data.splits["test"]
+    compiler = block_compiler(settings)
     prepare(model.to(place), settings.precision, compiler=compiler)
     batches = batches_of(data, "test", settings=settings, device=place)
     scores = compiler.run(
@@ -85,7 +86,6 @@ def evaluate_spec(
             seed=settings.seed,
             draw=settings.draw,
             stop=stop,
-            groups=split.groups,
             on_images=lambda done: progress("images", done, split.size),
         )
     )
@@ -103,11 +103,10 @@ def open_scored(
     options: DataOptions,
     names: Sequence[str],
 ) -> ImageData:
-    """The data `spec` as the first of `models` wants them; models without names of classes get
-    some.
+    """The data `spec` as the first of `models` wants them.
 
-    `names` are those of the models. Raises `DataError` if the classes are not those of a model,
-    `UsageError` for names in `settings` that do not fit.
+    Models without names of classes get some. `names` are those of the models. Raises `DataError` if
+    the classes are not those of a model, `UsageError` for names in `settings` that do not fit.
     """
     options = replace(options, max_test=settings.max_images, skip_corrupt=settings.skip_corrupt)
     for model, name in zip(models, names, strict=True):
@@ -128,11 +127,13 @@ def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data
     would be meaningless: raises `DataError`.
     """
     if class_names_of(model) is None and num_classes_of(model) == len(data.classes):
-        names, order = data.classes, f"in the order of {of}"
+        names = data.classes
+        order = f"in the order of {of}"
         if origin_of(backbone_of(model)).natural_classes:
             from timm.utils import natural_key
 
-            names, order = tuple(sorted(names, key=natural_key)), "in natural order, as timm sorts"
+            names = tuple(sorted(names, key=natural_key))
+            order = "in natural order, as timm sorts"
         set_class_names(model, names)
         note = (
             f"{name} names no classes; its outputs are taken for {shortened(names)}, {order}; "
@@ -145,8 +146,10 @@ def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data
 def batches_of(
     data: ImageData, split: str, *, settings: ScoreSettings, device: str, keep: bool = False
 ) -> DeviceBatches:
-    """Batches of a split on `device`; with `keep` decoded images stay on the GPU, or in memory up
-    to 1 GiB."""
+    """Batches of a split on `device`.
+
+    With `keep` decoded images stay on the GPU, or in memory up to 1 GiB.
+    """
     return DeviceBatches(
         data.splits[split],
         data.finish,
@@ -157,14 +160,14 @@ def batches_of(
     )
 
 
-def placed(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
+def scoring_device(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
     """The device that computes the scores, with a warning where it has no bf16 arithmetic."""
     place = device_of(device)
     choose_precision(settings.precision, device=place, training=False)
     return place
 
 
-def compiler_for(settings: ScoreSettings) -> BlockCompiler:
+def block_compiler(settings: ScoreSettings) -> BlockCompiler:
     """A compiler for the blocks of scored models, which compiles nothing without `compile`."""
     return BlockCompiler(reason=None if settings.compile else "compile is off")
 
@@ -180,7 +183,7 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
     # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    _fitting_modes(settings, fit_settings.kept or depth_of(load(fit_settings.model)))
+    _fitting_modes(settings, fit_settings.build_method().kept or depth_of(load(fit_settings.model)))
 
 
 def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:
@@ -200,16 +203,21 @@ def refuse_not_finite(score: Score, *, of: str) -> None:
         )
 
 
-def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
-    """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
+def score_rows(
+    scores: Sequence[Score], split: Split, *, method: str, seed: int, draw: Draw
+) -> list[ScoreRow]:
+    """Scores of drawn orders on `split` as rows of results.csv, for a model of a method and seed.
 
     Raises `DataError` for a cross-entropy that is not finite, which would spoil every mean.
     """
-    scores = list(scores)
     for score in scores:
         refuse_not_finite(score, of=f"{method}, seed {seed},")
-    return [
-        ScoreRow(
+    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
+    rows = []
+    for score, count in zip(scores, counts, strict=True):
+        if score.mode is None:
+            continue
+        row = ScoreRow(
             method=method,
             seed=seed,
             mode=score.mode.order,
@@ -222,11 +230,9 @@ def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -
             top5=score.top5,
             cross_entropy=score.cross_entropy,
             draw=draw,
-            top1_n=score.top1_n,
-            top5_n=score.top5_n,
+            top1_n=None if count == score.images else count,
             parallel=score.mode.parallel,
             passes=score.mode.passes,
         )
-        for score in scores
-        if score.mode is not None
-    ]
+        rows.append(row)
+    return rows

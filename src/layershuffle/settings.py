@@ -6,19 +6,27 @@ is its text in `--help`. Unknown keys are refused, and the error names the neare
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
-from dataclasses import dataclass, is_dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from layershuffle.core.methods import METHOD_OPTIONS, Method, PositionPart
-from layershuffle.core.policies import Choice, parse_modes
-from layershuffle.core.position_forms import EncodingForm, PredictionForm
+from layershuffle.core.methods import METHOD_SETTINGS, Method
+from layershuffle.core.policies import parse_modes
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device
 from layershuffle.text import nearest, one_line
@@ -37,6 +45,9 @@ Precision = Literal["fp32", "bf16"]
 """The dtype of forwards whose results are scores."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
 """A name that becomes part of a path, so it has no slash and does not begin with a dot."""
+
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 class Settings(BaseModel):
@@ -66,8 +77,43 @@ class Settings(BaseModel):
         return {name: None if value == "None" else value for name, value in fields.items()}
 
 
-class FitSettings(Settings):
-    """One training run. The defaults are those of the paper's section 4, if it gives them."""
+def _attribute_docstrings(kind: type) -> dict[str, str]:
+    """The docstrings below the annotated attributes of a class, by name, read from its source."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    texts: dict[str, str] = {}
+    for attribute, below in pairwise(cast(ast.ClassDef, definition).body):
+        match attribute, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                texts[name] = inspect.cleandoc(str(text))
+    return texts
+
+
+def _with_method_options(kind: type[AnySettings]) -> type[AnySettings]:
+    """`kind` with the options of `Method`, their types and docstrings, as further settings.
+
+    `None` keeps the value that the method has of its own.
+    """
+    types = get_type_hints(Method)
+    texts = _attribute_docstrings(Method)
+    options: dict[str, Any] = {}
+    for option in fields(Method):
+        if option.name not in METHOD_SETTINGS:
+            continue
+        if option.default_factory is MISSING:
+            annotation = types[option.name] | None
+            default = None
+        else:
+            annotation = types[option.name]
+            default = option.default_factory()
+        options[option.name] = (annotation, Field(default, description=texts[option.name]))
+    return create_model(
+        kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **options
+    )
+
+
+@_with_method_options
+class MethodSettings(Settings):
+    """The method and what it trains; its options follow these settings."""
 
     method: str = "anyorder"
     """How to train: anyorder (four orders per batch, one of them sequential, and an exit), or
@@ -79,39 +125,14 @@ class FitSettings(Settings):
     """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR or torchvision:NAME."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
-    orders_per_batch: Positive | None = None
-    """Number of groups into which the images of a forward are split; each group has its own order,
-    and the number of block runs per image stays the same (anyorder: 4; the others: 1)."""
-    sequential_every: Annotated[int, Field(ge=2)] | None = None
-    """Every n-th order runs all blocks in sequence, counted over steps and the groups of a batch
-    (anyorder: 4; the others: none)."""
-    exit_weight: Annotated[float, Field(gt=0)] | None = None
-    """Weight of a second loss: the state after a random number of blocks is classified as well
-    (anyorder: 0.3; the others: no such loss)."""
-    self_distillation: Annotated[float, Field(gt=0)] | None = None
-    """Weight of a third loss: the answer after all blocks teaches the one after a random number of
-    them (anyorder: 0.3; the others: no such loss)."""
-    drop: float | None = None
-    """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
-    min_kept: Positive | None = None
-    """Fewest blocks that a forward runs; their number is drawn, from this one to all (default: all
-    run)."""
-    max_parallel: Positive | None = None
-    """Most blocks that run side by side in a round, whose sizes are drawn (default: one block after
-    the other)."""
-    distinct: Positive | None = None
-    """Number of different blocks, whose weights the places of the model share (default: every place
-    has its own)."""
-    position: PositionPart | None = None
-    """Position parts: encode (layershuffle-position), predict (layershuffle-predict) or none."""
-    kept: Positive | None = None
-    """Number of pretrained blocks that the model is made of (truncated needs it; default: all)."""
-    choose: Choice | None = None
-    """Which of them: spaced (evenly, the default), first, last or random (by the seed)."""
-    encoding: EncodingForm = EncodingForm()
-    """Form of the position encoding, with position encode."""
-    prediction: PredictionForm = PredictionForm()
-    """Form of the position prediction, with position predict."""
+
+
+class FitSettings(MethodSettings):
+    """One training run. The defaults are those of the paper's section 4, if it gives them."""
+
+    if TYPE_CHECKING:
+        # Type checkers do not see the options of the method.
+        def __init__(self, **fields: Any) -> None: ...
 
     steps: Positive | None = None
     """Number of optimiser steps; excludes epochs."""
@@ -216,8 +237,8 @@ class FitSettings(Settings):
 
     def build_method(self) -> Method:
         """The method with its options set."""
-        names = (*METHOD_OPTIONS, "encoding", "prediction", "seed")
-        return Method(self.method, **{name: getattr(self, name) for name in names})
+        options = {name: getattr(self, name) for name in METHOD_SETTINGS}
+        return Method(self.method, seed=self.seed, **options)
 
 
 class ScoreSettings(Settings):
@@ -358,7 +379,7 @@ def _names_in(kind: type[Settings], group: str) -> list[str]:
     for mark in () if field is None else field.metadata:
         nested = mark.settings if isinstance(mark, KeysOf) else nested
     if is_dataclass(nested):
-        return [field.name for field in dataclass_fields(nested)]
+        return [part.name for part in fields(nested)]
     if isinstance(nested, type) and issubclass(nested, Settings):
         return list(nested.model_fields)
     return []

@@ -7,7 +7,7 @@ Equal values show no spread (few images often give them), so they count as no da
 
 t-interval: mean +- t(0.975, n-1) s / sqrt(n), Student 1908. Wilson interval: Wilson 1927,
 doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %. Images
-whose errors come together count as fewer (`ImageGroups`).
+whose errors come together count as fewer (`independent_images`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Estimate:
     `mean`: mean over models of the mean over orders. `sd_orders`: standard deviation over the
     orders within a model, pooled over models. `sd_models`: standard deviation of the models'
     means. `None` where there are fewer than two values to spread. `low`, `high`: 95 % interval
-    of `mean` over what `kind` names. `orders`, `images`: per model (the fewest, if they differ).
-    `effective`: how many independent images an interval over images counts; `None` if they
-    were treated as independent, because no groups were given. `least`, `most`: the lowest and
-    highest single value.
+    of `mean` over what `kind` names. `orders`: per model (the fewest, if they differ). `images`: as
+    how many independent images those of a model count, `None` if that was not said. `least`,
+    `most`: the lowest and highest single value.
     """
 
     mean: float
@@ -52,8 +51,7 @@ class Estimate:
     kind: IntervalKind
     models: int
     orders: int
-    images: int
-    effective: float | None
+    images: float | None
     least: float
     most: float
 
@@ -82,21 +80,20 @@ class Difference:
 def estimate(
     scores: Mapping[int, Sequence[float]],
     *,
-    images: int,
-    effective: float | None = None,
+    images: float | None = None,
     percent: bool = True,
 ) -> Estimate:
-    """Mean and 95 % interval of `scores[seed]`, one value per order, each over `images` images.
+    """Mean and 95 % interval of `scores[seed]`, which has one value per order.
 
         top1 = {seed: [score.top1 for score in ls.evaluate(models[seed], ...)] for seed in models}
         result = ls.estimate(top1, images=5000)
         result.mean, result.low, result.high, result.kind  # kind: what the interval is over
 
     Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
-    orders. One value, or equal ones: Wilson interval over images if it is a `percent`, else none;
-    `effective` of them are independent (`ImageGroups`), all by default. Percentages are clipped to
-    [0, 100].
-    Raises `ValueError` for no scores or a seed without any.
+    orders. One value, or equal ones: Wilson interval over `images`, if they are given and scores
+    are a `percent`, else none. `images`: as how many independent images those of a model count
+    (`independent_images`). Percentages are clipped to [0, 100]. Raises `ValueError` for no scores
+    or a seed without any.
     """
     if not scores or not all(scores.values()):
         raise ValueError("an estimate needs at least one score of every seed")
@@ -104,7 +101,7 @@ def estimate(
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
     values = [value for group in groups for value in group]
-    low, high, kind = _interval(means, groups, images if effective is None else effective, percent)
+    low, high, kind = _interval(means, groups, images, percent)
     return Estimate(
         mean=mean(means),
         sd_orders=pooled_deviation(groups),
@@ -115,7 +112,6 @@ def estimate(
         models=len(groups),
         orders=min(map(len, groups)),
         images=images,
-        effective=effective if kind == "images" else None,
         least=min(values),
         most=max(values),
     )
@@ -142,16 +138,25 @@ def deviation(values: Values) -> float | None:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
-    """The standard deviation within groups, each weighted by its degrees of freedom."""
+    """The standard deviation within groups, each weighted by its degrees of freedom.
+
+    `None` if no group has two values.
+    """
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return None
-    squares = [(value - mean(group)) ** 2 for group in groups for value in group]
+    squares = []
+    for group in groups:
+        centre = mean(group)
+        squares += [(value - centre) ** 2 for value in group]
     return math.sqrt(math.fsum(squares) / freedom)
 
 
 def _numbers(values: Values) -> Sequence[float]:
-    return list(values.values()) if isinstance(values, Mapping) else values
+    """The values without their seeds."""
+    if isinstance(values, Mapping):
+        return list(values.values())
+    return values
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -170,24 +175,29 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(sample: Values, reference: Values) -> Difference:
-    """mean(sample) - mean(reference): in pairs over two or more common seeds, else Welch's (1947).
+    """mean(sample) - mean(reference), with its 95 % interval.
+
+    It is in pairs over two or more common seeds, and Welch's (1947) without them.
 
         print(ls.compare({0: 87.5, 1: 88.1}, {0: 90.7, 1: 90.2}))  # a value of each seed
 
-    The result has `points`, and `low` and `high` of its 95 % interval, infinite if there is none.
-
-    Models of one seed saw the same batches and are scored under the same orders, so
-    most of what moves one of a pair moves the other too. Raises `ValueError` for no values.
+    The result has `points`, and `low` and `high` of the interval, infinite if there is none. Models
+    of one seed saw the same batches and are scored under the same orders, so most of what moves one
+    of a pair moves the other, too. Raises `ValueError` for no values.
     """
     if isinstance(sample, Mapping) and isinstance(reference, Mapping):
         seeds = sorted(sample.keys() & reference.keys())
         if len(seeds) > 1:
             gaps = [sample[seed] - reference[seed] for seed in seeds]
-            low, high = t_interval(gaps) if deviation(gaps) else (-math.inf, math.inf)
+            low = -math.inf
+            high = math.inf
+            if deviation(gaps):
+                low, high = t_interval(gaps)
             return Difference(points=mean(gaps), low=low, high=high, seeds=len(seeds))
     if not (sample and reference):
         raise ValueError("a comparison needs at least one value of each")
-    low, high = -math.inf, math.inf
+    low = -math.inf
+    high = math.inf
     if min(len(sample), len(reference)) > 1 and (deviation(sample) or deviation(reference)):
         from scipy import stats
 
@@ -203,120 +213,169 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The value below which a share `q` of them lies (nearest rank); NaN without values."""
     import numpy as np
 
-    return float(np.quantile(values, q, method="inverted_cdf")) if values else math.nan
+    if not values:
+        return math.nan
+    return float(np.quantile(values, q, method="inverted_cdf"))
 
 
 def wilson_interval(top1: float, images: float) -> tuple[float, float]:
     """The 95 % Wilson interval, in percent, of `top1` percent right on `images` images.
 
-    `images` may be effective ones, which are no whole number. Raises `ValueError` for a percentage
-    or a number of images that is impossible.
+    Images that are wrong together count as fewer, which may be no whole number
+    (`independent_images`). Raises `ValueError` for a percentage or a number of images that is
+    impossible.
     """
     if not 0 <= top1 <= 100 or images < 1:
         raise ValueError(f"{top1} % right on {images} images are impossible")
     from scipy import stats
 
     # In closed form, because scipy's takes whole numbers of right answers and images.
-    share, z = top1 / 100, float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
+    share = top1 / 100
+    z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
     centre = share + z**2 / (2 * images)
     half = z * math.sqrt(share * (1 - share) / images + z**2 / (4 * images**2))
-    low, high = ((centre + side) / (1 + z**2 / images) for side in (-half, half))
+    low = (centre - half) / (1 + z**2 / images)
+    high = (centre + half) / (1 + z**2 / images)
     # Rounding must not move an end past the percentage itself, where that is 0 or 100.
     return 100 * max(0.0, min(low, share)), 100 * min(1.0, max(high, share))
 
 
-class ImageGroups:
-    """Groups of test images whose errors come together, as pairs with a digit in common.
+def independent_images(
+    values: NDArray[Any], groups: NDArray[np.int64] | None
+) -> NDArray[np.float64]:
+    """How many independent images would show the mean of `values` as exactly as these do.
 
-    `groups` int64 [n, k]: images that share a number, in whatever columns, may err together; all
-    others are independent. The variance of the share of right answers is then the sum of e_i e_j
-    over all pairs of images that share a group, e the deviations from the mean: the
-    cluster-robust variance for k = 1, the dyadic-robust one for k = 2 (Aronow, Samii and Assenova
-    2015, doi 10.1093/pan/mpv018). In seven times 1,500 simulated test sets of digit pairs a 95 %
-    interval held the truth in 94 to 96 of 100; Wilson's, of all images, in 58 to 92.
+        counts = independent_images(right, groups)  # right [n, orders]: one count per order
+
+    `values` [n, ...]: a number of each of the n images, such as whether it was answered right; the
+    result has the remaining axes. `groups` int64 [n, k]: images that share a number, in whatever
+    columns, may err together, as pairs with a digit in common; all others are independent, and all
+    are without groups. Counts lie between 1 and n (Kish's effective sample size).
+
+    The variance of the mean is the sum of e_i e_j over all pairs of images that share a group, e
+    the deviations from the mean: the cluster-robust variance for k = 1, the dyadic-robust one for
+    k = 2 (Aronow, Samii and Assenova 2015, doi 10.1093/pan/mpv018). Counts are lower where the
+    variance of few groups is itself uncertain, by the t-quantiles of groups and images (Korn and
+    Graubard 1998). Where all values are equal, nothing shows how errors come together; then it is
+    as many as can share no group. Raises `ValueError` unless there is a row of groups per image.
     """
+    import numpy as np
 
-    def __init__(self, groups: NDArray[np.int64]) -> None:
-        import numpy as np
+    images = len(values)
+    if groups is None:
+        return np.full(values.shape[1:], float(images))
+    if len(groups) != images:
+        raise ValueError(f"{images} images, and groups of {len(groups)}")
+    from scipy import stats
 
-        rows = np.sort(groups, axis=1)
-        self.images, width = map(int, rows.shape)
-        # Columns with a number in common, as the two digits of pairs, are one family of groups.
-        families: list[tuple[set[int], int]] = []
-        for column in groups.T:
-            numbers, wide = set(column.tolist()), 1
-            for family in [family for family in families if family[0] & numbers]:
-                families.remove(family)
-                numbers, wide = numbers | family[0], wide + family[1]
-            families.append((numbers, wide))
-        # The family with the fewest groups limits what all together can show.
-        self.count, self._width = min((len(numbers), wide) for numbers, wide in families)
-        # A pair of one digit with itself belongs to that digit's group once.
-        fresh = np.ones(rows.shape, dtype=bool)
-        fresh[:, 1:] = rows[:, 1:] != rows[:, :-1]
-        # Two images that share two groups are met in the sums over both. Sums over pairs of groups
-        # take them out again, and so on: inclusion and exclusion, in n k steps and not n * n.
-        self._sums: list[tuple[int, NDArray[Any], NDArray[Any]]] = []
-        for size in range(1, width + 1):
-            members, names = [], []
-            for columns in map(list, combinations(range(width), size)):
-                member = np.flatnonzero(fresh[:, columns].all(axis=1))
-                members.append(member)
-                names.append(rows[member][:, columns])
-            _, group = np.unique(np.concatenate(names), axis=0, return_inverse=True)
-            self._sums.append(((-1) ** (size + 1), np.concatenate(members), group.ravel()))
-
-    def effective(self, right: NDArray[Any]) -> float:
-        """How many independent images would show the mean of `right` [n] as exactly as these do.
-
-        Between 1 and n (Kish's effective sample size); fewer where the variance of few groups is
-        itself uncertain, by the t-quantiles of groups and images (Korn and Graubard 1998). Where
-        all images are right, or none, nothing shows how errors come together; then it is as many
-        as can share no group. Raises `ValueError` for another number of images.
-        """
-        import numpy as np
-        from scipy import stats
-
-        if len(right) != self.images:
-            raise ValueError(f"{len(right)} images, and groups of {self.images}")
-        deviations = right - right.mean()
+    count, width = _smallest_family(groups)
+    as_many_as_share_none = max(1.0, min(float(images), count / width))
+    independent = np.full(values.shape[1:], as_many_as_share_none)
+    if count < 2:
+        return independent
+    sums = _sums_over_groups(groups)
+    # The degrees of freedom are those of the groups, not of the images.
+    correction = (count / (count - 1)) / (images / (images - 1))
+    quantiles = stats.t.ppf((1 + _CONFIDENCE) / 2, (count - 1, images - 1))
+    wide = float(quantiles[0])
+    narrow = float(quantiles[1])
+    for place in np.ndindex(independent.shape):
+        column = values[(slice(None), *place)]
+        deviations = column - column.mean()
         alone = float((deviations**2).sum())
-        if self.count < 2 or alone == 0:
-            return max(1.0, min(float(self.images), self.count / self._width))
-        together = sum(
-            sign * float((np.bincount(group, deviations[members]) ** 2).sum())
-            for sign, members, group in self._sums
-        )
-        # The degrees of freedom are those of the groups, not of the images.
-        groups, images = self.count - 1, self.images - 1
-        effect = together / alone * (self.count / groups) / (self.images / images)
-        wide, narrow = map(float, stats.t.ppf((1 + _CONFIDENCE) / 2, (groups, images)))
-        effective = self.images / max(1.0, effect) * (narrow / wide) ** 2
+        if alone == 0:
+            continue
+        together = 0.0
+        for sign, members, group in sums:
+            of_groups = np.bincount(group, deviations[members])
+            together += sign * float((of_groups**2).sum())
+        effect = max(1.0, together / alone * correction)
+        number = images / effect * (narrow / wide) ** 2
         # With two columns there may be more groups than images, and then the quantiles widen it.
-        return max(1.0, min(float(self.images), effective))
+        independent[place] = max(1.0, min(float(images), number))
+    return independent
 
-    def half_width(self, influence: NDArray[np.float64]) -> float:
-        """Half the width of the 95 % interval of a number that each image moves by `influence` [n].
 
-        Of a mean the influence of an image is its distance to the mean, divided by n; of another
-        smooth number it is the derivative (Hampel 1974, doi 10.1080/01621459.1974.10482962). For a
-        mean of images without common groups this is the t-interval. Raises `ValueError` for fewer
-        than two images, and for another number of them.
-        """
-        from scipy import stats
+def half_width(
+    influence: NDArray[np.float64], groups: NDArray[np.int64] | None
+) -> NDArray[np.float64]:
+    """Half the width of the 95 % interval of a number that each image moves by its influence.
 
-        if self.images < 2:
-            raise ValueError("an interval needs at least two images")
-        widening = self.images / self.effective(influence)
-        alone = float(((influence - influence.mean()) ** 2).sum()) / (1 - 1 / self.images)
-        return float(stats.t.ppf((1 + _CONFIDENCE) / 2, self.images - 1)) * math.sqrt(
-            alone * widening
-        )
+    `influence` [n, ...]: that of each image; the result has the remaining axes. Of a mean the
+    influence of an image is its distance to the mean, divided by n; of another smooth number it is
+    the derivative (Hampel 1974, doi 10.1080/01621459.1974.10482962). `groups` as in
+    `independent_images`. For a mean of images without common groups this is the t-interval. Raises
+    `ValueError` for fewer than two images, and unless there is a row of groups per image.
+    """
+    from scipy import stats
+
+    images = len(influence)
+    if images < 2:
+        raise ValueError("an interval needs at least two images")
+    widening = images / independent_images(influence, groups)
+    squares = ((influence - influence.mean(axis=0)) ** 2).sum(axis=0)
+    alone = squares / (1 - 1 / images)
+    quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, images - 1))
+    half: NDArray[np.float64] = quantile * (alone * widening) ** 0.5
+    return half
+
+
+def _smallest_family(groups: NDArray[np.int64]) -> tuple[int, int]:
+    """The number of groups and of columns of the family that limits what all together can show.
+
+    Columns with a number in common, as the two digits of pairs, are one family of groups.
+    """
+    families: list[tuple[set[int], int]] = []
+    for column in groups.T:
+        numbers = set(column.tolist())
+        width = 1
+        disjoint = []
+        for others, columns in families:
+            if others & numbers:
+                numbers |= others
+                width += columns
+            else:
+                disjoint.append((others, columns))
+        families = [*disjoint, (numbers, width)]
+    return min((len(numbers), width) for numbers, width in families)
+
+
+def _sums_over_groups(
+    groups: NDArray[np.int64],
+) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """(sign, images, the group of each): the sums that together meet each pair of images once.
+
+    Two images that share two groups are met in the sums over both. Sums over pairs of groups take
+    them out again, and so on: inclusion and exclusion, in n k steps and not n * n.
+    """
+    import numpy as np
+
+    rows = np.sort(groups, axis=1)
+    # A pair of one digit with itself belongs to that digit's group once.
+    fresh = np.ones(rows.shape, dtype=bool)
+    fresh[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    width = rows.shape[1]
+    sums = []
+    for size in range(1, width + 1):
+        members = []
+        names = []
+        for chosen in combinations(range(width), size):
+            columns = list(chosen)
+            member = np.flatnonzero(fresh[:, columns].all(axis=1))
+            members.append(member)
+            names.append(rows[member][:, columns])
+        _, group = np.unique(np.concatenate(names), axis=0, return_inverse=True)
+        sums.append(((-1) ** (size + 1), np.concatenate(members), group.ravel()))
+    return sums
 
 
 def _interval(
-    means: Sequence[float], groups: Sequence[Sequence[float]], images: float, percent: bool
+    means: Sequence[float],
+    groups: Sequence[Sequence[float]],
+    images: float | None,
+    percent: bool,
 ) -> tuple[float | None, float | None, IntervalKind]:
+    """The bounds of an estimate, and what they are over."""
     # One model, or equal ones, say nothing about other seeds: the interval covers the orders of
     # one of them then, because all run in the same.
     kinds: tuple[tuple[IntervalKind, Sequence[float]], ...] = (
@@ -326,7 +385,10 @@ def _interval(
     for kind, numbers in kinds:
         if deviation(numbers):
             low, high = t_interval(numbers)
-            return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
-    if percent:
+            if percent:
+                low = max(0.0, low)
+                high = min(100.0, high)
+            return low, high, kind
+    if percent and images is not None:
         return *wilson_interval(mean(means), images), "images"
     return None, None, "none"

@@ -10,8 +10,10 @@ from io import StringIO
 TABLE_WIDTH = 100
 """Columns of a table that no terminal bounds: pipes and files get the same text everywhere."""
 Progress = Callable[[str, float, float], object]
-"""Tells of long work, called with the unit (such as "images"), how many are done, and the total. A
-new unit begins a new stage, which is counted from its first number."""
+"""What is told of long work: the unit (such as "images"), how many are done, and the total.
+
+A new unit begins a new stage, which is counted from its first number.
+"""
 
 
 def unheard(*stage: object) -> None:
@@ -23,7 +25,9 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` most probably misspells, `None` if none is close."""
     # difflib's own cut-off of 0.6: two swapped letters pass, another word does not.
     matches = get_close_matches(word, list(choices), n=1)
-    return matches[0] if matches else None
+    if not matches:
+        return None
+    return matches[0]
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:
@@ -37,12 +41,16 @@ def shortened(names: Iterable[str], *, limit: int = 3) -> str:
     listed = list(names)
     shown = ", ".join(listed[:limit])
     more = len(listed) - limit
-    return f"{shown} and {more} more" if more > 0 else shown
+    if more <= 0:
+        return shown
+    return f"{shown} and {more} more"
 
 
 def counted(number: int, noun: str) -> str:
     """A number and its noun, which takes a plain plural: "1 host", "1,200 images"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def clock(seconds: float) -> str:
@@ -99,23 +107,15 @@ def markdown_table(
 
     `align` has "l" or "r" for each column; columns beyond it are aligned as the reader likes.
     """
-    marks = [{"l": ":--", "r": "--:"}[side] for side in align]
+    sides = {"l": ":--", "r": "--:"}
+    marks = [sides[side] for side in align]
     marks += ["---"] * (len(head) - len(marks))
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
-    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
+    lines = [_markdown_row(head), f"|{'|'.join(marks)}|"]
+    for row in rows:
+        lines.append(_markdown_row(row))
+    return "\n".join(lines)
 
 
-def counted_as(effective: Iterable[float | None]) -> str:
-    """What follows "over 1,000 images": the number of independent images that the intervals assume.
-
-    `effective` as in `stats.Estimate`, of one or more scores.
-    """
-    numbers = list(effective)
-    counts = sorted(round(count) for count in numbers if count is not None)
-    if not counts:
-        return "taken as independent"
-    span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
-    # Scores from before effective numbers may stand beside newer ones.
-    rest = ", or were taken as independent" if len(counts) < len(numbers) else ""
-    noun = "one" if counts[-1] == 1 else "ones"
-    return f"which count as {span} independent {noun}{rest}"
+def _markdown_row(cells: Sequence[object]) -> str:
+    """One line of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"

@@ -24,7 +24,7 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import numbers_of, table_text
 from layershuffle.analysis.subject import balanced_orders
 from layershuffle.plotting import INK
-from layershuffle.stats import ImageGroups, t_interval
+from layershuffle.stats import half_width, t_interval
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 7, 12])
@@ -84,7 +84,7 @@ def _cells_of(values, *, batch=4):
 def test_intervals_of_cells_and_contrasts_are_those_of_the_images_means():
     """Where every image has every cell, a contrast is a mean over images: a t-interval."""
     values = np.random.default_rng(0).normal(3.0, 1.0, (40, 3, 3))
-    cells, alone = _cells_of(values), ImageGroups(np.arange(40)[:, None])
+    cells, alone = _cells_of(values), np.arange(40)[:, None]
     weights = home_less_elsewhere(3)
     low, high = t_interval((values * weights).sum((1, 2)).tolist())
     assert 2 * cells.half_width(alone, weights) == pytest.approx(high - low, rel=1e-5)
@@ -106,7 +106,7 @@ def test_images_of_a_batch_are_one_cluster_and_nine_are_too_few(images, few):
         batches = np.repeat(np.random.default_rng(3).normal(size=10), 4)
         low, high = t_interval(batches[::4].tolist())
         influence = (batches - batches.mean()) / 40
-        assert 2 * clusters.half_width(influence) == pytest.approx(high - low)
+        assert 2 * half_width(influence, clusters) == pytest.approx(high - low)
 
 
 def test_groups_of_the_data_join_the_batches():
@@ -116,7 +116,7 @@ def test_groups_of_the_data_join_the_batches():
     alike = (np.arange(48) % 12 - 5.5) / 48
     by_batch, both = (s.clusters(by_batch=True) for s in (subject, grouped))
     # A group with images in four batches joins them, so the interval is wider.
-    assert both.half_width(alike) > 1.2 * by_batch.half_width(alike)
+    assert half_width(alike, both) > 1.2 * half_width(alike, by_batch)
     few = replace(split, groups=torch.arange(48)[:, None] % 9)
     nine = replace(subject, data=replace(subject.data, splits={"test": few}))
     assert nine.clusters(by_batch=False) is None

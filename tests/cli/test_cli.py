@@ -71,12 +71,18 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     assert f" {arbitrary['top1']['mean']:.2f} " in table
     sequential = report["modes"][0]["top1"]
     assert [sequential["low"], sequential["high"]] == pytest.approx(
-        wilson_interval(sequential["mean"], sequential["effective"])
+        wilson_interval(sequential["mean"], sequential["images"])
     )
-    counted = f"which count as {round(sequential['effective'])} independent ones"
-    words = f"of one order or equal scores Wilson over the images, {counted}"
+    counts = [
+        round(mode["top1"]["images"])
+        for mode in report["modes"]
+        if mode["top1"]["kind"] == "images"
+    ]
+    span = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    words = f"of one order or equal scores Wilson over {span} images that count as independent"
     assert words in " ".join(table.split())
-    assert (arbitrary["top1"]["effective"] is None) == (len(set(tops)) > 1)
+    assert (arbitrary["top1"]["kind"] == "orders") == (len(set(tops)) > 1)
+    assert report["modes"][0]["top5"]["low"] is None, "its images are counted for top-1 alone"
     drawn = arbitrary["scores"][2]
     _, text, _ = run(
         capsys, "eval", str(fitted), "--data", DATA, "--order", drawn["order"], "--json"

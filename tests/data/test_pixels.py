@@ -17,7 +17,14 @@ from layershuffle import pixels as module
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import DataError, UsageError
-from layershuffle.pixels import extensions, formats, mode_for, normalised, read_image, view_pixels
+from layershuffle.pixels import (
+    extensions,
+    formats,
+    normalised,
+    pillow_mode,
+    read_image,
+    view_pixels,
+)
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import batch_of
 from pictures import file_of, noise
@@ -217,9 +224,9 @@ def test_an_image_that_is_too_large_is_an_error_before_it_is_decoded(
 
 
 def test_other_channel_counts_are_refused() -> None:
-    assert (mode_for(1), mode_for(3)) == ("L", "RGB")
+    assert (pillow_mode(1), pillow_mode(3)) == ("L", "RGB")
     with refuses(UsageError):
-        mode_for(4)
+        pillow_mode(4)
 
 
 @pytest.mark.parametrize("size", [(40, 30), (17, 90), (24, 24)])
@@ -227,7 +234,7 @@ def test_other_channel_counts_are_refused() -> None:
 def test_the_gateway_prepares_images_as_training_does(size: tuple[int, int], channels: int) -> None:
     """The same bits without torch as with it."""
     values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    image = Image.fromarray(values).convert(mode_for(channels))
+    image = Image.fromarray(values).convert(pillow_mode(channels))
     view = ImageView(
         channels=channels, height=24, width=24, mean=(0.485, 0.456, 0.406)[:channels],
         std=(0.229, 0.224, 0.225)[:channels], crop_pct=0.9,

@@ -124,8 +124,6 @@ def test_nothing_to_score():
     donors = donors_of("timm-vit", count=2)
     with refuses(DataError):
         evaluate_ensemble(donors, [])
-    with refuses(DataError):
-        evaluate_ensemble(donors, BATCHES, groups=torch.arange(5)[:, None])
     with refuses(UsageError):
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
 

@@ -21,12 +21,12 @@ from layershuffle.core.policies import Mode
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running
-from layershuffle.data import DataOptions, open_data
+from layershuffle.data import DataOptions, Split, open_data
 from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
 from layershuffle.models import file_view, image_view, truncate
 from layershuffle.models.files import weights_digest
-from layershuffle.stats import ImageGroups, t_interval, wilson_interval
+from layershuffle.stats import independent_images, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     calibration_path,
     expected_at,
@@ -111,9 +111,14 @@ def test_equal_to_a_slow_count():
     )
     assert calibration.classes[:2] == ("00", "01")
     assert calibration.weights == weights_digest(model)
-    clusters = ImageGroups(data.splits["test"].groups.numpy())
-    counts = [round(clusters.effective(right(blocks[:2])), 1) for blocks in draws]
-    assert calibration.queue[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
+    answers = np.stack([right(blocks[:2]) for blocks in draws], axis=1)
+    counts = independent_images(answers, data.splits["test"].groups.numpy())
+    tops = (100 * answers.mean(axis=0)).tolist()
+    centre = np.mean(tops)
+    over_orders = centre - t_interval(tops)[0]
+    over_images = centre - wilson_interval(centre, 3 / (1 / counts).sum())[0]
+    low = max(0, centre - math.hypot(over_orders, over_images))
+    assert calibration.queue[1].low == pytest.approx(low)
     # The logits of other batch sizes differ in the last bits, and so do the temperatures.
     again = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
     assert again.temperatures == pytest.approx(calibration.temperatures, rel=1e-3)
@@ -179,34 +184,37 @@ def test_expected_of_what_ran():
     assert expected_at(calibration, Cell(3, 1, 4)) is None
 
 
-def of_one_block(values, *, images, effective=None):
-    """Scores of one block in as many orders, with these accuracies."""
+def of_one_block(values, *, images):
+    """Scores of one block in as many orders, with these accuracies; the first images are right."""
     scores = [
         Score(
             mode=Mode(order="arbitrary", kept=1), index=index, images=images,
-            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0, top1_n=count,
+            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0,
+            right=torch.arange(images) < value * images / 100,
         )
-        for index, (value, count) in enumerate(
-            zip(values, effective or [None] * len(values), strict=True)
-        )
+        for index, value in enumerate(values)
     ]  # fmt: skip
     return {Cell(1): scores}
 
 
-@pytest.mark.parametrize(
-    ("values", "effective"),
-    [([60.0, 64.0, 62.0, 70.0], None), ([60.0, 64.0, 62.0, 70.0], [10.0, 20.0, 20.0, 40.0]),
-     ([100.0] * 4, None)],
-)  # fmt: skip
-def test_intervals_hold_both_spreads(values, effective):
-    """Squares of half-widths add, on each side; images that are wrong together count as fewer:
-    as the harmonic mean of the orders' effective numbers."""
-    (row,) = rows_of(of_one_block(values, images=50, effective=effective))
-    assert (row.effective is None) == (effective is None)
-    assert effective is None or row.effective == pytest.approx(4 / (1 / 10 + 2 / 20 + 1 / 40))
+@pytest.mark.parametrize("groups", [None, torch.arange(50)[:, None] // 2], ids=["alone", "pairs"])
+@pytest.mark.parametrize("values", [[60.0, 64.0, 62.0, 70.0], [100.0] * 4])
+def test_intervals_hold_both_spreads(values, groups):
+    """Squares of half-widths add, on each side; images that are wrong together count as fewer.
+
+    The number of images is the harmonic mean of the orders' numbers.
+    """
+    scores = of_one_block(values, images=50)
+    (row,) = rows_of(scores, Split(dataset=range(50), groups=groups))
+    images = 50
+    if groups is not None:
+        right = np.stack([score.right.numpy() for score in scores[Cell(1)]], axis=1)
+        counts = independent_images(right, groups.numpy())
+        assert (counts < 30).all(), "25 pairs are little more than 25 images"
+        images = 4 / (1 / counts).sum()
     mean = np.mean(values)
     t_low, t_high = t_interval(values)
-    w_low, w_high = wilson_interval(mean, row.effective or 50)
+    w_low, w_high = wilson_interval(mean, images)
     assert (row.top1, row.orders_low, row.orders_high) == (mean, min(values), max(values))
     assert row.low == pytest.approx(mean - math.hypot(mean - t_low, mean - w_low))
     assert row.high == pytest.approx(mean + math.hypot(t_high - mean, w_high - mean))
@@ -221,7 +229,9 @@ def test_the_interval_covers(images):
         ease = rng.normal(0.5, 1.0, images)  # of an image, shared by all orders
         orders = rng.normal(0.0, 0.3, 8)
         right = ease[None] + orders[:, None] + rng.normal(0, 0.5, (8, images)) > 0
-        (row,) = rows_of(of_one_block(100 * right.mean(axis=1), images=images))
+        (row,) = rows_of(
+            of_one_block(100 * right.mean(axis=1), images=images), Split(dataset=range(images))
+        )
         spread = math.sqrt(1.0 + 0.3**2 + 0.5**2)
         truth = 50 * (1 + math.erf(0.5 / spread / math.sqrt(2)))
         covered += row.low <= truth <= row.high
@@ -230,7 +240,8 @@ def test_the_interval_covers(images):
 
 def test_the_range_over_orders_holds_nine_of_ten():
     """Of 0, 1, ... 100 % the 5 % quantile is 5 and the 95 % quantile 95."""
-    (row,) = rows_of(of_one_block([float(k) for k in reversed(range(101))], images=50))
+    scores = of_one_block([float(k) for k in reversed(range(101))], images=50)
+    (row,) = rows_of(scores, Split(dataset=range(50)))
     assert (row.orders_low, row.orders_high) == (5, 95)
 
 
@@ -254,13 +265,6 @@ def test_expected_over():
     assert mean == 60
     assert low == pytest.approx(60 - math.hypot(5, chance))
     assert high == pytest.approx(60 + math.hypot(2, chance))
-    # 90 images that count as 30 have a design effect of 3; 45 answers would have one of 1.99.
-    rows = [row.model_copy(update={"effective": 30.0}) for row in made_up().rows]
-    grouped = made_up().model_copy(update={"rows": tuple(rows)})
-    effect = 1 + 2 * 44 / 89
-    chance = 1.96 * math.sqrt(80 * 20 / 45 * effect)
-    assert expected_over(grouped, [Cell(4)] * 45)[1] == pytest.approx(80 - math.hypot(5, chance))
-    assert expected_over(grouped, [Cell(4)])[1] == expected_over(made_up(), [Cell(4)])[1]
 
 
 def test_file(tmp_path):
@@ -329,7 +333,7 @@ def test_the_gateway_reports_expected_accuracy():
     full, part = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
-        "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
+        "orders": 7, "images": 90, "data": "digit-pairs", "split": "test",
         "passes": 1, "parallel": 1, "sd_orders": 1,
     }  # fmt: skip
     assert full["expected_why"] == ""

@@ -36,14 +36,14 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
         route=[],
         expected=Expected(
             top1=95.04, low=94.1, high=95.96, orders_low=93.0, orders_high=97.0, kept=2, orders=20,
-            images=2000, data="digit-pairs", split="test", effective=700.0,
+            images=2000, data="digit-pairs", split="test",
         ),
         ms=Times(total=5.0, stem=1.0, swarm=3.0, head=1.0),
     )  # fmt: skip
     assert describe_answer(answer, Path("a.png")).splitlines()[-1] == (
         "On images like digit-pairs, 95.0 % of answers with 2 blocks in any order are correct "
-        "(94.1 to 96.0 over 2,000 images, which count as 700 independent ones); nine of ten orders "
-        "lie between 93.0 and 97.0 %. Of other images nothing is known."
+        "(94.1 to 96.0 over 2,000 images); nine of ten orders lie between 93.0 and 97.0 %. Of "
+        "other images nothing is known."
     )
     ran = describe_answer(answer, Path("a.png")).splitlines()[1]
     assert ran == "2 of 2 blocks in 5 ms: "

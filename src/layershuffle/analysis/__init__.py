@@ -68,10 +68,10 @@ def run_analysis(
 
     from layershuffle.analysis.results import SUMMARY, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
-    from layershuffle.files import listed_by, refuse_others, staged_directory, write_text
+    from layershuffle.files import listed_files, refuse_others, staged_directory, write_text
 
     title = find_analysis(name)
-    refuse_others(out, ours=listed_by(out / SUMMARY), kind="analysis")
+    refuse_others(out, ours=listed_files(out / SUMMARY), kind="analysis")
     subject = open_subject(
         model_spec, data_spec, settings=settings, device=device, progress=progress
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch, Token, Turn
 from layershuffle.analysis.position_table import (
+    Clusters,
     Interval,
     PositionMeans,
     draw_maps,
@@ -36,7 +37,7 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.position import Guesses, PositionedModel
-from layershuffle.stats import ImageGroups, wilson_interval
+from layershuffle.stats import independent_images, wilson_interval
 
 _SHARE = 0.5  # orders per image for fitting, as a share of the depth
 _SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}
@@ -69,12 +70,13 @@ def measure(subject: Subject) -> Measurement:
     return Measurement(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 
-def _bounds(accuracy: PositionMeans, clusters: ImageGroups | None) -> Interval:
+def _bounds(accuracy: PositionMeans, clusters: Clusters) -> Interval:
     values = accuracy.mean()
     half = accuracy.half_width(clusters, evenly(len(values)))
     if clusters is not None and half == 0:
         # If all or none are right, the spread is 0, but other images may be wrong.
-        low, high = wilson_interval(values.mean(), clusters.effective(np.zeros(clusters.images)))
+        independent = float(independent_images(np.zeros(len(clusters)), clusters))
+        low, high = wilson_interval(values.mean(), independent)
         return {"low": low, "high": high}
     return interval(float(values.mean()), half, limits=(0.0, 100.0))
 

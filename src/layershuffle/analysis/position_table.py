@@ -20,9 +20,11 @@ from torch import Tensor
 from layershuffle.analysis.results import Facts
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
-from layershuffle.stats import ImageGroups
+from layershuffle.stats import half_width
 
 Floats = NDArray[np.float64]
+Clusters = NDArray[np.int64] | None
+"""Groups `[images, k]` of images that may be wrong together, or `None` for too few images."""
 Interval = dict[str, float] | None
 """Bounds `low` and `high` of a number, or `None` for too few images."""
 # Up to these numbers of blocks, and of maps in a figure, every cell shows its number.
@@ -66,28 +68,27 @@ class PositionMeans:
         refuse_gaps(int((self._counts > 0).sum()), depth=len(self._counts))
         return self._sums / self._counts
 
-    def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:
+    def half_width(self, clusters: Clusters, weights: Floats) -> float | None:
         """Half the 95 % interval of the mean weighted by `weights` `[block, position]`; `None` for
         too few images."""
         if clusters is None:
             return None
-        return clusters.half_width(np.tensordot(weights, self._influence(clusters.images), 2))
+        influence = np.tensordot(self._influence(len(clusters)), weights, 2)
+        return float(half_width(influence, clusters))
 
-    def columns(self, name: str, clusters: ImageGroups | None) -> dict[str, Floats]:
+    def columns(self, name: str, clusters: Clusters) -> dict[str, Floats]:
         """The means under `name`, and half their intervals under `name`_half, NaN for too few."""
         halves: Floats = np.full(self._sums.shape, np.nan)
         if clusters is not None:
-            influence = self._influence(clusters.images)
-            for cell in np.ndindex(halves.shape):
-                halves[cell] = clusters.half_width(influence[cell])
+            halves = half_width(self._influence(len(clusters)), clusters)
         return {name: self.mean(), f"{name}_half": halves}
 
     def _influence(self, images: int) -> Floats:
-        """The influence `[block, position, image]` of every image on every mean."""
+        """The influence `[image, block, position]` of every image on every mean."""
         means = self.mean()
-        influence = np.zeros((*self._sums.shape, images))
+        influence = np.zeros((images, *self._sums.shape))
         for block, position, first, values in self._parts:
-            part = influence[block, position, first : first + len(values)]
+            part = influence[first : first + len(values), block, position]
             part += (values - means[block, position]) / self._counts[block, position]
         return influence
 
@@ -98,7 +99,7 @@ def interval(
     """The interval `value` +- `half`, clipped to the limits; `None` without `half`.
 
     It covers the choice of images and, where the images of a batch share their orders, that of
-    orders: it is computed from the influence of each image on the number (`ImageGroups`).
+    orders: it is computed from the influence of each image on the number (`stats.half_width`).
     """
     if half is None:
         return None
@@ -128,7 +129,7 @@ def home_less_elsewhere(depth: int) -> Floats:
 
 
 def weighted_means(
-    numbers: Mapping[str, tuple[PositionMeans, Floats]], clusters: ImageGroups | None
+    numbers: Mapping[str, tuple[PositionMeans, Floats]], clusters: Clusters
 ) -> Facts:
     """Facts: the means by their weights `[block, position]`, with their intervals."""
     values = {name: float((m.mean() * weights).sum()) for name, (m, weights) in numbers.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layershuffle.analysis.settings import AnalysisSettings
@@ -29,7 +30,6 @@ from layershuffle.models import image_view, load
 from layershuffle.models.files import LOG
 from layershuffle.models.origin import training_settings
 from layershuffle.scoring import matched
-from layershuffle.stats import ImageGroups
 from layershuffle.text import Progress
 
 # With fewer clusters, their spread is too uncertain to judge a difference.
@@ -127,14 +127,14 @@ class Subject:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
         self.counts.update(images=part.size, orders=orders * (number + 1))
 
-    def clusters(self, *, by_batch: bool) -> ImageGroups | None:
-        """Groups of the test images that may be wrong together; `None` for too few.
+    def clusters(self, *, by_batch: bool) -> NDArray[np.int64] | None:
+        """Groups `[images, k]` of test images that may be wrong together; `None` for too few.
 
         These share a group of the data or, with `by_batch`, a batch and hence its orders. An
         interval needs `FEWEST_CLUSTERS` of either.
         """
-        columns = []
         images = self.data.splits["test"].size
+        columns = []
         if by_batch:
             columns.append(np.arange(images)[:, None] // self.settings.batch_size)
         groups = self.data.splits["test"].groups
@@ -144,7 +144,7 @@ class Subject:
             columns.append(np.arange(images)[:, None])
         if min(len(np.unique(column)) for column in columns) < FEWEST_CLUSTERS:
             return None
-        return ImageGroups(np.concatenate(columns, axis=1).astype(np.int64))
+        return np.concatenate(columns, axis=1).astype(np.int64)
 
     def require_classes(self) -> None:
         """Raises `DataError` unless the data have the model's classes."""

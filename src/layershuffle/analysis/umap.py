@@ -17,6 +17,7 @@ figure, because UMAP can create clusters that do not exist:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,7 @@ from layershuffle.core.position import has_class_token
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
-from layershuffle.stats import ImageGroups
+from layershuffle.stats import half_width
 
 Array = NDArray[Any]
 _DETACHED_GAP = 2.0
@@ -135,7 +136,11 @@ def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
 
 
 def describe(
-    vectors: Array, positions: Array, *, neighbours: int, clusters: ImageGroups | None = None
+    vectors: Array,
+    positions: Array,
+    *,
+    neighbours: int,
+    clusters: NDArray[np.int64] | None = None,
 ) -> dict[str, float]:
     """The numbers of the module's docstring; NaN if undefined."""
     from sklearn.neighbors import NearestNeighbors
@@ -149,7 +154,7 @@ def describe(
     influence = (shares - shares.mean()) / len(shares)
     return {
         "purity": float(shares.mean()),
-        "purity_half": float("nan") if clusters is None else clusters.half_width(influence),
+        "purity_half": math.nan if clusters is None else float(half_width(influence, clusters)),
         "chance": float((close.sum() - len(positions)) / (close.size - len(positions))),
         "early_gap": gap,
         "early_held": early_neighbours,

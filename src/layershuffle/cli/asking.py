@@ -17,7 +17,7 @@ from layershuffle.cli.serving import state_flag
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
-from layershuffle.text import counted, counted_as, ranked, table
+from layershuffle.text import counted, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Expected
@@ -150,8 +150,8 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
     return (
         f"On images like {expected.data}, {expected.top1:.1f} % of answers with {ran} "
         f"are correct ({expected.low:.1f} to {expected.high:.1f} over "
-        f"{expected.images:,} images, {counted_as([expected.effective])}); nine of ten orders lie "
-        f"between {expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "
+        f"{expected.images:,} images); nine of ten orders lie between "
+        f"{expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "
         "nothing is known."
     )
 

@@ -14,10 +14,11 @@ from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Repor
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import device_of
 from layershuffle.settings import EvalSettings
-from layershuffle.text import counted, counted_as, ranked, table
+from layershuffle.text import counted, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
+    from layershuffle.data import Split
     from layershuffle.scoring import Evaluation
 
 
@@ -71,6 +72,7 @@ def _report(
 ) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
+    split = evaluation.data.splits["test"]
     groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
     for score in evaluation.scores:
         groups.setdefault(score.label, []).append(score)
@@ -85,7 +87,7 @@ def _report(
         "stop": stop,
         "blocks": evaluation.blocks,
         "modes": [
-            {**score_report(name, scores), "kept": scores[0].kept}
+            {**score_report(name, scores, split=split), "kept": scores[0].kept}
             for name, scores in groups.items()
         ],
         "hardware": hardware(settings.precision),
@@ -93,11 +95,15 @@ def _report(
     }
 
 
-def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
-    """The scores of one model as JSON values: mean, spread and interval of each metric, and each
-    score with its orders."""
+def score_report(name: str, scores: Sequence[Score], *, split: Split) -> dict[str, Any]:
+    """The scores of one model on `split` as JSON values.
+
+    They are mean, spread and interval of each metric, and each score with its orders.
+    """
     from layershuffle.stats import estimate
 
+    # One model: its interval covers orders, or for top-1 the images where there is one order.
+    (independent,) = split.independent(scores[0].right[:, None])
     metrics = ["top1", "top5", "cross_entropy"]
     if scores[0].blocks is not None:
         metrics.append("blocks")
@@ -108,10 +114,8 @@ def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
         **{
             metric: asdict(
                 estimate(
-                    # One model: its interval covers orders, or images where there is one order.
                     {0: [getattr(score, metric) for score in scores]},
-                    images=scores[0].images,
-                    effective=getattr(scores[0], f"{metric}_n", None),
+                    images=independent if metric == "top1" else None,
                     percent=metric in ("top1", "top5"),
                 )
             )
@@ -132,8 +136,11 @@ def score_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
 def score_table(
     rows: Sequence[tuple[str, int | str, dict[str, Any]]], *, columns: tuple[str, str]
 ) -> str:
-    """A row for each name, number and estimates of the three metrics, and a legend; `columns` are
-    the heads of name and number."""
+    """A row for each name, number and report of scores, and a legend.
+
+    `columns` are the heads of name and number. A report has the estimates of the three metrics, and
+    the number of images.
+    """
     lines = []
     for name, number, metrics in rows:
         top1 = metrics["top1"]
@@ -156,12 +163,17 @@ def score_table(
     over = "orders"
     if any(top1["models"] > 1 for top1 in estimates):
         over = "models, of one model over its orders"
-    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
-    single = f"; of one order or equal scores Wilson over the images, {counted_as(over_images)}"
+    counts = sorted(round(top1["images"]) for top1 in estimates if top1["kind"] == "images")
+    single = ""
+    if counts:
+        span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+        single = (
+            f"; of one order or equal scores Wilson over {span} images that count as independent"
+        )
     header = (*columns, "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return (
-        f"{table(header, lines)}\n{counted(estimates[0]['images'], 'image')} each. sd, and 95 % "
-        f"(t-interval): over {over}{single if over_images else ''}. --json lists every score."
+        f"{table(header, lines)}\n{counted(rows[0][2]['images'], 'image')} each. sd, and 95 % "
+        f"(t-interval): over {over}{single}. --json lists every score."
     )
 
 
@@ -216,7 +228,7 @@ class PredictCommand(ComputingCommand, Reporting):
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
         from layershuffle.models import load, name_classes
-        from layershuffle.predict import order_for, predict
+        from layershuffle.predict import drawn_order, predict
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
@@ -224,7 +236,7 @@ class PredictCommand(ComputingCommand, Reporting):
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
-            order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
+            order = drawn_order(self.modes or "sequential", depth=depth, seed=self.seed)
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
             predicted = predict(model, self.images, order=order, top=self.top, progress=progress)

@@ -134,6 +134,7 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     return {
         "what": what,
         "main": bool(first.main),
+        "images": first.n,
         **{metric: asdict(score_of(rows, metric)) for metric in ("top1", "top5", "cross_entropy")},
     }
 
@@ -168,7 +169,7 @@ class EnsembleCommand(ComputingCommand, Reporting):
 
         models = list(self.models)
         with self.computing("ensemble") as progress:
-            scores, notes = score_ensemble(
+            scores, scored_data = score_ensemble(
                 models,
                 self.data,
                 settings=self.settings,
@@ -176,7 +177,8 @@ class EnsembleCommand(ComputingCommand, Reporting):
                 progress=progress,
             )
         how = self.settings
-        report = score_report(how.modes, scores)
+        report = score_report(how.modes, scores, split=scored_data.splits["test"])
+        notes = list(scored_data.notes)
         for shown, score in zip(report["scores"], scores, strict=True):
             shown["orders"] = [str(order) for order in score.member_orders]
         facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}

@@ -14,7 +14,7 @@ from layershuffle.cli.command import AtLeastOne, Command, ComputingCommand, Repo
 from layershuffle.extras import require
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
 from layershuffle.swarm.settings import DEFAULT_MODEL, ROUTINGS
-from layershuffle.text import counted, counted_as, table
+from layershuffle.text import counted, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration
@@ -177,11 +177,10 @@ def _calibrated(calibration: Calibration) -> str:
         measured = (f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
         rows.append((str(row.kept), *measured, str(cell.parallel), str(cell.passes), then))
     columns = ("blocks", "top-1 %", "95 % interval", "side by side", "passes", "then, %")
-    independent = counted_as(row.effective for row in calibration.rows)
     lines = [
         table(columns, rows),
         f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "
-        f"{independent}, {calibration.orders} orders each",
+        f"{calibration.orders} orders each",
     ]
     if (sure := calibration.sureness) is not None:
         lines += [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,6 @@ from layershuffle.core.stack import blocks_of, depth_of, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import DataError, UsageError
 
-if TYPE_CHECKING:
-    from layershuffle.stats import ImageGroups
-
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
 _TOP = 5
@@ -36,11 +33,11 @@ _TOP = 5
 class Score:
     """The score of a model under one order or, if orders are drawn per batch, in one pass.
 
-    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images; `top1_n`, `top5_n`:
-    the effective numbers of independent images to a tenth, `None` without groups of images.
-    `blocks`: with `stop`, the mean number of blocks that an image ran. `mode` is the mode for which
-    the order was drawn, and `index` numbers its draws; a given order has no mode. `order` is `None`
-    when drawn per batch; `batch_orders` then holds the order of every batch.
+    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `right` bool
+    `[images]`, on the CPU: which images were answered right, in the order of the data. `blocks`:
+    with `stop`, the mean number of blocks that an image ran. `mode` is the mode for which the order
+    was drawn, and `index` numbers its draws; a given order has no mode. `order` is `None` when
+    drawn per batch; `batch_orders` then holds the order of every batch.
     """
 
     mode: Mode | None
@@ -50,9 +47,8 @@ class Score:
     top1: float
     top5: float
     cross_entropy: float
+    right: Tensor = field(repr=False, compare=False)
     batch_orders: tuple[ExecutionOrder, ...] = ()
-    top1_n: float | None = None
-    top5_n: float | None = None
     blocks: float | None = None
 
     @property
@@ -72,14 +68,11 @@ class Tally:
     """Sums of correct answers and of losses, the losses in float64.
 
     The sums stay on the device of the logits until they are read, so that adding does not make the
-    CPU wait for a GPU. If images have `groups`, `right` holds for every batch which answers are
-    correct, bool `[n, 2]`, for top-1 and for top-5.
+    CPU wait for a GPU. `right` holds for every batch which answers are right, bool `[n]`.
     """
 
-    groups: ImageGroups | None = None
     right: list[Tensor] = field(default_factory=list)
     images: int = 0
-    top1_hits: int | Tensor = 0
     top5_hits: int | Tensor = 0
     invalid_labels: int | Tensor = 0
     loss: float | Tensor = 0.0
@@ -96,10 +89,8 @@ class Tally:
         logits = logits.float()
         hits = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
-        self.top1_hits = self.top1_hits + hits[:, 0].sum()
         self.top5_hits = self.top5_hits + hits.sum()
-        if self.groups is not None:
-            self.right.append(torch.stack((hits[:, 0], hits.any(dim=1)), dim=1))
+        self.right.append(hits[:, 0].clone())  # without the other four columns
         losses = F.cross_entropy(logits, labels, reduction="sum")
         # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
@@ -107,8 +98,7 @@ class Tally:
             self.steps = (self.steps or 0) + steps.sum()
 
     def check(self) -> None:
-        """Raises `DataError` if there was no image, a label that is not a class of the model, or
-        another number of images than of rows of the groups."""
+        """Raises `DataError` for no image, and for a label that is not a class of the model."""
         if not self.images:
             raise DataError("There is nothing to evaluate: no image was given")
         if invalid := int(self.invalid_labels):
@@ -116,26 +106,19 @@ class Tally:
                 f"{invalid} of {self.images} labels are not class numbers of the model",
                 hint="number the classes from 0; give the model a head with as many outputs",
             )
-        if self.groups is not None and self.groups.images != self.images:
-            more = " and more" if self.images > self.groups.images else ""
-            raise DataError(
-                f"There are {self.images} images{more}, but groups for {self.groups.images}",
-                hint="give `groups` a row for every image of the batches",
-            )
 
     def values(self) -> dict[str, Any]:
         """What a `Score` says of the images; the numbers are read from the device here."""
+        right = torch.cat(self.right).cpu()
         values: dict[str, Any] = {
             "images": self.images,
-            "top1": 100.0 * int(self.top1_hits) / self.images,
+            "top1": 100.0 * int(right.sum()) / self.images,
             "top5": 100.0 * int(self.top5_hits) / self.images,
             "cross_entropy": float(self.loss) / self.images,
+            "right": right,
         }
         if self.steps is not None:
             values["blocks"] = int(self.steps) / self.images
-        if self.groups is not None:
-            for name, right in zip(("top1_n", "top5_n"), torch.cat(self.right).T, strict=True):
-                values[name] = round(self.groups.effective(right.cpu().numpy()), 1)
         return values
 
 
@@ -160,7 +143,6 @@ def evaluate(
     seed: int = 0,
     draw: Draw = "pass",
     stop: float | None = None,
-    groups: Tensor | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
@@ -173,11 +155,10 @@ def evaluate(
     `stop`: an image stops at the first block of its order after which the largest probability
     reaches it, and is scored by the answer there: `evaluate(model, batches, modes="arbitrary",
     stop=0.98)[0].blocks`. All blocks run all the same, so this saves no time here.
-    `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
     classifier, for a mode or an order that does not fit the depth and for a `stop` outside (0, 1],
-    `DataError` if there is no image or not as many `groups`, and for labels that are no classes.
+    `DataError` if there is no image, and for labels that are no classes.
     """
     check_classifier(model)
     if stop is not None and not 0 < stop <= 1:
@@ -190,12 +171,6 @@ def evaluate(
     )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
-    if groups is not None:
-        from layershuffle.stats import ImageGroups  # scipy, for those who have groups
-
-        image_groups = ImageGroups(groups.numpy())
-        for column in columns:
-            column.tally.groups = image_groups
     # A gate that was zero at the last verdict may have been trained since.
     forget(stack_of(model))
     # Training calls this between two steps: dropout must be off here and on again afterwards.
@@ -209,9 +184,6 @@ def evaluate(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
             _score_batch(model, batch, columns=columns, stop=stop, on_images=on_images)
-            # Do not read the rest of a large data set for nothing.
-            if groups is not None and columns[0].tally.images > len(groups):
-                break
     columns[0].tally.check()
     return [
         Score(

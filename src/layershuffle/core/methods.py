@@ -79,31 +79,39 @@ class Method:
     name: str = "anyorder"
     _: KW_ONLY
     orders_per_batch: int = _KEEP
-    """Number of groups of a batch, each with an order of its own; 1 in most presets."""
+    """Number of groups into which the images of a forward are split; each group has its own order,
+    and the number of block runs per image stays the same (anyorder: 4; the others: 1)."""
     sequential_every: int | None = None
-    """Every n-th order runs all blocks in sequence; `None` adds no such order."""
+    """Every n-th order runs all blocks in sequence, counted over steps and the groups of a batch
+    (anyorder: 4; the others: none)."""
     exit_weight: float | None = None
-    """Weight of the loss at an exit: the state after a random number of steps goes to the head
-    as well. `None`: labels teach no exit."""
+    """Weight of a second loss: the state after a random number of blocks is classified as well
+    (anyorder: 0.3; the others: no such loss)."""
     self_distillation: float | None = None
-    """Weight of a second loss at the exit: the final answer of the same run teaches it (softmax of
-    the logits, detached; KL divergence). `None`: it teaches no exit."""
+    """Weight of a third loss: the answer after all blocks teaches the one after a random number of
+    them, by the divergence of their probabilities (anyorder: 0.3; the others: no such loss)."""
     drop: float | None = None
-    """Probability with which a block is left out of an order."""
+    """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
     min_kept: int | None = None
-    """Fewest blocks of an order, whose number is uniform from here to all."""
+    """Fewest blocks that a forward runs; their number is drawn, from this one to all (default: all
+    run)."""
     max_parallel: int | None = None
-    """Most blocks side by side in a round, whose sizes are drawn; `None`: one after the other."""
+    """Most blocks that run side by side in a round, whose sizes are drawn (default: one block after
+    the other)."""
     distinct: int | None = None
-    """Number of different blocks: the places of the stack share their weights."""
+    """Number of different blocks, whose weights the places of the model share (default: every place
+    has its own)."""
     position: PositionPart = _KEEP
-    """Position parts of the paper: "encode" (section 3.3), "predict" (section 3.4) or "none"."""
+    """Position parts, sections 3.3 and 3.4 of the paper: encode (layershuffle-position), predict
+    (layershuffle-predict) or none."""
     kept: int | None = None
-    """Number of pretrained blocks that the model is made of; `None`: all."""
+    """Number of pretrained blocks that the model is made of (truncated needs it; default: all)."""
     choose: Choice | None = None
-    """Which of them: "spaced" (evenly, the default), "first", "last" or "random" (by the seed)."""
+    """Which of them: spaced (evenly, the default), first, last or random (by the seed)."""
     encoding: EncodingForm = field(default_factory=EncodingForm)
+    """Form of the position encoding, with position encode."""
     prediction: PredictionForm = field(default_factory=PredictionForm)
+    """Form of the position prediction, with position predict."""
     seed: int = 0
     """Seed of orders, exits and new position parts."""
 
@@ -334,6 +342,8 @@ class Method:
         )
 
 
-_NO_OPTIONS = {"name", "encoding", "prediction", "seed"}
-METHOD_OPTIONS = tuple(part.name for part in fields(Method) if part.name not in _NO_OPTIONS)
-"""The names of the options, which are also settings of `fit`."""
+METHOD_SETTINGS = tuple(part.name for part in fields(Method) if part.name not in ("name", "seed"))
+"""The names of the options and of the two forms, which are also settings of `fit`."""
+_FORMS = ("encoding", "prediction")
+METHOD_OPTIONS = tuple(name for name in METHOD_SETTINGS if name not in _FORMS)
+"""The names of the options alone."""

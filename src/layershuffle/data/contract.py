@@ -76,6 +76,19 @@ class Split:
         """The number of images."""
         return len(self.dataset)  # type: ignore[arg-type]  # torch declares no length
 
+    def independent(self, right: Tensor) -> list[float]:
+        """As how many independent images those of the split count, for each column of `right`.
+
+        `right` bool [size, k]: which images were answered right, as `evaluate` says of every score.
+        Raises `ValueError` for another number of images.
+        """
+        # scipy takes a second to import, and data are opened without it.
+        from layershuffle.stats import independent_images
+
+        groups = None if self.groups is None else self.groups.numpy()
+        counts: list[float] = independent_images(right.numpy(), groups).tolist()
+        return counts
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:

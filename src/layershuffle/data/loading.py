@@ -17,7 +17,7 @@ from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.image_view import ImageView
 from layershuffle.machine import cores
-from layershuffle.pixels import mode_for
+from layershuffle.pixels import pillow_mode
 from layershuffle.text import did_you_mean, nearest
 
 
@@ -91,7 +91,7 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
     if source.generated == bool(place):
         wanted = "no place" if source.generated else "a place"
         raise UsageError(f"{scheme} takes {wanted}", hint=f"write {source.form}")
-    mode_for(view.channels)  # for its error, before anything is read
+    pillow_mode(view.channels)  # for its error, before anything is read
     options = options or DataOptions()
     if source.generated and options.augment:
         raise UsageError(

@@ -34,7 +34,13 @@ from layershuffle.export.graphs import (
     graph_of,
 )
 from layershuffle.extras import require
-from layershuffle.files import listed_by, refuse_others, staged_directory, write_bytes, write_text
+from layershuffle.files import (
+    listed_files,
+    refuse_others,
+    staged_directory,
+    write_bytes,
+    write_text,
+)
 from layershuffle.machine import collector_paused, processor, versions
 from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
@@ -136,7 +142,7 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
 
 def _opened(spec: str, out: Path) -> nn.Module:
     require("export")
-    refuse_others(out, ours=[CALIBRATION, *listed_by(out / MANIFEST)], kind="exported model")
+    refuse_others(out, ours=[CALIBRATION, *listed_files(out / MANIFEST)], kind="exported model")
     model = load(spec)
     if isinstance(blocks_of(model)[0], OnnxGraph):
         raise UsageError(

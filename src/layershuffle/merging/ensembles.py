@@ -26,7 +26,6 @@ from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.errors import UsageError
 from layershuffle.merging.compatibility import check_members
 from layershuffle.merging.settings import Combine, EnsembleOrders
-from layershuffle.stats import ImageGroups
 
 Variant = tuple[Combine, EnsembleOrders]
 
@@ -55,18 +54,17 @@ def evaluate_ensemble(
     orders: EnsembleOrders = "independent",
     combine: Combine = "logits",
     draw: Draw = "pass",
-    groups: Tensor | None = None,
 ) -> list[EnsembleScore]:
     """The scores of the ensemble of `donors`, one for each of `num_orders` draws.
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
-    probabilities. `groups` as in `evaluate`; `mode` is a single mode. Raises `UsageError` for an
+    probabilities. `mode` is a single mode. Raises `UsageError` for an
     unsuitable mode, for a model without a classifier and for donors with other classes (by name,
     where both have names) or another image view, `DataError` if there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
-        variants=[(combine, orders)], groups=groups,
+        variants=[(combine, orders)],
     )[combine, orders]  # fmt: skip
 
 
@@ -79,7 +77,6 @@ def evaluate_ensembles(
     num_orders: int = 5,
     seed: int = 0,
     draw: Draw = "pass",
-    groups: Tensor | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
     """As `evaluate_ensemble`, for several variants, of which those with equal orders share work.
@@ -114,8 +111,7 @@ def evaluate_ensembles(
 
     kinds = dict.fromkeys(kind for _, kind in variants)
     passes = [(kind, index) for kind in kinds for index in range(draws)]
-    image_groups = None if groups is None else ImageGroups(groups.numpy())
-    tallies = {variant: [Tally(image_groups) for _ in range(draws)] for variant in variants}
+    tallies = {variant: [Tally() for _ in range(draws)] for variant in variants}
     for donor in donors:
         check_classifier(donor)
         forget(stack_of(donor))

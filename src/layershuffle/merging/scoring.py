@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
-from layershuffle.data import DataOptions
+from layershuffle.data import DataOptions, ImageData
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import Device
@@ -38,11 +39,11 @@ from layershuffle.models.origin import training_settings
 from layershuffle.results import MergingRow
 from layershuffle.scoring import (
     batches_of,
-    compiler_for,
+    block_compiler,
     open_scored,
-    placed,
     prepare,
     refuse_not_finite,
+    scoring_device,
 )
 from layershuffle.text import Progress, unheard
 
@@ -78,7 +79,7 @@ def score_merging(
         )
         for end, slots in settings.variants
     ]  # fmt: skip
-    place = placed(settings, device)
+    place = scoring_device(settings, device)
     group.to(place)
     for drawn in plans:
         group.merge(drawn[0])  # refuses a base that is not there or of another shape
@@ -99,7 +100,7 @@ def score_merging(
         settings=settings,
         mode=Mode(order=mode),
         test=batches_of(opened, "test", settings=settings, device=place, keep=True),
-        compiler=compiler_for(settings),
+        compiler=block_compiler(settings),
         progress=progress,
     )
     for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
@@ -132,8 +133,8 @@ def score_ensemble(
     settings: EnsembleSettings,
     device: Device = "auto",
     progress: Progress = unheard,
-) -> tuple[list[EnsembleScore], list[str]]:
-    """The scores of one ensemble of the models `donors` (specs), and notes on the data.
+) -> tuple[list[EnsembleScore], ImageData]:
+    """The scores of one ensemble of the models `donors` (specs), and the data.
 
     Its members may differ in everything but their classes and image view. `progress` is called with
     the images done. Raises as `score_merging`.
@@ -143,7 +144,7 @@ def score_ensemble(
     options = DataOptions(train=False)
     opened = open_scored(models, data, settings=settings, options=options, names=donors)
     check_members(models, names=donors)  # again, because those without names have some now
-    place, compiler = placed(settings, device), compiler_for(settings)
+    place, compiler = scoring_device(settings, device), block_compiler(settings)
     batches = batches_of(opened, "test", settings=settings, device=place, keep=True)
     for model in models:
         prepare(model.to(place), settings.precision, compiler=compiler)
@@ -152,11 +153,10 @@ def score_ensemble(
         lambda: evaluate_ensembles(
             models, batches, mode=Mode(order=settings.modes), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
-            groups=batches.split.groups,
             on_images=lambda done: progress("images", done, batches.split.size),
         )
     )  # fmt: skip
-    return scores[variant], list(opened.notes)
+    return scores[variant], opened
 
 
 @dataclass(kw_only=True)
@@ -213,8 +213,7 @@ class _Scorer:
             lambda: evaluate_ensembles(
                 donors, self.test, mode=self.mode, num_orders=self.draws,
                 seed=orders_seed(settings.seed, _KINDS.index("ensemble"), index=0),
-                draw=self.draw, variants=variants, groups=self.test.split.groups,
-                on_images=self.watch(self.test),
+                draw=self.draw, variants=variants, on_images=self.watch(self.test),
             )
         )  # fmt: skip
         main = (settings.ensemble_combine, settings.ensemble_orders if drawn else "same")
@@ -250,7 +249,7 @@ class _Scorer:
             lambda: evaluate(
                 scored, batches, modes=[self.mode], num_orders=draws or self.draws,
                 seed=orders_seed(self.settings.seed, _KINDS.index(kind), index=index),
-                draw=self.draw, groups=batches.split.groups, on_images=self.watch(batches),
+                draw=self.draw, on_images=self.watch(batches),
             )
         )  # fmt: skip
         self.done += 1
@@ -265,15 +264,24 @@ class _Scorer:
     def add(self, scores: Sequence[Score], *, donors: Iterable[int] | str, **fields: Any) -> None:
         """Append a row per score; `fields` are the columns that identify the model."""
         members = donors if isinstance(donors, str) else ",".join(map(str, donors))
-        numbers = ("top1", "top5", "cross_entropy", "top1_n", "top5_n")
-        for score in scores:
+        counts = self.test.split.independent(torch.stack([score.right for score in scores], dim=1))
+        for score, count in zip(scores, counts, strict=True):
             refuse_not_finite(score, of=f"the {fields['kind']} {fields['index']}")
             order = "" if score.order is None else str(score.order)
             if isinstance(score, EnsembleScore) and score.order is None:
                 order = ";".join(map(str, score.member_orders))
-            fields |= {name: getattr(score, name) for name in numbers}
-            fields |= {"donors": members, "mode": self.mode.order, "order": order}
-            self.rows.append(MergingRow(n=score.images, **fields))
+            row = MergingRow(
+                donors=members,
+                mode=self.mode.order,
+                order=order,
+                n=score.images,
+                top1=score.top1,
+                top5=score.top5,
+                cross_entropy=score.cross_entropy,
+                top1_n=None if count == score.images else count,
+                **fields,
+            )
+            self.rows.append(row)
 
 
 def load_group(

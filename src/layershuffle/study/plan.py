@@ -98,15 +98,16 @@ def _run(study: StudySettings, arm: Arm, seed: int) -> RunSpec:
     """The training and scoring of one arm with one seed."""
     settings = study.fit_settings(arm, seed)
     evaluate = _with_data_settings(study.evaluate_settings(arm), settings)
+    kept = settings.build_method().kept
     row = arm.label
     if settings.method == "truncated":
         # Models refined at several depths share a row: truncated-3, truncated-6.
-        row = row.removesuffix(f"-{settings.kept}")
+        row = row.removesuffix(f"-{kept}")
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
         images=evaluate.max_images,
-        passes=count_orders(evaluate, settings.kept),
+        passes=count_orders(evaluate, kept),
         row=row,
         settings=settings,
         evaluate=evaluate,

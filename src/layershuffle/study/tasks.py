@@ -209,7 +209,11 @@ class RunSpec(Task[RunResult]):
             ),
         )
         rows = score_rows(
-            scored.scores, method=self.arm, seed=self.settings.seed, draw=settings.draw
+            scored.scores,
+            scored.data.splits["test"],
+            method=self.arm,
+            seed=self.settings.seed,
+            draw=settings.draw,
         )
         # The recipe asks for compiled blocks, so the report must mention eager ones.
         if settings.compile and scored.blocks["mode"] == "eager":

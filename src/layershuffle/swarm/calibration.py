@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
@@ -48,7 +48,7 @@ class CellAccuracy(CalibrationPart):
 
     `top1` is the mean over orders, `low` and `high` are its 95 % interval, `sd_orders` is its
     spread. Nine of ten orders, which keep different blocks, lie between `orders_low` and
-    `orders_high`. `effective`: number of independent images; `None` without groups of images.
+    `orders_high`.
     """
 
     kept: Count
@@ -60,7 +60,6 @@ class CellAccuracy(CalibrationPart):
     orders_low: Percent
     orders_high: Percent
     sd_orders: float | None = None
-    effective: Annotated[float, Field(ge=1)] | None = None
 
     @property
     def cell(self) -> Cell:
@@ -239,9 +238,8 @@ def _best_cell(top1: Mapping[Cell, float], kept: int) -> Cell:
 def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[float, float, float]:
     """(top-1, low, high) in percent to expect of answers in these cells, one image each.
 
-    The interval covers the uncertainty of the calibration and the random choice of the images and
-    of their groups, so it is wide for few answers. There is at least one, and all cells were
-    measured.
+    The interval covers the uncertainty of the calibration and the random choice of independent
+    images, so it is wide for few answers. There is at least one, and all cells were measured.
     """
     # Looked up once per cell: a drill has thousands of answers in few cells.
     by_cell = {cell: expected_at(calibration, cell) for cell in set(cells)}
@@ -250,15 +248,7 @@ def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[floa
     # The calibration's error is the same for all answers, so it does not shrink with their number.
     below = mean([row.top1 - row.low for row in rows])
     above = mean([row.high - row.top1 for row in rows])
-    # The share of pairs of images that are wrong together is the same for fewer images, so the
-    # design effect beyond 1 is proportional to their number.
-    shared = [
-        (row.images / row.effective - 1) / (row.images - 1)
-        for row in rows
-        if row.effective is not None and row.images > 1
-    ]
-    effect = 1 + sum(shared) / len(cells) * (len(cells) - 1)
-    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells) * effect)
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells))
     return (
         top1,
         max(0.0, top1 - math.hypot(below, chance)),

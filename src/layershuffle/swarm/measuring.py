@@ -26,7 +26,7 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
-from layershuffle.data import DataOptions, ImageData, open_data
+from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, StackError, UsageError
@@ -97,7 +97,6 @@ def calibrate(
         host,
         batches,
         orders=ways,
-        groups=split.groups,
         on_images=lambda done: progress("images", done, split.size),
     )
     each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
@@ -110,7 +109,7 @@ def calibrate(
         orders=orders,
         images=each[0][0].images,
         classes=tested.classes,
-        rows=rows_of(dict(zip(cells, each, strict=False))),
+        rows=rows_of(dict(zip(cells, each, strict=False)), split),
         late=tuple(mean([score.top1 for score in group]) for group in each[len(cells) :]),
         sureness=_sureness(host, tested, permutations, images=images, batch_size=batch_size),
     )
@@ -158,12 +157,12 @@ def _batches(host: nn.Module, data: ImageData, split: str, batch_size: int) -> D
     return batches_of(data, split, settings=ScoreSettings(batch_size=batch_size), device=device)
 
 
-def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[CellAccuracy, ...]:
-    """A row per cell, from the scores of its orders."""
-    return tuple(_row(cell, group) for cell, group in scores.items())
+def rows_of(scores: Mapping[Cell, Sequence[Score]], split: Split) -> tuple[CellAccuracy, ...]:
+    """A row per cell, from the scores of its orders on `split`."""
+    return tuple(_row(cell, group, split=split) for cell, group in scores.items())
 
 
-def _row(cell: Cell, scores: Sequence[Score]) -> CellAccuracy:
+def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
     """The row of a cell: the mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
@@ -173,12 +172,11 @@ def _row(cell: Cell, scores: Sequence[Score]) -> CellAccuracy:
     top1 = [score.top1 for score in scores]
     centre = mean(top1)
     low_orders, high_orders = t_interval(top1)
-    counts = [score.top1_n for score in scores if score.top1_n is not None]
     # With the harmonic mean, p (1 - p) / n is the mean of the orders' variances, which the variance
     # of their mean does not exceed.
-    effective = harmonic_mean(counts) if counts else None
+    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     # Wilson's interval stays within 0 and 100 %, also for accuracies near 100 %.
-    low_images, high_images = wilson_interval(centre, effective or scores[0].images)
+    low_images, high_images = wilson_interval(centre, harmonic_mean(counts))
     ordered, last = sorted(top1), len(top1) - 1
     return CellAccuracy(
         kept=cell.kept,
@@ -191,7 +189,6 @@ def _row(cell: Cell, scores: Sequence[Score]) -> CellAccuracy:
         orders_low=ordered[math.floor(_TAIL * last)],
         orders_high=ordered[math.ceil((1 - _TAIL) * last)],
         sd_orders=deviation(top1),
-        effective=effective,
     )
 
 

@@ -190,4 +190,4 @@ def estimate_rows(rows: Sequence[ScoreRow]) -> Estimate:
     for row in rows:
         scores.setdefault(row.seed, []).append(row.top1)
     # The fewest images give the widest interval.
-    return estimate(scores, images=min(row.n for row in rows), effective=rows[0].top1_n)
+    return estimate(scores, images=rows[0].top1_n or min(row.n for row in rows))

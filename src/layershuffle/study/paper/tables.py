@@ -27,7 +27,7 @@ from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
 from layershuffle.study.paper.summary import ScoreCell, Summary, label
 from layershuffle.study.store import Study
-from layershuffle.text import counted_as, markdown_table, table
+from layershuffle.text import markdown_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,12 +136,12 @@ def table_notes(summary: Summary) -> str:
     else:
         drawn = "; ".join(f"{_DRAWN[draw]} ({', '.join(unique(arms[draw]))})" for draw in draws)
     kept = f" Blocks that are kept: {_CHOICES[summary.choose]}." if summary.choose else ""
-    images = counted_as(c.top1.effective for c in summary.cells if c.top1.kind == "images")
     return (
         f"Orders: {drawn}; +- is the standard deviation over the orders of a model. Intervals are "
         "95 %: t over the means of the models; with one model, t over its orders; with one order, "
-        f"Wilson over the images, {images}.{kept} The paper's numbers ({REFERENCE}) are {SETTING}; "
-        f"ours are {describe_data(summary.study)}: compare the pattern, and not the level. "
+        f"Wilson over the images, of which those that are wrong together count as fewer.{kept} "
+        f"The paper's numbers ({REFERENCE}) are {SETTING}; ours are "
+        f"{describe_data(summary.study)}: compare the pattern, and not the level. "
         '"~" marks what its text only describes.'
     )
 
