@@ -250,13 +250,13 @@ def test_an_ensemble_of_a_model_with_names_and_one_without(saved: Path) -> None:
     """By number, the member without names would answer species10 where it means species2."""
     models = [f"dir:{saved / place}" for place in ("named", "timm")]
     data, settings = f"folder:{saved / 'data'}", EnsembleSettings(modes="sequential")
-    (score,), notes = score_ensemble(models, data, settings=settings)
+    (score,), opened = score_ensemble(models, data, settings=settings)
     assert score.top1 == 100.0
-    assert "in natural order" in notes[0]
+    assert "in natural order" in opened.notes[0]
     # A member whose order nobody knows has that of the first one, or of the data.
     models = [models[0], f"dir:{saved / 'ours'}"]
-    (score,), notes = score_ensemble(models, data, settings=settings)
-    assert (score.top1, f"in the order of {models[0]}" in notes[0]) == (100.0, True)
+    (score,), opened = score_ensemble(models, data, settings=settings)
+    assert (score.top1, f"in the order of {models[0]}" in opened.notes[0]) == (100.0, True)
     with refuses(UsageError):
         score_ensemble(models[::-1], data, settings=settings)
 
