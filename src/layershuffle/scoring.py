@@ -15,7 +15,7 @@ from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import depth_of
+from layershuffle.core.stack import depth_of, fixed_of
 from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
@@ -66,9 +66,10 @@ def evaluate_spec(
     exist.
     """
     model = load(model_spec)
-    fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
     # Modes that do not fit are refused before the data are opened, which may take minutes.
-    modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
+    fixed = fixed_of(model)
+    modes = _fitting_modes(settings, depth_of(model), fixed=fixed) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
     place, split = placed(settings, device), data.splits["test"]
@@ -80,7 +81,7 @@ def evaluate_spec(
             model,
             batches,
             modes=modes,
-            orders=fixed,
+            orders=given,
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
@@ -180,13 +181,17 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
     # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    _fitting_modes(settings, fit_settings.kept or depth_of(load(fit_settings.model)))
+    depth = fit_settings.kept or depth_of(load(fit_settings.model))
+    _fitting_modes(settings, depth, fixed=fit_settings.build_method().fixed)
 
 
-def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:
+def _fitting_modes(
+    settings: EvalSettings, depth: int, *, fixed: tuple[int, int]
+) -> tuple[Mode, ...]:
     modes = parse_modes(settings.modes)
     for mode in modes:
-        mode.policy().draw(depth, seed=settings.seed, step=0)  # refuses more blocks than `depth`
+        # Refuses more blocks than `depth`.
+        mode.policy(fixed=fixed).draw(depth, seed=settings.seed, step=0)
     return modes
 
 

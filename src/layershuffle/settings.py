@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from cyclopts import Parameter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from layershuffle.core.methods import METHOD_OPTIONS, Method, PositionPart
 from layershuffle.core.policies import Choice, parse_modes
@@ -26,6 +27,16 @@ from layershuffle.text import nearest, one_line
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
+
+
+def _pair_of_flag(given: Any) -> Any:
+    """The words of a flag such as `--fixed 1,1`; anything else as it is."""
+    words = [given] if isinstance(given, str) else given
+    if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+        return ",".join(words).split(",")
+    return given
+
+
 Positive = Annotated[int, Field(ge=1)]
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
@@ -35,6 +46,12 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Below 2 ** 32, the limit of numpy's generator, which augmentation uses."""
 Precision = Literal["fp32", "bf16"]
 """The dtype of forwards whose results are scores."""
+Ends = Annotated[
+    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
+    BeforeValidator(_pair_of_flag),
+    Parameter(n_tokens=1),
+]
+"""Numbers of first and last blocks that keep their place: [1, 1] in a recipe, 1,1 as a flag."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
 """A name that becomes part of a path, so it has no slash and does not begin with a dot."""
 
@@ -99,6 +116,9 @@ class FitSettings(Settings):
     max_parallel: Positive | None = None
     """Most blocks that run side by side in a round, whose sizes are drawn (default: one block after
     the other)."""
+    fixed: Ends | None = None
+    """How many blocks at the beginning and at the end keep their place, as in 1,1; the others are
+    drawn (default: 0,0, all are)."""
     distinct: Positive | None = None
     """Number of different blocks, whose weights the places of the model share (default: every place
     has its own)."""

@@ -247,12 +247,14 @@ def grouped(
     run: Run,
     axes: Axes,
     exit_after: int | None = None,
+    last: int = 0,
 ) -> list[Entry]:
     """The entries of one forward in which sample i runs along `orders[i]`.
 
     At a position every block runs once, on the samples that need it there: the FLOPs of one shared
     order. A sample whose order has ended waits. With `exit_after` the last entry returns twice as
-    many rows: the final states, then those after this number of steps.
+    many rows: the final states, then those of `order.beginning(exit_after, last=last)`, where
+    `last` is the number of last blocks that keep their place in all orders.
     """
     groups: dict[ExecutionOrder, list[int]] = {}
     for row, order in enumerate(orders):
@@ -261,7 +263,7 @@ def grouped(
     read_later = {version for order in groups for version in order.last_readers()}
     # A replay by gradient checkpointing leaves these as the forward set them.
     states: dict[int, Tensor] = {}
-    left: list[Tensor] = []
+    leaving = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)
 
     def entry(position: int) -> Entry:
         # Block -> the groups that run it here, each with the version of the state that it reads.
@@ -300,15 +302,65 @@ def grouped(
                     newest = version == position
                     after[group] = new if newest else after[group] + (new - old)
             result = _joined(after, rows, axis)
-            if position + 1 == exit_after and not left:
-                left.append(result)
-            if exit_after is not None and position + 1 == longest:
-                result = torch.cat([result, *left], axis)
+            if leaving is not None:
+                beyond = position - leaving.steps
+                if beyond == -1:
+                    leaving.begin(result, axis)
+                elif 0 <= beyond < last and leaving.rows:
+                    step = Step(position, len(blocks) - last + beyond, leaving.rows, early=True)
+                    others, named = _cut(
+                        (args, kwargs), step.rows, axes=inputs[1:], samples=samples
+                    )
+                    run_block = placed(blocks[step.block], step, run=run)
+                    leaving.go_on(
+                        beyond, state_of(run_block(leaving.states[beyond], *others, **named))
+                    )
+                if position + 1 == longest:
+                    result = torch.cat([result, leaving.answer(result, axis)], axis)
             return _beside(outs, result, axes=outputs, samples=samples)
 
         return Entry(blocks[0], call, one_block=False)
 
     return [entry(position) for position in range(longest)]
+
+
+class _Exit:
+    """The states that go to the head early: those after a number of `steps`.
+
+    With `last` blocks that keep their place, the states pass through these first. `rows` are the
+    samples that have steps left between; for the others, the exit is the end of their order.
+    `states` holds the states at the exit, then those after each of the last blocks. A replay by
+    gradient checkpointing computes them again, and leaves what the forward put there.
+    """
+
+    def __init__(self, orders: Sequence[ExecutionOrder], *, steps: int, last: int) -> None:
+        every = range(len(orders))
+        self.steps = steps
+        # Without last blocks, a sample whose order has ended waits, and is at the exit as well.
+        self.rows = tuple(row for row in every if not last or len(orders[row]) > steps + last)
+        self.others = tuple(row for row in every if row not in self.rows)
+        self.states: list[Tensor] = []
+
+    def begin(self, state: Tensor, axis: int) -> None:
+        """Takes the state of all samples after the steps."""
+        early = _rows(state, self.rows, axis)
+        if not self.states:
+            self.states.append(early)
+
+    def go_on(self, count: int, state: Tensor) -> None:
+        """Takes the state of `rows` after `count` more blocks, counted from 0."""
+        if len(self.states) == count + 1:
+            self.states.append(state)
+
+    def answer(self, final: Tensor, axis: int) -> Tensor:
+        """The state of every sample at the exit; `final` is that of the whole orders."""
+        if not self.rows:
+            return final
+        if not self.others:
+            return self.states[-1]
+        return _joined(
+            [self.states[-1], _rows(final, self.others, axis)], [self.rows, self.others], axis
+        )
 
 
 def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:

@@ -20,7 +20,7 @@ from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
-from layershuffle.core.stack import blocks_of, depth_of, stack_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import DataError, UsageError
 
@@ -160,6 +160,7 @@ def evaluate(
     seed: int = 0,
     draw: Draw = "pass",
     stop: float | None = None,
+    fixed: tuple[int, int] | None = None,
     groups: Tensor | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> list[Score]:
@@ -173,6 +174,8 @@ def evaluate(
     `stop`: an image stops at the first block of its order after which the largest probability
     reaches it, and is scored by the answer there: `evaluate(model, batches, modes="arbitrary",
     stop=0.98)[0].blocks`. All blocks run all the same, so this saves no time here.
+    `fixed`: the ends of the drawn orders, the first and last blocks that keep their place; by
+    default those with which the model was trained.
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
@@ -185,8 +188,15 @@ def evaluate(
             f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
         )
     depth = depth_of(model)
+    fixed = fixed_of(model) if fixed is None else fixed
     columns = _columns(
-        depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw
+        depth,
+        modes=modes,
+        orders=orders,
+        num_orders=num_orders,
+        seed=seed,
+        draw=draw,
+        fixed=fixed,
     )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
@@ -204,7 +214,7 @@ def evaluate(
         for number, batch in enumerate(batches):
             for column in columns:
                 if column.order is None and column.mode is not None:
-                    policy, index = column.mode.policy(), column.index
+                    policy, index = column.mode.policy(fixed=fixed), column.index
                     column.batch_orders.append(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
@@ -233,16 +243,17 @@ def _columns(
     num_orders: int,
     seed: int,
     draw: Draw,
+    fixed: tuple[int, int],
 ) -> list[_PendingScore]:
     columns = [
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
     ]
     names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
     for mode in parse_modes(",".join(names)) if names else ():
-        for index in range(mode.draws(num_orders, depth=depth)):
+        for index in range(mode.draws(num_orders, depth=depth, fixed=fixed)):
             # Drawn even if every batch draws its own: this refuses a mode that does not fit.
-            order = mode.policy().draw(depth, seed=seed, step=index)
-            per_batch = draw == "batch" and mode.is_drawn(depth)
+            order = mode.policy(fixed=fixed).draw(depth, seed=seed, step=index)
+            per_batch = draw == "batch" and mode.is_drawn(depth, fixed=fixed)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
     return columns
 

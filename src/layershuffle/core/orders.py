@@ -128,10 +128,18 @@ class ExecutionOrder:
         shorter = min(len(self), len(other))
         return next((count for count, (step, same) in pairs if step != same), shorter)
 
-    def beginning(self, count: int) -> ExecutionOrder:
-        """The order of the first `count` steps."""
-        versions = None if self.versions is None else self.versions[:count]
-        return ExecutionOrder(self.blocks[:count], self.depth, versions)
+    def beginning(self, count: int, *, last: int = 0) -> ExecutionOrder:
+        """The order of the first `count` steps, and after them of the `last` ones.
+
+        It is the whole order if that leaves no step out. The last ones read the newest version.
+        """
+        if count + last >= len(self):
+            return self
+        blocks = (*self.blocks[:count], *self.blocks[len(self) - last :])
+        if self.versions is None:
+            return ExecutionOrder(blocks, self.depth)
+        newest = range(count, count + last)
+        return ExecutionOrder(blocks, self.depth, (*self.versions[:count], *newest))
 
     @property
     def has_repeats(self) -> bool:

@@ -233,6 +233,7 @@ def _write(
         depth=len(container._modules),
         blocks=path,
         tied=None if tied is None else list(tied),
+        fixed=container.fixed if isinstance(container, BlockStack) else (0, 0),
         position=forms_of(model),
         image_view=view,
         base_model=origin.base_model,
@@ -412,6 +413,7 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     origin, base = origin_of(backbone), metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
+    stack_of(backbone).fixed = metadata.fixed
     return with_stored_parts(backbone, metadata.position, directory=directory)
 
 

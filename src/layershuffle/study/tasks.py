@@ -345,10 +345,11 @@ def scoring_seed(seed: int, model: int) -> int:
     return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
-def orders_of(scoring: EvalSettings, kept: int | None) -> int:
-    """The number of orders under which a model is scored; `kept`: its depth, if it is known."""
-    modes = parse_modes(scoring.modes)
-    return sum(mode.draws(scoring.num_orders, depth=kept or _ANY_DEPTH) for mode in modes)
+def orders_of(scoring: EvalSettings, kept: int | None, *, fixed: tuple[int, int]) -> int:
+    """The number of orders under which a model is scored; `kept`: its depth, if it is known, and
+    `fixed`: its ends."""
+    modes, depth = parse_modes(scoring.modes), kept or _ANY_DEPTH
+    return sum(mode.draws(scoring.num_orders, depth=depth, fixed=fixed) for mode in modes)
 
 
 def _said(say: Say) -> Callable[[dict[str, Any]], None]:
