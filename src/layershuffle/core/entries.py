@@ -312,9 +312,8 @@ def grouped(
                         (args, kwargs), step.rows, axes=inputs[1:], samples=samples
                     )
                     run_block = placed(blocks[step.block], step, run=run)
-                    leaving.go_on(
-                        beyond, state_of(run_block(leaving.states[beyond], *others, **named))
-                    )
+                    out = run_block(leaving.state(beyond), *others, **named)
+                    leaving.go_on(beyond, state_of(out))
                 if position + 1 == longest:
                     result = torch.cat([result, leaving.answer(result, axis)], axis)
             return _beside(outs, result, axes=outputs, samples=samples)
@@ -329,8 +328,7 @@ class _Exit:
 
     With `last` blocks that keep their place, the states pass through these first. `rows` are the
     samples that have steps left between; for the others, the exit is the end of their order.
-    `states` holds the states at the exit, then those after each of the last blocks. A replay by
-    gradient checkpointing computes them again, and leaves what the forward put there.
+    A replay by gradient checkpointing computes the states again, and leaves what the forward noted.
     """
 
     def __init__(self, orders: Sequence[ExecutionOrder], *, steps: int, last: int) -> None:
@@ -339,28 +337,39 @@ class _Exit:
         # Without last blocks, a sample whose order has ended waits, and is at the exit as well.
         self.rows = tuple(row for row in every if not last or len(orders[row]) > steps + last)
         self.others = tuple(row for row in every if row not in self.rows)
-        self.states: list[Tensor] = []
+        self._last = last
+        # Those at the exit, then those after each of the last blocks.
+        self._states: list[Tensor] = []
 
     def begin(self, state: Tensor, axis: int) -> None:
-        """Takes the state of all samples after the steps."""
+        """Note the state after the steps, given that of all samples."""
         early = _rows(state, self.rows, axis)
-        if not self.states:
-            self.states.append(early)
+        if not self._states:
+            self._states.append(early)
 
     def go_on(self, count: int, state: Tensor) -> None:
-        """Takes the state of `rows` after `count` more blocks, counted from 0."""
-        if len(self.states) == count + 1:
-            self.states.append(state)
+        """Note the state of `rows` after the last block number `count`."""
+        if len(self._states) == count + 1:
+            self._states.append(state)
+
+    def state(self, count: int) -> Tensor:
+        """The state of `rows` after `count` of the last blocks."""
+        if count >= len(self._states):
+            raise StackError(
+                "The backbone runs a later entry of its stack before an earlier one, so a state "
+                "cannot leave early",
+                hint="iterate over the stack (for block in self.blocks) in its forward",
+            )
+        return self._states[count]
 
     def answer(self, final: Tensor, axis: int) -> Tensor:
         """The state of every sample at the exit; `final` is that of the whole orders."""
         if not self.rows:
             return final
+        early = self.state(self._last)
         if not self.others:
-            return self.states[-1]
-        return _joined(
-            [self.states[-1], _rows(final, self.others, axis)], [self.rows, self.others], axis
-        )
+            return early
+        return _joined([early, _rows(final, self.others, axis)], [self.rows, self.others], axis)
 
 
 def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:
