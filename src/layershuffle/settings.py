@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -30,11 +31,14 @@ DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs th
 
 
 def _pair_of_flag(given: Any) -> Any:
-    """The words of a flag such as `--fixed 1,1`; anything else as it is."""
+    """The two numbers that a flag such as `--fixed 1,1` names; anything else as it is."""
     words = [given] if isinstance(given, str) else given
-    if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
-        return ",".join(words).split(",")
-    return given
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return given
+    text = ",".join(words)
+    if not re.fullmatch(r"[0-9]{1,4},[0-9]{1,4}", text):
+        raise ValueError(f"{text!r} is not two numbers of blocks, such as 1,1")
+    return tuple(map(int, text.split(",")))
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -283,6 +287,9 @@ class EvalSettings(ScoreSettings):
     """Number of orders drawn per mode."""
     draw: Literal["pass", "batch"] = "pass"
     """Draw an order for each pass over the data, or, as the paper did, for every batch."""
+    fixed: Ends | None = None
+    """How many blocks at the beginning and at the end keep their place, as in 1,1; with 0,0 any
+    order runs (default: as the model was trained)."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:

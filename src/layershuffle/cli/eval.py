@@ -83,6 +83,8 @@ def _report(
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "stop": stop,
+        "fixed": list(evaluation.scores[0].fixed),
+        "depth": evaluation.depth,
         "blocks": evaluation.blocks,
         "modes": [
             {**score_report(name, scores), "kept": scores[0].kept}
@@ -165,12 +167,19 @@ def score_table(
     )
 
 
+def _drawn(fixed: Sequence[int], depth: int) -> str:
+    """How many blocks the orders draw, if some keep their place."""
+    ends = sum(fixed)
+    return f"{depth - ends} of {depth} blocks drawn, " if ends else ""
+
+
 def _text(report: dict[str, Any]) -> str:
     reason = report["blocks"]["reason"]
     head = (
         f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
         f"{report['hardware']['precision']}, "
         + ("" if report["stop"] is None else f"stop at {report['stop']:g}, ")
+        + _drawn(report["fixed"], report["depth"])
         + ("compiled blocks" if reason is None else f"eager mode: {reason}")
     )
     rows = []
@@ -202,6 +211,9 @@ class PredictCommand(ComputingCommand, Reporting):
     kept:9:arbitrary and others."""
     seed: int = 0
     """Seed of the drawn order."""
+    fixed: str | None = None
+    """How many blocks at the beginning and at the end keep their place, as in 1,1; with 0,0 any
+    order runs (default: as the model was trained)."""
     top: int = 5
     """Classes to name per image."""
     classes: Path | None = None
@@ -214,20 +226,25 @@ class PredictCommand(ComputingCommand, Reporting):
             raise UsageError("--order and --modes exclude each other", hint="give one of them")
 
         from layershuffle.core.orders import ExecutionOrder
-        from layershuffle.core.stack import depth_of
+        from layershuffle.core.stack import depth_of, fixed_of
         from layershuffle.models import load, name_classes
         from layershuffle.predict import order_for, predict
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
-        depth = depth_of(model)
+        depth, fixed = depth_of(model), fixed_of(model)
+        if self.fixed is not None:
+            fixed = EvalSettings(fixed=self.fixed).fixed
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
-            order = order_for(self.modes or "sequential", depth=depth, seed=self.seed)
+            mode = self.modes or "sequential"
+            order = order_for(mode, depth=depth, seed=self.seed, fixed=fixed)
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
-            predicted = predict(model, self.images, order=order, top=self.top, progress=progress)
+            predicted = predict(
+                model, self.images, order=order, fixed=fixed, top=self.top, progress=progress
+            )
         report, lines = [], []
         code = 0
         for image, answer in zip(self.images, predicted, strict=True):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import images_at_once, run_many
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
@@ -38,7 +38,8 @@ class Score:
 
     `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images; `top1_n`, `top5_n`:
     the effective numbers of independent images to a tenth, `None` without groups of images.
-    `blocks`: with `stop`, the mean number of blocks that an image ran. `mode` is the mode for which
+    `blocks`: with `stop`, the mean number of blocks that an image ran. `fixed`: the ends that kept
+    their place. `mode` is the mode for which
     the order was drawn, and `index` numbers its draws; a given order has no mode. `order` is `None`
     when drawn per batch; `batch_orders` then holds the order of every batch.
     """
@@ -54,6 +55,7 @@ class Score:
     top1_n: float | None = None
     top5_n: float | None = None
     blocks: float | None = None
+    fixed: tuple[int, int] = (0, 0)
 
     @property
     def label(self) -> str:
@@ -62,9 +64,9 @@ class Score:
 
     @property
     def kept(self) -> int:
-        """The number of steps in one pass through the blocks that ran."""
+        """The number of blocks that ran, each counted once; of a given order, that of its steps."""
         steps = len(self.batch_orders[0] if self.order is None else self.order)
-        return steps if self.mode is None else steps // self.mode.passes
+        return steps if self.mode is None else self.mode.kept_of(steps, fixed=self.fixed)
 
 
 @dataclass
@@ -174,13 +176,14 @@ def evaluate(
     `stop`: an image stops at the first block of its order after which the largest probability
     reaches it, and is scored by the answer there: `evaluate(model, batches, modes="arbitrary",
     stop=0.98)[0].blocks`. All blocks run all the same, so this saves no time here.
-    `fixed`: the ends of the drawn orders, the first and last blocks that keep their place; by
-    default those with which the model was trained.
+    `fixed`: the ends that all orders keep, the first and last blocks of the model; by default those
+    with which it was trained. An image that stops passes through the last ones before its answer.
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
-    classifier, for a mode or an order that does not fit the depth and for a `stop` outside (0, 1],
-    `DataError` if there is no image or not as many `groups`, and for labels that are no classes.
+    classifier, for a mode or an order that does not fit the depth or moves the ends, and for a
+    `stop` outside (0, 1], `DataError` if there is no image or not as many `groups`, and for labels
+    that are no classes.
     """
     check_classifier(model)
     if stop is not None and not 0 < stop <= 1:
@@ -188,7 +191,7 @@ def evaluate(
             f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
         )
     depth = depth_of(model)
-    fixed = fixed_of(model) if fixed is None else fixed
+    fixed = fixed_of(model) if fixed is None else checked_fixed(fixed)
     columns = _columns(
         depth,
         modes=modes,
@@ -218,7 +221,7 @@ def evaluate(
                     column.batch_orders.append(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
-            _score_batch(model, batch, columns=columns, stop=stop, on_images=on_images)
+            _score_batch(model, batch, columns=columns, stop=stop, fixed=fixed, on_images=on_images)
             # Do not read the rest of a large data set for nothing.
             if groups is not None and columns[0].tally.images > len(groups):
                 break
@@ -229,6 +232,7 @@ def evaluate(
             index=column.index,
             order=column.order,
             batch_orders=tuple(column.batch_orders),
+            fixed=fixed,
             **column.tally.values(),
         )
         for column in columns
@@ -248,6 +252,7 @@ def _columns(
     columns = [
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
     ]
+    check_ends([column.order for column in columns if column.order is not None], fixed)
     names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
     for mode in parse_modes(",".join(names)) if names else ():
         for index in range(mode.draws(num_orders, depth=depth, fixed=fixed)):
@@ -274,6 +279,7 @@ def _score_batch(
     *,
     columns: Sequence[_PendingScore],
     stop: float | None,
+    fixed: tuple[int, int],
     on_images: Callable[[int], object] | None,
 ) -> None:
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
@@ -283,7 +289,8 @@ def _score_batch(
             for index, logits in run_many(model, images, orders=orders):
                 columns[index].tally.add(logits, labels)
         else:
-            for index, logits, steps in _until_sure(model, images, orders=orders, stop=stop):
+            answers = _until_sure(model, images, orders=orders, stop=stop, fixed=fixed)
+            for index, logits, steps in answers:
                 columns[index].tally.add(logits, labels, steps=steps)
         # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:
@@ -291,23 +298,45 @@ def _score_batch(
 
 
 def _until_sure(
-    model: nn.Module, images: Tensor, *, orders: Sequence[ExecutionOrder], stop: float
+    model: nn.Module,
+    images: Tensor,
+    *,
+    orders: Sequence[ExecutionOrder],
+    stop: float,
+    fixed: tuple[int, int],
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(index in `orders`, logits `[n, classes]` where each image stopped, its steps `[n]`)."""
-    cuts = [(index, n) for index, order in enumerate(orders) for n in range(1, len(order) + 1)]
+    """(index in `orders`, logits `[n, classes]` where each image stopped, its steps `[n]`).
+
+    An image can stop after each step of its order between the ends, and then passes through the
+    last blocks, which count among its steps.
+    """
+    first, last = fixed
+    beginnings = {
+        index: [
+            order.beginning(count, last=last)
+            for count in range(min(first + 1, len(order) - last), len(order) - last + 1)
+        ]
+        for index, order in enumerate(orders)
+    }
+    places = [(index, order) for index, several in beginnings.items() for order in several]
+    waiting = {index: len(several) for index, several in beginnings.items()}
     answers: dict[int, tuple[Tensor, Tensor]] = {}
-    beginnings = [orders[index].beginning(count) for index, count in cuts]
-    # Sorted orders: a shorter beginning comes before the longer ones, and they share its blocks.
-    for place, logits in run_many(model, images, orders=beginnings):
-        index, count = cuts[place]
-        answer, steps = logits.float(), torch.full(images.shape[:1], count, device=images.device)
+    # The beginnings of an order come in any sequence: they differ in where the last blocks run.
+    for place, logits in run_many(model, images, orders=[order for _, order in places]):
+        index, beginning = places[place]
+        answer, count = logits.float(), len(beginning)
+        steps = torch.full(images.shape[:1], count, device=images.device)
+        if count < len(orders[index]):
+            sure = answer.softmax(-1).amax(-1) >= stop
+            steps = torch.where(sure, steps, len(orders[index]) + 1)
         if index in answers:
-            earlier, ran = answers[index]
-            sure = earlier.softmax(-1).amax(-1) >= stop
-            answer = torch.where(sure[:, None], earlier, answer)
-            steps = torch.where(sure, ran, steps)
+            other, ran = answers[index]
+            earlier = steps < ran
+            answer = torch.where(earlier[:, None], answer, other)
+            steps = torch.where(earlier, steps, ran)
         answers[index] = answer, steps
-        if count == len(orders[index]):
+        waiting[index] -= 1
+        if not waiting[index]:
             yield index, *answers.pop(index)
 
 

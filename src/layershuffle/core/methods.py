@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder, is_integer
+from layershuffle.core.orders import ExecutionOrder, checked_fixed, is_integer
 from layershuffle.core.policies import (
     Choice,
     Kept,
@@ -21,7 +21,6 @@ from layershuffle.core.policies import (
     OrderPolicy,
     Sequential,
     Shuffled,
-    checked_fixed,
     drawn_blocks,
 )
 from layershuffle.core.position_forms import EncodingForm, PredictionForm

@@ -26,7 +26,13 @@ from math import comb
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder, check_depth, is_integer, order_of
+from layershuffle.core.orders import (
+    ExecutionOrder,
+    check_depth,
+    checked_fixed,
+    is_integer,
+    order_of,
+)
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
@@ -244,7 +250,8 @@ class Kept(_Policy):
             ends = f", of which {fewest} keep their place" if any(self.fixed) else ""
             raise UsageError(
                 f"Cannot keep {self.k} blocks of a model with {depth}{ends}",
-                hint=f"choose a number between {fewest} and {depth}",
+                hint=f"choose a number between {fewest} and {depth}"
+                + (", or draw all blocks: fixed=(0, 0), --fixed 0,0" if ends else ""),
             )
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
@@ -370,18 +377,6 @@ def drawn_blocks(depth: int, fixed: tuple[int, int]) -> range:
     return range(first, depth - last)
 
 
-def checked_fixed(fixed: Sequence[int]) -> tuple[int, int]:
-    """`fixed` as a pair. Raises `UsageError` unless it is two numbers of blocks."""
-    # A list is accepted because JSON and YAML have no tuples.
-    parts = tuple(fixed) if isinstance(fixed, tuple | list) else ()
-    if len(parts) == 2 and all(is_integer(part) and part >= 0 for part in parts):
-        return parts[0], parts[1]
-    raise UsageError(
-        f"fixed must be (first, last), two numbers of blocks from 0, got {fixed!r}",
-        hint="fixed=(1, 1) keeps the first and the last block in their place",
-    )
-
-
 def _checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None] | None:
     if limits is None:
         return None
@@ -469,6 +464,12 @@ class Mode:
     def draws(self, num_orders: int, *, depth: int, fixed: tuple[int, int] = (0, 0)) -> int:
         """How many scores the mode gets: `num_orders`, or one if it has a single order."""
         return num_orders if self.is_drawn(depth, fixed=fixed) else 1
+
+    def kept_of(self, steps: int, *, fixed: tuple[int, int]) -> int:
+        """The number of blocks in an order of so many steps: those between the ends run `passes`
+        times."""
+        ends = sum(fixed)
+        return ends + (steps - ends) // self.passes
 
     def __str__(self) -> str:
         # What `parse_modes` assumes is left out, so that equal modes have equal texts.

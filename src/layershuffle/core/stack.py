@@ -24,7 +24,13 @@ from torch import nn
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.orders import ExecutionOrder, is_integer, orders_of
+from layershuffle.core.orders import (
+    ExecutionOrder,
+    check_ends,
+    checked_fixed,
+    is_integer,
+    orders_of,
+)
 from layershuffle.core.runs import (
     PLAIN,
     Asked,
@@ -311,24 +317,27 @@ def running(
     With `exit_after=k` a call returns a pair `(logits, early)`, both `[batch, classes]`: those
     after the whole order, and those of the state after k steps. Blocks run once for both. If the
     last blocks of the model keep their place, the state after k steps passes through them first.
-    `fixed`: the ends of the orders, in place of those with which the model was trained.
+    `fixed`: the ends that orders have to keep, in place of those with which the model was trained;
+    with `(0, 0)` every order runs.
 
-    Raises `UsageError` for orders of another depth, and `StackError` if the backbone ran only a
-    part of the order, or if samples do not get in one batch what they get alone.
+    Raises `UsageError` for orders of another depth or without the ends in their place, and
+    `StackError` if the backbone ran only a part of the order, or if samples do not get in one batch
+    what they get alone.
 
         with layershuffle.running(model, "3,0,2,1", exit_after=2):
             logits, early = model(images)
     """
     stack = stack_of(model)
     way, asked = orders_of(order, stack.depth), Asked(stack.depth)
-    _, last = stack.fixed if fixed is None else fixed
+    ends = stack.fixed if fixed is None else checked_fixed(fixed)
+    check_ends([way] if isinstance(way, ExecutionOrder) else way, ends)
     watching: AbstractContextManager[None] = nullcontext()
     if isinstance(way, ExecutionOrder) and exit_after is None:
         change = in_order(stack, way, asked=asked)
         if way.versions is not None:
             watching = _hidden_states_refused(model, stack, way)
     else:
-        samples = _Samples(stack, way, exit_after=exit_after, last=last)
+        samples = _Samples(stack, way, exit_after=exit_after, last=ends[1])
         change = changed(stack, entries=samples.entries, way=(way, exit_after), asked=asked)
         watching = samples.watching(model)
     with change, watching, _calls_watched(model):

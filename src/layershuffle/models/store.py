@@ -249,7 +249,8 @@ def _write(
 def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
     """`model` itself, shortened to `blocks` (ids, each once), which it now runs in that order.
 
-    Stem and head stay. It can be saved and loaded as an ordinary model of its library. Raises
+    Stem and head stay, and ends that keep their place do if the blocks have them there; otherwise
+    all are drawn. It can be saved and loaded as an ordinary model of its library. Raises
     `UsageError` for repeats, for models with position parts (their tables belong to another depth),
     and where the library cannot describe the shorter model; the model is then as before.
     """
@@ -270,6 +271,8 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     except UsageError:
         stack._modules = before
         raise
+    keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) < len(order)
+    stack.fixed = stack.fixed if keeps else (0, 0)
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 

@@ -121,7 +121,9 @@ def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart, curve: 
         arm=arm.label,
         kind=f"runs of {curve}",
         images=evaluate.max_images,
-        passes=orders_of(evaluate, settings.kept, fixed=settings.build_method().fixed),
+        passes=orders_of(
+            evaluate, settings.kept, fixed=evaluate.fixed or settings.build_method().fixed
+        ),
         part=part,
         row=arm.label.removesuffix(f"-{settings.kept}") if is_short else arm.label,
         curve=curve,
