@@ -132,8 +132,8 @@ def measure(subject: Subject) -> Measurement:
     distance_half and even_half are half their 95 % intervals. Numbers: both at the first and the
     last position, and how they change from one to the other.
     """
-    watch, depth = AttentionWatch(), subject.depth
-    means = {"distance": PositionMeans(depth), "even": PositionMeans(depth)}
+    watch, drawn = AttentionWatch(), subject.drawn
+    means = {"distance": PositionMeans(drawn), "even": PositionMeans(drawn)}
     grid = (1, 1)
     for batch in subject.batches():
         for order in batch.orders:
@@ -158,7 +158,8 @@ def measure(subject: Subject) -> Measurement:
     for name, mean in means.items():
         columns |= mean.columns(name, clusters)
     # The difference has its own interval, because the same images run at both positions.
-    first, last = at_position(depth, 0), at_position(depth, depth - 1)
+    count = len(drawn)
+    first, last = at_position(count, 0), at_position(count, count - 1)
     places = {"first": first, "last": last, "change": last - first}
     numbers = {
         f"{name}_{place}": (means[name], weights)
@@ -170,7 +171,7 @@ def measure(subject: Subject) -> Measurement:
         "distance_if_even": float(patch_distances(grid).mean()),
         **weighted_means(numbers, clusters),
     }
-    return Measurement(tables={"attention": position_table(columns)}, facts=facts)
+    return Measurement(tables={"attention": position_table(columns, drawn=drawn)}, facts=facts)
 
 
 def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, int]:

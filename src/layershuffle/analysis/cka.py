@@ -22,6 +22,7 @@ from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid, interval
 from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject, balanced_orders
+from layershuffle.core.stack import fixed_of
 from layershuffle.stats import ImageGroups
 
 _TINY = 1e-300  # below any square that is not 0
@@ -58,7 +59,7 @@ def cka_matrix(first: Tensor, second: Tensor) -> tuple[Floats, Floats]:
 def measure(subject: Subject) -> Measurement:
     """cka.csv: block, position, other (position), cka, mean of both directions."""
     first, second = _features(subject)  # each [blocks, positions, images, width]
-    rows, floors, depth = [], [], subject.depth
+    rows, floors, depth, begin = [], [], len(subject.drawn), subject.drawn.start
     influence = np.zeros((depth, depth, first.shape[2]))
     shuffle = np.random.default_rng(subject.settings.seed).permutation(first.shape[2])
     for block, (ours, others) in enumerate(zip(first, second, strict=True)):
@@ -67,7 +68,10 @@ def measure(subject: Subject) -> Measurement:
         influence += moved / depth
         # Neither of the two squares of orders has precedence, so both directions are averaged.
         matrix = (matrix + matrix.T) / 2
-        rows += [(block, p, q, float(value)) for (p, q), value in np.ndenumerate(matrix)]
+        rows += [
+            (begin + block, begin + p, begin + q, float(value))
+            for (p, q), value in np.ndenumerate(matrix)
+        ]
         floors.append(cka_matrix(ours[-1:], others[-1:, shuffle])[0].item())
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
@@ -78,10 +82,12 @@ def measure(subject: Subject) -> Measurement:
 
 
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:
-    """Outputs `[blocks, positions, images, width]` under two Latin squares of orders each."""
-    depth, seed = subject.depth, subject.settings.seed
+    """Outputs `[blocks, positions, images, width]` under two Latin squares of orders each, of the
+    drawn blocks."""
+    drawn, seed, fixed = subject.drawn, subject.settings.seed, fixed_of(subject.model)
+    depth = len(drawn)
     # Each square has its own relabelling, so their orders are independent.
-    orders = balanced_orders(depth, first=0, count=2 * depth, seed=seed)
+    orders = balanced_orders(subject.depth, first=0, count=2 * depth, seed=seed, fixed=fixed)
     chunks: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in subject.batches():
         for square in (0, 1):
@@ -90,7 +96,9 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
                 watch = FeatureWatch()
                 subject.run(batch.images, order, watch)
                 for turn in watch.turns:
-                    table[turn.step.block][turn.step.position] = turn.vectors["mean"]
+                    if turn.step.block in drawn:
+                        row = table[turn.step.block - drawn.start]
+                        row[turn.step.position - drawn.start] = turn.vectors["mean"]
             chunks[square].append(torch.stack([torch.stack(row) for row in table]))
     return torch.cat(chunks[0], dim=2), torch.cat(chunks[1], dim=2)
 
@@ -131,7 +139,8 @@ def figures(tables: Tables) -> dict[str, Figure]:
     table = tables["cka"]
 
     def drawn(title: str, values: Floats) -> Map:
-        return Map(title=title, meaning="linear CKA", values=values, limits=(0.0, 1.0))
+        begin = int(table.block.min())
+        return Map(title=title, meaning="linear CKA", values=values, limits=(0.0, 1.0), first=begin)
 
     mean = [drawn("CKA across positions, mean over blocks", _matrix(table))]
     pages = [drawn(f"block {block}", _matrix(rows)) for block, rows in table.groupby("block")]

@@ -33,6 +33,7 @@ from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import has_class_token
+from layershuffle.core.stack import fixed_of
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
@@ -48,12 +49,14 @@ def measure(subject: Subject) -> Measurement:
     blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
     early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
     """
-    block, depth = subject.settings.block, subject.depth
-    if block is not None and block >= depth:
+    block, drawn = subject.settings.block, subject.drawn
+    if block is not None and block not in drawn:
+        which = "block" if len(drawn) == subject.depth else "drawn block"
         raise UsageError(
-            f"{block} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
+            f"{block} is not a {which} of this model",
+            hint=f"its {which}s are {drawn.start} to {drawn.stop - 1}",
         )
-    shown = depth // 2 if block is None else block
+    shown = drawn[len(drawn) // 2] if block is None else block
     features, positions = collect(subject)
     neighbours, seed = subject.settings.neighbours, subject.settings.seed
     if len(positions) <= 2 * neighbours:
@@ -65,15 +68,16 @@ def measure(subject: Subject) -> Measurement:
     clusters = subject.clusters(by_batch=False)
     points: list[DataFrame] = []
     rows: list[dict[str, Any]] = []
-    every = len(features) * depth
+    every = len(features) * len(drawn)
     for token, vectors in features.items():
-        for block in range(depth):
+        for block in drawn:
             subject.progress("embeddings", len(rows), every)
             at, outputs = positions[:, block], vectors[:, block]
             x, y = embed(outputs, neighbours, seed=seed).astype("f8").round(3).T
             columns = {"token": token, "block": block, "image": range(len(at)), "position": at}
             points.append(DataFrame({**columns, "x": x, "y": y}))
-            numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
+            places = at - drawn.start
+            numbers = describe(outputs, places, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
     return Measurement(
@@ -81,7 +85,7 @@ def measure(subject: Subject) -> Measurement:
         facts={
             "images": len(positions),
             "block": shown,
-            "blocks": depth,
+            "blocks": len(drawn),
             "tokens": {token: _token_facts(blocks[blocks.token == token]) for token in features},
         },
     )
@@ -90,9 +94,10 @@ def measure(subject: Subject) -> Measurement:
 def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     """Outputs `[images, blocks, width]` per kind of token, and positions `[images, blocks]`.
 
-    Image i runs in the order that `Shuffled` draws at step i.
+    Image i runs in the order that `Shuffled`, with the ends of the model, draws at step i.
     """
     depth, seed = subject.depth, subject.settings.seed
+    policy = Shuffled(fixed=fixed_of(subject.model))
     tokens: tuple[Token, ...] = ("class", "mean") if has_class_token(subject.model) else ("mean",)
     vectors: dict[Token, list[Array]] = {token: [] for token in tokens}
     places: list[Array] = []
@@ -100,7 +105,7 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     for batch in subject.batches():
         count = len(batch.images)
         # By the number of the image, so orders do not depend on the batch size.
-        orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
+        orders = [policy.draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
         width = watch.turns[0].vectors["mean"].shape[-1]
