@@ -70,8 +70,8 @@ def evaluate_spec(
     model = load(model_spec)
     fixed = settings.fixed or fixed_of(model)
     # What does not fit is refused before the data are opened, which may take minutes.
-    given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
-    check_ends(given, fixed)
+    orders = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    check_ends(orders, fixed)
     modes = _fitting_modes(settings, depth_of(model), fixed=fixed) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
@@ -84,7 +84,7 @@ def evaluate_spec(
             model,
             batches,
             modes=modes,
-            orders=given,
+            orders=orders,
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,

@@ -30,11 +30,11 @@ _HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 
 
-def _pair_of_flag(given: Any) -> Any:
+def _pair_of_flag(value: Any) -> Any:
     """The two numbers that a flag such as `--fixed 1,1` names; anything else as it is."""
-    words = [given] if isinstance(given, str) else given
+    words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        return given
+        return value
     text = ",".join(words)
     if not re.fullmatch(r"[0-9]{1,4},[0-9]{1,4}", text):
         raise ValueError(f"{text!r} is not two numbers of blocks, such as 1,1")

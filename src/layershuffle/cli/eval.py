@@ -232,9 +232,9 @@ class PredictCommand(ComputingCommand, Reporting):
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
-        depth, fixed = depth_of(model), fixed_of(model)
-        if self.fixed is not None:
-            fixed = EvalSettings(fixed=self.fixed).fixed
+        depth = depth_of(model)
+        asked: dict[str, Any] = {"fixed": self.fixed}
+        fixed = EvalSettings(**asked).fixed or fixed_of(model)
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:

@@ -307,13 +307,12 @@ def grouped(
                 if beyond == -1:
                     leaving.begin(result, axis)
                 elif 0 <= beyond < last and leaving.rows:
-                    step = Step(position, len(blocks) - last + beyond, leaving.rows, early=True)
-                    others, named = _cut(
-                        (args, kwargs), step.rows, axes=inputs[1:], samples=samples
+                    block = len(blocks) - last + beyond
+                    run_block = placed(
+                        blocks[block], Step(position, block, leaving.rows, early=True), run=run
                     )
-                    run_block = placed(blocks[step.block], step, run=run)
-                    out = run_block(leaving.state(beyond), *others, **named)
-                    leaving.go_on(beyond, state_of(out))
+                    cut = _cut((args, kwargs), leaving.rows, axes=inputs[1:], samples=samples)
+                    leaving.go_on(beyond, run_block, cut)
                 if position + 1 == longest:
                     result = torch.cat([result, leaving.answer(result, axis)], axis)
             return _beside(outs, result, axes=outputs, samples=samples)
@@ -347,10 +346,12 @@ class _Exit:
         if not self._states:
             self._states.append(early)
 
-    def go_on(self, count: int, state: Tensor) -> None:
-        """Note the state of `rows` after the last block number `count`."""
+    def go_on(self, count: int, run_block: Call, arguments: Any) -> None:
+        """Run the last block number `count` with its other arguments, and note the state."""
+        args, kwargs = arguments
+        out = state_of(run_block(self.state(count), *args, **kwargs))
         if len(self._states) == count + 1:
-            self._states.append(state)
+            self._states.append(out)
 
     def state(self, count: int) -> Tensor:
         """The state of `rows` after `count` of the last blocks."""

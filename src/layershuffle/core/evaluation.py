@@ -186,20 +186,11 @@ def evaluate(
     that are no classes.
     """
     check_classifier(model)
-    if stop is not None and not 0 < stop <= 1:
-        raise UsageError(
-            f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
-        )
+    _check_stop(stop)
     depth = depth_of(model)
     fixed = fixed_of(model) if fixed is None else checked_fixed(fixed)
     columns = _columns(
-        depth,
-        modes=modes,
-        orders=orders,
-        num_orders=num_orders,
-        seed=seed,
-        draw=draw,
-        fixed=fixed,
+        depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw, fixed=fixed
     )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
@@ -237,6 +228,13 @@ def evaluate(
         )
         for column in columns
     ]
+
+
+def _check_stop(stop: float | None) -> None:
+    if stop is not None and not 0 < stop <= 1:
+        raise UsageError(
+            f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
+        )
 
 
 def _columns(

@@ -171,12 +171,12 @@ class Method:
         """Whether the numbers of blocks fit each other."""
         ends = sum(self.fixed)
         for option, own in (("min_kept", 0), ("distinct", ends)):
-            number = getattr(self, option)
-            if None not in (number, self.kept) and number > self.kept - own:
+            number, kept = getattr(self, option), self.kept
+            if number is not None and kept is not None and number > kept - own:
                 raise UsageError(
-                    f"{option}={number} is more than the {self.kept} blocks that the model keeps"
+                    f"{option}={number} is more than the {kept} blocks that the model keeps"
                     + (f", of which {own} keep their place" if own else ""),
-                    hint=f"give at most {self.kept - own}",
+                    hint=f"give at most {kept - own}",
                 )
         for option, fewest in (("min_kept", ends), ("kept", ends + 1)):
             number = getattr(self, option)

@@ -96,10 +96,7 @@ def evaluate_ensembles(
         )
     (mode,) = modes
     depths, ends = tuple(map(depth_of, donors)), tuple(map(fixed_of, donors))
-    # One member with several orders is enough: a shallower one may have only one.
-    drawn = any(
-        mode.is_drawn(depth, fixed=fixed) for depth, fixed in zip(depths, ends, strict=True)
-    )
+    drawn = any(mode.is_drawn(d, fixed=fixed) for d, fixed in zip(depths, ends, strict=True))
     draws = num_orders if drawn else 1
     per_batch = draw == "batch" and drawn
 

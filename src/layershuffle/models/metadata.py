@@ -21,7 +21,6 @@ from layershuffle.text import one_line
 
 METADATA_FILE = "layershuffle.json"
 Json = dict[str, JsonValue]
-NotBelow = Annotated[int, Field(ge=0)]
 LibraryName = Literal["timm", "transformers", "torchvision"]
 
 
@@ -60,7 +59,7 @@ class ModelMetadata(ModelRecord):
     depth: Annotated[int, Field(ge=1)]
     blocks: str
     tied: list[int] | None = None
-    fixed: tuple[NotBelow, NotBelow] = (0, 0)
+    fixed: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
     position: PositionForms
     image_view: ImageView
     base_model: str | None = None

@@ -240,6 +240,11 @@ class RunSpec(Task[RunResult]):
         return RunResult(**facts, rows=tuple(map(_rounded, rows)))
 
     @property
+    def fixed(self) -> tuple[int, int]:
+        """The ends that keep their place in the scores."""
+        return self.evaluate.fixed or self.settings.build_method().fixed
+
+    @property
     def epochs(self) -> float:
         """Passes over the training data; only for a run without a number of steps."""
         return self.settings.epochs or DEFAULT_EPOCHS

@@ -63,6 +63,12 @@ class Summary:
         classes = [result.data.classes for _, result in self.study.runs]
         return 100 / classes[0] if classes else 0.0
 
+    def name(self, arm: str) -> str:
+        """The display name of an arm, with the number of blocks that are drawn if it has ends."""
+        ends = max((sum(run.fixed) for run in self.study.plan.runs if run.row == arm), default=0)
+        drawn = f", {self.depth - ends} of {self.depth} drawn" if ends and self.depth else ""
+        return label(arm) + drawn
+
     def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.
 

@@ -95,7 +95,7 @@ def main_table(summary: Summary) -> str:
     rows = []
     for arm in summary.arms:
         cells = (summary.cell(arm, mode, kept=kept) for mode, kept in summary.columns)
-        rows.append([literal(label(arm)), *map(text, cells)])
+        rows.append([literal(summary.name(arm)), *map(text, cells)])
         numbers = [summary.paper(arm, mode, kept=kept) for mode, kept in summary.columns]
         if any(numbers):
             shown = ("" if n is None else f"*{n.text}*".replace("+-", "&plusmn;") for n in numbers)
@@ -126,7 +126,7 @@ def table_notes(summary: Summary) -> str:
 
 def table_text(summary: Summary) -> str:
     """Means and intervals with all blocks, for a terminal, beside the paper's numbers."""
-    head, rows = ["top-1 in percent"], [[label(arm)] for arm in summary.arms]
+    head, rows = ["top-1 in percent"], [[summary.name(arm)] for arm in summary.arms]
     for mode, kept in summary.columns:
         if kept == summary.depth:
             head += [mode, "95 %", "the paper"]
