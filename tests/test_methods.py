@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import layershuffle as ls
-from common import CLASSES, DEPTH, FAMILIES, images
+from common import CLASSES, DEPTH, FAMILIES, HEADS, PATCH, SIZE, WIDTH, images
 from layershuffle.core import losses
 from layershuffle.core.methods import METHOD_OPTIONS, PRESETS, Method
 from layershuffle.core.policies import Kept, LayerDrop, OrderPolicy, Sequential, Shuffled
-from layershuffle.core.stack import blocks_of
+from layershuffle.core.stack import blocks_of, stack_of
 from layershuffle.core.tying import places_tied
 from layershuffle.errors import StackError, UsageError
 from layershuffle.settings import FitSettings
@@ -49,7 +50,11 @@ def test_presets(name: str, policy: OrderPolicy, selects_by: str, more: dict[str
     method = Method(name, kept=more.get("kept"))
     assert method.policy == policy
     assert method.selects_by == selects_by
-    plain = dict.fromkeys(METHOD_OPTIONS) | {"orders_per_batch": 1, "position": "none"}
+    plain = dict.fromkeys(METHOD_OPTIONS) | {
+        "orders_per_batch": 1,
+        "position": "none",
+        "fixed": (0, 0),
+    }
     assert method.options == plain | more
 
 
@@ -70,7 +75,8 @@ def test_the_options_of_a_method_are_settings_of_fit() -> None:
     options: dict[str, Any] = {
         "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5,
         "self_distillation": 0.2, "min_kept": 2,
-        "max_parallel": 3, "distinct": 2, "position": "encode", "kept": 4, "choose": "last",
+        "max_parallel": 3, "fixed": (1, 0), "distinct": 2, "position": "encode", "kept": 4,
+        "choose": "last",
     }  # fmt: skip
     method = FitSettings(method="layershuffle", model="m", data="d", seed=9, **options)
     assert method.build_method() == Method("layershuffle", seed=9, **options)
@@ -101,6 +107,11 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
     "one of none, encode, predict, got 'encoding'": ("anyorder", {"position": "encoding"}),
     "more than the 3 blocks": ("truncated", {"kept": 3, "distinct": 4}),
+    "of which 2 keep their place": ("truncated", {"kept": 3, "distinct": 2, "fixed": (1, 1)}),
+    "min_kept=1 is too few": ("anyorder", {"min_kept": 1, "fixed": (1, 1)}),
+    "kept=2 is too few": ("truncated", {"kept": 2, "fixed": [1, 1]}),
+    "two numbers of blocks from 0, got (1,)": ("anyorder", {"fixed": (1,)}),
+    "two numbers of blocks from 0, got (-1, 1)": ("anyorder", {"fixed": (-1, 1)}),
 }
 
 
@@ -182,7 +193,7 @@ def slow_loss(method: Method, model: nn.Module, *, step: int, smoothing: float =
                 final, loss = model(own), torch.zeros(())
         loss = loss + F.cross_entropy(final, truth, label_smoothing=smoothing)
         if exit_after is not None:
-            with ls.running(model, order.beginning(exit_after)):
+            with ls.running(model, order.beginning(exit_after, last=method.fixed[1])):
                 early = model(own)
             taught = F.cross_entropy(early, truth, label_smoothing=smoothing)
             loss = loss + (method.exit_weight or 0.0) * taught
@@ -201,6 +212,11 @@ METHODS = [
     Method("layerdrop", orders_per_batch=3, sequential_every=2),
     Method("baseline", min_kept=1, max_parallel=2, exit_weight=1.0),
     Method("layershuffle", orders_per_batch=2, self_distillation=0.7),
+    Method("anyorder", fixed=(1, 1)),
+    Method("anyorder", fixed=(1, 1), max_parallel=2, drop=0.5, seed=1),
+    Method("anyorder", fixed=(0, 2), position="predict", min_kept=2),
+    Method("layershuffle-position", fixed=(1, 1), exit_weight=0.5),
+    Method("layerdrop", fixed=(2, 0), orders_per_batch=3, sequential_every=2, exit_weight=0.5),
 ]
 
 
@@ -303,6 +319,7 @@ CHOICES: dict[str, list[Any]] = {
     "drop": [None, None, 0.4],
     "min_kept": [None, None, 1, 3],
     "max_parallel": [None, None, 1, 3],
+    "fixed": [None, None, (1, 1), (0, 2), (2, 0)],
     "distinct": [None, None, 1, 3],
     "position": [None, "none", "encode", "predict"],
     "kept": [None, None, None, 2, 4],
@@ -323,13 +340,21 @@ def excluded(name: str, given: dict[str, Any]) -> bool:
     order, own = PRESETS[name]
     options = {key: own.get(key) if value is None else value for key, value in given.items()}
     kept, shuffled = options["kept"], order == "arbitrary"
+    ends = sum(options["fixed"] or ())
     part = [options[key] for key in ("drop", "min_kept")]
     plain = part == [None, None] and options["max_parallel"] is None
     return (
         None not in part
         or (name == "truncated" and kept is None)
         or (options["choose"] is not None and kept is None)
-        or any(kept is not None and (options[o] or 0) > kept for o in ("min_kept", "distinct"))
+        or (kept is not None and (options["min_kept"] or 0) > kept)
+        or (
+            kept is not None
+            and options["distinct"] is not None
+            and options["distinct"] + ends > kept
+        )
+        or (kept is not None and ends >= kept)
+        or (options["min_kept"] is not None and ends > options["min_kept"])
         or (not shuffled and plain and options["sequential_every"] is not None)
     )
 
@@ -346,6 +371,10 @@ def test_two_hundred_combinations_train_or_say_why_not() -> None:
             continue
         method = Method(name, **options)
         model = FAMILY.wrapped()
+        if (method.distinct or 0) + sum(method.fixed) > DEPTH:
+            with pytest.raises(UsageError):
+                method.prepare(model)
+            continue
         if method.blocks is not None and method.kept != DEPTH:
             model = shortened(model, method.blocks)
         model = method.prepare(model).train()
@@ -368,3 +397,103 @@ def shortened(model: nn.Module, blocks: Kept) -> nn.Module:
     plain = FAMILY.plain()
     setattr(plain, FAMILY.path, nn.Sequential(*chosen))
     return ls.wrap(plain)
+
+
+# --- ends that keep their place -------------------------------------------------------------------
+
+
+def bare_model(depth: int) -> nn.Module:
+    """A plain model of timm with random weights."""
+    torch.manual_seed(depth)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=SIZE, patch_size=PATCH, embed_dim=WIDTH, depth=depth,
+        num_heads=HEADS, num_classes=CLASSES,
+    )  # fmt: skip
+
+
+def bare_logits(model: nn.Module, x: Tensor, order: list[int]) -> Tensor:
+    """The logits of a plain model of timm, block after block by hand."""
+    state = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+    for block in order:
+        state = model.blocks[block](state)
+    return model.forward_head(model.norm(state))
+
+
+@pytest.mark.parametrize("fixed", [(1, 1), (2, 1), (0, 1), (1, 0)])
+def test_ends_train_as_in_a_loop_by_hand(fixed: tuple[int, int]) -> None:
+    """Against bare blocks: the ends stay, the others are drawn, an exit passes through the last."""
+    first, last = fixed
+    depth, groups = 6, 4
+    method = Method("anyorder", fixed=fixed, seed=5)
+    model, bare = method.prepare(bare_model(depth)), bare_model(depth)
+    x = images(BATCH)
+    for step in range(3):
+        loss = method.loss(model, x, LABELS, step=step)
+        orders = [[*order] for order in method.orders(depth, step=step)]
+        exit_after = method.exit_after(method.orders(depth, step=step), step=step)
+        assert exit_after is not None
+        assert first < exit_after < depth - last
+        final, early = torch.zeros(BATCH, CLASSES), torch.zeros(BATCH, CLASSES)
+        for group, order in enumerate(orders):
+            assert order[:first] == [*range(first)]
+            assert order[depth - last :] == [*range(depth - last, depth)]
+            final[group::groups] = bare_logits(bare, x[group::groups], order)
+            through = order[:exit_after] + order[depth - last :]
+            early[group::groups] = bare_logits(bare, x[group::groups], through)
+        gap = F.kl_div(early.log_softmax(1), final.detach().softmax(1), reduction="batchmean")
+        slow = F.cross_entropy(final, LABELS) + 0.3 * F.cross_entropy(early, LABELS) + 0.3 * gap
+        torch.testing.assert_close(loss, slow, rtol=1e-6, atol=1e-6)
+        model.zero_grad()
+        bare.zero_grad()
+        loss.backward()
+        slow.backward()
+        for parameter, other in zip(model.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_exits_lie_between_the_ends() -> None:
+    method = Method("anyorder", fixed=(2, 1), seed=3)
+    orders = method.orders(12, step=0)
+    drawn = Counter(method.exit_after(orders, step=step) for step in range(8_000))
+    assert sorted(drawn) == [*range(3, 11)], "one drawn block has run, and one has not"
+    # Chi-square with 7 degrees of freedom: 24.3 once in a thousand seeds.
+    assert sum((count - 1000) ** 2 / 1000 for count in drawn.values()) < 24.3
+    assert method.exit_after([ls.ExecutionOrder((0, 1, 11), 12)], step=0) == 3
+
+
+def test_an_exit_passes_through_the_last_blocks() -> None:
+    """Orders of several lengths: what ended before the exit answers with its end."""
+    model = FAMILY.wrapped()
+    stack_of(model).fixed = (1, 1)
+    orders = [ls.ExecutionOrder(blocks, DEPTH) for blocks in ((0, 2, 1, 3), (0, 1, 3), (0, 3))]
+    x = images(3)
+    with torch.no_grad(), ls.running(model, orders, exit_after=1):
+        final, early = model(x)
+    cut = [(0, 3), (0, 3), (0, 3)]
+    for row, (whole, through) in enumerate(zip(orders, cut, strict=True)):
+        for answer, blocks in ((final, whole.blocks), (early, through)):
+            with torch.no_grad(), ls.running(model, blocks):
+                alone = model(x[row : row + 1])[0]
+            torch.testing.assert_close(answer[row], alone, rtol=1e-5, atol=1e-6)
+    rounds = ls.ExecutionOrder.in_rounds([(0,), (2, 1), (3,)], DEPTH)
+    with torch.no_grad(), ls.running(model, rounds, exit_after=2):
+        _, early = model(x)
+    with torch.no_grad(), ls.running(model, "0,2,3"):
+        torch.testing.assert_close(early, model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_ends_of_a_tied_model_are_their_own() -> None:
+    method = Method("anyorder", fixed=(1, 1), distinct=1)
+    model = method.prepare(FAMILY.wrapped())
+    assert places_tied(blocks_of(model)) == (0, 1, 1, 3)
+    method.loss(model, images(BATCH), LABELS, step=0)
+
+
+def test_a_model_with_other_ends_is_refused() -> None:
+    model = Method("anyorder", fixed=(1, 1)).prepare(FAMILY.wrapped())
+    with pytest.raises(UsageError) as caught:
+        Method("anyorder").loss(model, images(BATCH), LABELS, step=0)
+    assert "method.prepare(model)" in str(caught.value)
+    Method("anyorder").loss(Method("anyorder").prepare(model), images(BATCH), LABELS, step=0)
+    with pytest.raises(UsageError):
+        Method("anyorder", fixed=(2, 2)).prepare(model)

@@ -54,6 +54,11 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "layerdrop, some whole": ls.LayerDrop(0.2, sequential_every=3),
     "kept twice": ls.Kept(3, order="arbitrary", passes=2),
     "kept twice rounds": ls.Kept(5, passes=2, parallel=(3, 3)),
+    "shuffled ends": ls.Shuffled(fixed=(1, 1)),
+    "shuffled drop ends rounds": ls.Shuffled(drop=0.3, fixed=(2, 1), parallel=(1, 4)),
+    "layerdrop last": ls.LayerDrop(0.2, fixed=(0, 1)),
+    "kept ends twice": ls.Kept(5, order="arbitrary", passes=2, fixed=(1, 1)),
+    "kept spaced ends rounds": ls.Kept(6, choose="spaced", parallel=(3, 3), fixed=(1, 2)),
 }
 
 
@@ -96,6 +101,11 @@ GOLDEN = {
     "layerdrop, some whole": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
     "kept twice": ("3,2,9,3,2,9", "1,9,7,1,9,7"),
     "kept twice rounds": ("2+3+5,6+9,2+3+5,6+9", "1+7+8,9+10,1+7+8,9+10"),
+    "shuffled ends": ("0,10,3,2,8,6,4,7,1,9,5,11", "0,6,2,9,4,8,10,7,3,5,1,11"),
+    "shuffled drop ends rounds": ("0,1,4+10,3+7+9+6,5+2,8,11", "0,1,8+9+6+5,4,2+10,11"),
+    "layerdrop last": ("0,1,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
+    "kept ends twice": ("0,10,3,2,10,3,2,11", "0,6,2,9,6,2,9,11"),
+    "kept spaced ends rounds": ("0,1+5+9,10,11", "0,1+5+9,10,11"),
 }
 
 
@@ -183,6 +193,58 @@ def test_one_block_stays_and_is_uniform() -> None:
         assert_uniform(alone, [(block,) for block in range(4)])
 
 
+# --- ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixed", [(1, 1), (2, 0), (0, 3)])
+def test_ends_keep_their_place_and_the_others_are_uniform(fixed: tuple[int, int]) -> None:
+    first, last = fixed
+    depth = first + last + 4
+    drawn = range(first, first + 4)
+    ends = (*range(first), *range(first + 4, depth))
+    seen = [order.blocks for order in draws(ls.Shuffled(fixed=fixed), depth)]
+    assert {(*order[:first], *order[first + 4 :]) for order in seen} == {ends}
+    between = Counter(order[first : first + 4] for order in seen)
+    assert_uniform(between, list(permutations(drawn)))
+    kept = ls.Kept(first + last + 2, order="arbitrary", fixed=fixed)
+    seen = [order.blocks for order in draws(kept, depth)]
+    assert {(*order[:first], *order[first + 2 :]) for order in seen} == {ends}
+    assert_uniform(
+        Counter(order[first : first + 2] for order in seen), list(permutations(drawn, 2))
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ls.Shuffled(drop=0.6, fixed=(2, 1), parallel=(1, 4)),
+        ls.Shuffled(depth=(3, None), fixed=(2, 1), parallel=(2, 3)),
+        ls.Sequential(depth=(3, 6), fixed=(2, 1), parallel=(1, 4)),
+        ls.LayerDrop(0.6, fixed=(2, 1), parallel=(1, 4), sequential_every=5),
+        ls.Kept(5, order="arbitrary", fixed=(2, 1), parallel=(1, 3)),
+        ls.Kept(5, choose="last", passes=3, fixed=(2, 1), parallel=(3, 3)),
+    ],
+    ids=str,
+)
+def test_ends_run_in_every_order_alone(policy: OrderPolicy) -> None:
+    for order in draws(policy, 8, count=1000):
+        assert order.rounds is not None
+        assert order.rounds[:2] == ((0,), (1,))
+        assert order.rounds[-1] == (7,)
+        assert Counter(order.blocks)[0] == Counter(order.blocks)[1] == Counter(order.blocks)[7] == 1
+
+
+def test_a_number_of_blocks_counts_the_ends() -> None:
+    lengths = Counter(map(len, draws(ls.Shuffled(depth=(2, None), fixed=(1, 1)), 6)))
+    assert_uniform(lengths, [2, 3, 4, 5, 6])
+    assert {order.blocks for order in draws(ls.Kept(2, fixed=(1, 1)), 6, count=9)} == {(0, 5)}
+    # Dropped are only those between; one of them stays.
+    shares = [binom.pmf(k, 4, 0.7) * DRAWS for k in range(5)]
+    counts = Counter(map(len, draws(ls.Shuffled(drop=0.3, fixed=(1, 1)), 6)))
+    got = [counts[k + 2] for k in range(1, 5)]
+    assert chisquare(got, [shares[0] + shares[1], *shares[2:]]).pvalue > ALPHA
+
+
 # --- choices --------------------------------------------------------------------------------------
 
 
@@ -218,6 +280,8 @@ def test_a_record_has_the_name_and_the_options_that_are_given() -> None:
     assert json.loads(ranged) == {"policy": "shuffled", "depth": [3, None], "parallel": [1, 4]}
     fixed = policy_to_json(ls.Fixed(ls.ExecutionOrder.parse("1,0", depth=2)))
     assert fixed["order"] == {"blocks": (1, 0), "depth": 2, "versions": None}
+    ends = policy_to_json(ls.Shuffled(fixed=[1, 1]))  # type: ignore[arg-type]
+    assert ends == {"policy": "shuffled", "fixed": (1, 1)}
 
 
 def test_rounds_hold_the_same_blocks_and_uniform_sizes() -> None:
@@ -344,6 +408,11 @@ BAD: dict[str, Callable[[], object]] = {
     "parallel from 0": lambda: ls.Sequential(parallel=(0, 2)),
     "parallel reversed": lambda: ls.Kept(3, parallel=(4, 2)),
     "passes 0": lambda: ls.Kept(3, passes=0),
+    "ends number": lambda: ls.Shuffled(fixed=1),  # type: ignore[arg-type]
+    "ends negative": lambda: ls.Kept(3, fixed=(1, -1)),
+    "ends everywhere": _draw(ls.Shuffled(fixed=(6, 6))),
+    "fewer than the ends": _draw(ls.Kept(2, fixed=(2, 1))),
+    "depth below the ends": _draw(ls.Shuffled(depth=(2, None), fixed=(2, 1))),
     "fixed list": lambda: ls.Fixed([1, 0]),  # type: ignore[arg-type]
     "fixed other depth": _draw(ls.Fixed(ls.ExecutionOrder((0,), 3))),
     "sequential 0": _draw(ls.Sequential(), 0),
@@ -391,16 +460,21 @@ def test_mode_texts(text: str, policy: OrderPolicy, *, drawn: bool) -> None:
     assert parse_modes(str(mode)) == (mode,)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("fixed", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("drawn", [1, 2, 3])
 @pytest.mark.parametrize("order", ["sequential", "arbitrary"])
 @pytest.mark.parametrize("choose", ["random", "spaced", "first", "last"])
-def test_a_mode_has_as_many_scores_as_it_has_orders(depth: int, order: Any, choose: Any) -> None:
+def test_a_mode_has_as_many_scores_as_it_has_orders(
+    fixed: tuple[int, int], drawn: int, order: Any, choose: Any
+) -> None:
     """Against all that 60 draws give: every kept count, and all blocks in their order are one."""
-    for kept in (None, *range(1, depth + 1)):
+    depth = drawn + sum(fixed)
+    for kept in (None, *range(max(1, sum(fixed)), depth + 1)):
         mode = Mode(order=order, kept=kept, choose=choose if kept else "random")
-        orders = {mode.policy().draw(depth, seed=0, step=step) for step in range(60)}
-        assert mode.is_drawn(depth) is (len(orders) > 1)
-        assert mode.draws(7, depth=depth) == (7 if len(orders) > 1 else 1)
+        policy = mode.policy(fixed=fixed)
+        orders = {policy.draw(depth, seed=0, step=step) for step in range(60)}
+        assert mode.is_drawn(depth, fixed=fixed) is (len(orders) > 1)
+        assert mode.draws(7, depth=depth, fixed=fixed) == (7 if len(orders) > 1 else 1)
 
 
 @pytest.mark.parametrize(

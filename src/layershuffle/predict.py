@@ -11,10 +11,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.bundled import packaged_file
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder, checked_fixed, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.stack import depth_of, running
+from layershuffle.core.stack import depth_of, fixed_of, running
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
@@ -44,8 +44,11 @@ class Prediction:
     top: tuple[RankedClass, ...]
 
 
-def drawn_order(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
-    """One order of an order mode, as "sequential" or "kept:9:arbitrary", drawn from `seed`.
+def drawn_order(
+    mode: str, *, depth: int, seed: int, fixed: tuple[int, int] = (0, 0)
+) -> ExecutionOrder:
+    """One order of an order mode, as "sequential" or "kept:9:arbitrary", drawn from `seed`, with
+    the ends `fixed` in their place.
 
     Raises `UsageError` for text that is no single mode, and for more blocks than `depth`.
     """
@@ -54,7 +57,7 @@ def drawn_order(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
         raise UsageError(
             f"predict takes one order mode; {mode!r} names {len(modes)}", hint="give one of them"
         )
-    return modes[0].policy().draw(depth, seed=seed, step=0)
+    return modes[0].policy(fixed=fixed).draw(depth, seed=seed, step=0)
 
 
 def predict(
@@ -64,13 +67,15 @@ def predict(
     order: ExecutionOrder | str | None = None,
     mode: str = "sequential",
     seed: int = 0,
+    fixed: tuple[int, int] | None = None,
     top: int = 5,
     progress: Progress = unheard,
 ) -> list[Prediction | DataError]:
     """The `top` most probable classes of every image file, as `layershuffle predict` gives them.
 
     `model` is a wrapped model or a spec; `images` are paths, or one, and are prepared as in the
-    model's training. The blocks run in `order`, or in one drawn for `mode` from `seed`. A model
+    model's training. The blocks run in `order`, or in one drawn for `mode` from `seed`; it keeps
+    the ends of the model in their place, or those of `fixed`, and (0, 0) allows any order. A model
     without class names answers with their numbers. For a file that cannot be read, the list holds
     the error that says why. `progress` hears of images. Raises `UsageError` for an order or a mode
     that does not fit the model, and without an image or a class to name.
@@ -81,7 +86,11 @@ def predict(
     if isinstance(model, str):
         model = load(model)
     depth = depth_of(model)
-    chosen = drawn_order(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
+    ends = fixed_of(model) if fixed is None else checked_fixed(fixed)
+    if order is None:
+        chosen = drawn_order(mode, depth=depth, seed=seed, fixed=ends)
+    else:
+        chosen = order_of(order, depth)
     if isinstance(images, str | Path):
         images = [images]
     paths = [Path(image) for image in images]
@@ -103,7 +112,7 @@ def predict(
     finish = PixelFinish(view)
     predictions: list[Prediction | DataError] = []
     # Not inference_mode, as in `evaluate`: the model can be trained afterwards.
-    with in_eval(model), torch.no_grad(), running(model, chosen):
+    with in_eval(model), torch.no_grad(), running(model, chosen, fixed=ends):
         for start in range(0, len(paths), _AT_ONCE):
             progress("images", start, len(paths))
             group = paths[start : start + _AT_ONCE]

@@ -12,10 +12,10 @@ from torch import nn
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder, check_ends
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import depth_of
+from layershuffle.core.stack import depth_of, fixed_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
@@ -40,11 +40,13 @@ from layershuffle.text import Progress, shortened, unheard
 class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
-    `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
+    `depth`: the number of blocks. `blocks`: "mode" (compiled or eager), "reason" (of eager mode)
+    and "graphs" (their number).
     """
 
     scores: list[Score]
     data: ImageData
+    depth: int
     blocks: dict[str, Any]
 
 
@@ -66,9 +68,11 @@ def evaluate_spec(
     exist.
     """
     model = load(model_spec)
-    fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
-    # Modes that do not fit are refused before the data are opened, which may take minutes.
-    modes = _fitting_modes(settings, depth_of(model)) if order is None else ()
+    fixed = settings.fixed or fixed_of(model)
+    # What does not fit is refused before the data are opened, which may take minutes.
+    orders = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    check_ends(orders, fixed)
+    modes = _fitting_modes(settings, depth_of(model), fixed=fixed) if order is None else ()
     options = DataOptions(train=False)
     data = open_scored([model], data_spec, settings=settings, options=options, names=[model_spec])
     place = scoring_device(settings, device)
@@ -81,18 +85,19 @@ def evaluate_spec(
             model,
             batches,
             modes=modes,
-            orders=fixed,
+            orders=orders,
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
             stop=stop,
+            fixed=fixed,
             on_images=lambda done: progress("images", done, split.size),
         )
     )
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(scores=scores, data=data, blocks=blocks)
+    return Evaluation(scores=scores, data=data, depth=depth_of(model), blocks=blocks)
 
 
 def open_scored(
@@ -181,15 +186,21 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 
 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
+    """Raises `UsageError` if a mode keeps more blocks than the trained model will have, or fewer
+    than its ends."""
     # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    _fitting_modes(settings, fit_settings.build_method().kept or depth_of(load(fit_settings.model)))
+    method = fit_settings.build_method()
+    depth = method.kept or depth_of(load(fit_settings.model))
+    _fitting_modes(settings, depth, fixed=settings.fixed or method.fixed)
 
 
-def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:
+def _fitting_modes(
+    settings: EvalSettings, depth: int, *, fixed: tuple[int, int]
+) -> tuple[Mode, ...]:
     modes = parse_modes(settings.modes)
     for mode in modes:
-        mode.policy().draw(depth, seed=settings.seed, step=0)  # refuses more blocks than `depth`
+        # Refuses more blocks than `depth`.
+        mode.policy(fixed=fixed).draw(depth, seed=settings.seed, step=0)
     return modes
 
 

@@ -10,14 +10,17 @@ import ast
 import hashlib
 import inspect
 import json
+import re
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import yaml
+from cyclopts import Parameter
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,6 +37,19 @@ from layershuffle.text import nearest, one_line
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
+
+
+def _pair_of_flag(value: Any) -> Any:
+    """The two numbers that a flag such as `--fixed 1,1` names; anything else as it is."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return value
+    text = ",".join(words)
+    if not re.fullmatch(r"[0-9]{1,4},[0-9]{1,4}", text):
+        raise ValueError(f"{text!r} is not two numbers of blocks, such as 1,1")
+    return tuple(map(int, text.split(",")))
+
+
 Positive = Annotated[int, Field(ge=1)]
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
@@ -43,6 +59,12 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Below 2 ** 32, the limit of numpy's generator, which augmentation uses."""
 Precision = Literal["fp32", "bf16"]
 """The dtype of forwards whose results are scores."""
+Ends = Annotated[
+    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
+    BeforeValidator(_pair_of_flag),
+    Parameter(n_tokens=1),
+]
+"""Numbers of first and last blocks that keep their place: [1, 1] in a recipe, 1,1 as a flag."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
 """A name that becomes part of a path, so it has no slash and does not begin with a dot."""
 
@@ -93,7 +115,7 @@ def _with_method_options(kind: type[AnySettings]) -> type[AnySettings]:
 
     `None` keeps the value that the method has of its own.
     """
-    types = get_type_hints(Method)
+    types = {**get_type_hints(Method), "fixed": Ends}
     texts = _attribute_docstrings(Method)
     options: dict[str, Any] = {}
     for option in fields(Method):
@@ -276,6 +298,9 @@ class EvalSettings(ScoreSettings):
     """Number of orders drawn per mode."""
     draw: Literal["pass", "batch"] = "pass"
     """Draw an order for each pass over the data, or, as the paper did, for every batch."""
+    fixed: Ends | None = None
+    """How many blocks at the beginning and at the end keep their place, as in 1,1; with 0,0 any
+    order runs (default: as the model was trained)."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:

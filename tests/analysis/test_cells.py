@@ -41,7 +41,7 @@ def test_depth_orders_in_a_row_are_a_latin_square(depth, square):
 
 def test_tables_as_text():
     values = np.arange(9.0).reshape(3, 3) / 7
-    table = position_table({"a": values, "b": -values}, kind="x")
+    table = position_table({"a": values, "b": -values}, drawn=range(len(values)), kind="x")
     assert tuple(table.columns) == ("kind", "block", "position", "a", "b")
     assert np.allclose(grid(table[table.kind == "x"], "a"), values)
     odd = DataFrame({"n": [float("nan"), -0.0, 1e7, 1 / 3], "word": ["a", "b,c", "d", "e"]})
@@ -73,7 +73,7 @@ def test_home_is_compared_beside_what_block_and_position_explain():
 
 def _cells_of(values, *, batch=4):
     """Cells from values `[images, block, position]`, given batch by batch as the analyses do."""
-    cells = PositionMeans(values.shape[1])
+    cells = PositionMeans(range(values.shape[1]))
     for first in range(0, len(values), batch):
         for block, position in np.ndindex(values.shape[1:]):
             part = torch.from_numpy(values[first : first + batch, block, position])

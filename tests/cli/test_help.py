@@ -200,14 +200,14 @@ FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose classes "
     "clip compile data data-changed device distinct drop encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs eval-batch-size "
-    "eval-every eval-orders exit-weight holdout kept log-every log-with lr max-parallel method "
-    "min-kept model orders-per-batch out paper-protocol parallel position precision "
+    "eval-every eval-orders exit-weight fixed holdout kept log-every log-with lr max-parallel "
+    "method min-kept model orders-per-batch out paper-protocol parallel position precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
     "resize schedule seed select-by self-distillation sequential-every skip-corrupt steps threads "
     "warmup weight-decay workers",
-    "predict": "classes device image json model modes order seed threads top",
-    "eval": "batch-size classes compile data device draw json max-images model modes num-orders "
-    "order precision resize seed skip-corrupt stop threads",
+    "predict": "classes device fixed image json model modes order seed threads top",
+    "eval": "batch-size classes compile data device draw fixed json max-images model modes "
+    "num-orders order precision resize seed skip-corrupt stop threads",
     "export": "data model order out precision whole",
     "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt threads",

@@ -162,7 +162,9 @@ def test_work_is_counted(plan):
     assert plan.analyses[0].scored(sizes) == 40 * 1000
     assert plan.analyses[0].scored({**sizes, "test": 60}) == 40 * 60
     # Three of three blocks in their order are one order.
-    assert count_orders(EvalSettings(modes="kept:3,kept:2", num_orders=5), 3) == 1 + 5
+    scoring = EvalSettings(modes="kept:3,kept:2", num_orders=5)
+    assert count_orders(scoring, 3, fixed=(0, 0)) == 1 + 5
+    assert count_orders(scoring, 4, fixed=(1, 1)) == 5 + 1, "two of the blocks are always there"
     assert replace(run, images=20).scored(sizes) == 5 * 20
 
 

@@ -135,8 +135,8 @@ def measure(subject: Subject) -> Measurement:
     last position, and how they change from one to the other.
     """
     watch = AttentionWatch()
-    depth = subject.depth
-    means = {"distance": PositionMeans(depth), "even": PositionMeans(depth)}
+    drawn = subject.drawn
+    means = {"distance": PositionMeans(drawn), "even": PositionMeans(drawn)}
     grid = (1, 1)
     for batch in subject.batches():
         for order in batch.orders:
@@ -161,8 +161,9 @@ def measure(subject: Subject) -> Measurement:
     for name, mean in means.items():
         columns |= mean.columns(name, clusters)
     # The difference has its own interval, because the same images run at both positions.
-    first = at_position(depth, 0)
-    last = at_position(depth, depth - 1)
+    count = len(drawn)
+    first = at_position(count, 0)
+    last = at_position(count, count - 1)
     places = {"first": first, "last": last, "change": last - first}
     numbers = {
         f"{name}_{place}": (means[name], weights)
@@ -174,7 +175,7 @@ def measure(subject: Subject) -> Measurement:
         "distance_if_even": float(patch_distances(grid).mean()),
         **weighted_means(numbers, clusters),
     }
-    return Measurement(tables={"attention": position_table(columns)}, facts=facts)
+    return Measurement(tables={"attention": position_table(columns, drawn=drawn)}, facts=facts)
 
 
 def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, int]:

@@ -157,29 +157,34 @@ def measure(subject: Subject) -> Measurement:
     contribution_half is half its 95 % interval.
     """
     subject.require_classes()
-    means = PositionMeans(subject.depth)
+    drawn = subject.drawn
+    means = PositionMeans(drawn)
     runs = 0
     sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
+    if len(drawn) < subject.depth:
+        sums["ends"] = 0.0  # of the blocks that keep their place
     for batch in subject.batches():
         for order in batch.orders:
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
                 means.add(block, position, values=part, first=batch.first)
-            for name in sums:
+                if block not in drawn:
+                    sums["ends"] += float(part.double().sum())
+            for name in ("logit", "stem", "constant"):
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
     clusters = subject.clusters(by_batch=True)
-    depth = subject.depth
+    count = len(drawn)
     numbers = {
-        "blocks": (means, depth * evenly(depth)),
-        "excess_at_home": (means, home_less_elsewhere(depth)),
+        "blocks": (means, count * evenly(count)),
+        "excess_at_home": (means, home_less_elsewhere(count)),
     }
     facts = {
         **subject.counts,
         **{name: total / runs for name, total in sums.items()},
         **weighted_means(numbers, clusters),
     }
-    table = position_table(means.columns("contribution", clusters))
+    table = position_table(means.columns("contribution", clusters), drawn=drawn)
     return Measurement(tables={"attribution": table}, facts=facts)
 
 

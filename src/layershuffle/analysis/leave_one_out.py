@@ -2,7 +2,8 @@
 
 Every drawn order is run completely and once without each of its blocks, on the same images; the
 change in cross-entropy (nats) and in top-1 (points) is assigned to the block and its position. The
-later blocks move forward by one position, as when a host is lost. Common beginnings of the orders
+later blocks move forward by one position, as when a host is lost. Ends that keep their place are
+never left out. Common beginnings of the orders
 of a batch run once.
 """
 
@@ -45,9 +46,10 @@ def measure(subject: Subject) -> Measurement:
     cross_entropy_half and top1_half are half their 95 % intervals.
     """
     subject.require_classes()
-    depth = subject.depth
-    loss_changes = PositionMeans(depth)
-    top1_changes = PositionMeans(depth)
+    drawn = subject.drawn
+    count_drawn = len(drawn)
+    loss_changes = PositionMeans(drawn)
+    top1_changes = PositionMeans(drawn)
     runs = done = 0
     whole_loss = whole_right = 0.0
     forget(stack_of(subject.model))
@@ -55,7 +57,7 @@ def measure(subject: Subject) -> Measurement:
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)
             variants = [
-                [order, *(shortened_order(order, position) for position in range(depth))]
+                [order, *(shortened_order(order, position) for position in drawn)]
                 for order in batch.orders
             ]
             # Common prefixes of an order and its variants are about half of all block runs.
@@ -63,10 +65,11 @@ def measure(subject: Subject) -> Measurement:
             done += block_runs(several)
             scores = _scores(subject, batch, several)
             for number, order in enumerate(batch.orders):
-                first = number * (depth + 1)
+                first = number * (count_drawn + 1)
                 loss_whole, right_whole = scores[first]
-                for position, block in enumerate(order):
-                    less_loss, less_right = scores[first + 1 + position]
+                for place, position in enumerate(drawn):
+                    block = order.blocks[position]
+                    less_loss, less_right = scores[first + 1 + place]
                     loss = less_loss - loss_whole
                     right = 100 * (less_right - right_whole)
                     loss_changes.add(block, position, values=loss, first=batch.first)
@@ -76,12 +79,13 @@ def measure(subject: Subject) -> Measurement:
                 runs += count
     clusters = subject.clusters(by_batch=True)
     table = position_table(
-        loss_changes.columns("cross_entropy", clusters) | top1_changes.columns("top1", clusters)
+        loss_changes.columns("cross_entropy", clusters) | top1_changes.columns("top1", clusters),
+        drawn=drawn,
     )
     numbers = {
-        "mean_cross_entropy": (loss_changes, evenly(depth)),
-        "mean_top1": (top1_changes, evenly(depth)),
-        "excess_at_home": (loss_changes, home_less_elsewhere(depth)),
+        "mean_cross_entropy": (loss_changes, evenly(count_drawn)),
+        "mean_top1": (top1_changes, evenly(count_drawn)),
+        "excess_at_home": (loss_changes, home_less_elsewhere(count_drawn)),
     }
     facts = {
         **subject.counts,

@@ -114,7 +114,7 @@ class _NormMeans:
     """
 
     watch: BranchWatch
-    depth: int
+    drawn: range
     first: int = 0
     means: dict[str, dict[str, PositionMeans]] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class _NormMeans:
             ratio = norm / branch.stream.double().norm(dim=-1)
             for name, value in (("norm", norm), ("ratio", ratio)):
                 means = self.means.setdefault(branch.name, {})
-                mean = means.setdefault(name, PositionMeans(self.depth))
+                mean = means.setdefault(name, PositionMeans(self.drawn))
                 mean.add(step.block, step.position, values=value.mean(-1), first=self.first)
 
 
@@ -143,27 +143,27 @@ def measure(subject: Subject) -> Measurement:
     how many times as large that is at home positions as elsewhere.
     """
     with BranchWatch(subject.model) as watch:
-        sums = _NormMeans(watch, subject.depth)
+        sums = _NormMeans(watch, subject.drawn)
         for batch in subject.batches():
             sums.first = batch.first
             for order in batch.orders:
                 subject.run(batch.images, order, sums)
     clusters = subject.clusters(by_batch=True)
-    depth = subject.depth
+    count = len(subject.drawn)
     tables = []
     branches = {}
     for name, means in sums.means.items():
         columns: dict[str, Floats] = {}
         for column, mean in means.items():
             columns |= mean.columns(column, clusters)
-        tables.append(position_table(columns, branch=name))
+        tables.append(position_table(columns, drawn=subject.drawn, branch=name))
         ratio = columns["ratio"]
-        home = home_less_elsewhere(depth)
+        home = home_less_elsewhere(count)
         # Of logarithms, because blocks and positions change a ratio by a factor. Their derivative
         # is 1 / ratio.
         factor = float((np.log(ratio) * home).sum())
         log_bounds = interval(factor, means["ratio"].half_width(clusters, home / ratio))
-        ratio_half = means["ratio"].half_width(clusters, evenly(depth))
+        ratio_half = means["ratio"].half_width(clusters, evenly(count))
         branches[name] = {
             "ratio": float(ratio.mean()),
             "home_factor": exp(factor),

@@ -50,21 +50,22 @@ def measure(subject: Subject) -> Measurement:
     The last is half the 95 % interval of the accuracy.
     """
     probes = _fit(subject)
-    means = {name: PositionMeans(subject.depth) for name in _SOURCES.values()}
+    means = {name: PositionMeans(subject.drawn) for name in _SOURCES.values()}
     for batch in subject.batches():
         _score(subject, batch, probes, means)
     clusters = subject.clusters(by_batch=True)
     tables = []
     sources = {}
     for source, mean in means.items():
-        tables.append(position_table(mean.columns("accuracy", clusters), source=source))
+        columns = mean.columns("accuracy", clusters)
+        tables.append(position_table(columns, drawn=subject.drawn, source=source))
         sources[source] = {
             "accuracy": float(mean.mean().mean()),
             "intervals": {"accuracy": _bounds(mean, clusters)},
         }
     facts = {
         **subject.counts,
-        "chance": 100.0 / subject.depth,
+        "chance": 100.0 / len(subject.drawn),
         "sources": sources,
     }
     return Measurement(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
@@ -97,7 +98,7 @@ def _probed(turn: Turn, token: Token) -> dict[str, Tensor]:
 
 
 def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
-    """A fitted classifier per (source, block)."""
+    """A fitted classifier per (source, block), for the blocks that do not keep their place."""
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -110,11 +111,13 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
             watch = FeatureWatch((token,), inputs=True)
             subject.run(batch.images, order, watch)
             for turn in watch.turns:
+                if turn.step.block not in subject.drawn:
+                    continue
                 positions[turn.step.block] += [turn.step.position] * len(batch.images)
                 for source, rows in _probed(turn, token).items():
                     vectors[source, turn.step.block].append(rows)
     # A probe would never name a position that it did not see.
-    refuse_gaps(sum(len({*seen}) for seen in positions.values()), depth=subject.depth)
+    refuse_gaps(sum(len({*seen}) for seen in positions.values()), depth=len(subject.drawn))
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
         subject.progress("probes", number, len(vectors))
@@ -144,6 +147,8 @@ def _score(
         for turn in watch.turns:
             block = turn.step.block
             position = turn.step.position
+            if block not in subject.drawn:
+                continue
             # A probe per block, because a common one would have to recognise the block first.
             for source, rows in _probed(turn, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
@@ -154,7 +159,7 @@ def _score(
             position = guess.step.position
             right = 100.0 * (guess.logits.argmax(-1) == position)
             # Only models with a prediction part have this source.
-            part = means.setdefault(_PART, PositionMeans(subject.depth))
+            part = means.setdefault(_PART, PositionMeans(subject.drawn))
             part.add(block, position, values=right, first=batch.first)
 
 

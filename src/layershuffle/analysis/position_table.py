@@ -48,16 +48,24 @@ def refuse_gaps(pairs: int, *, depth: int) -> None:
 
 
 class PositionMeans:
-    """A mean per (block, position), and the influence of every image on each of them."""
+    """A mean per (block, position), and the influence of every image on each of them.
 
-    def __init__(self, depth: int) -> None:
-        self._sums: Floats = np.zeros((depth, depth))
-        self._counts: Floats = np.zeros((depth, depth))
+    The blocks, and the positions, are those in `drawn`: others keep their place, and their values
+    are left out. Row 0 and column 0 of the results are the first of `drawn`.
+    """
+
+    def __init__(self, drawn: range) -> None:
+        self._drawn = drawn
+        self._sums: Floats = np.zeros((len(drawn), len(drawn)))
+        self._counts: Floats = np.zeros((len(drawn), len(drawn)))
         # In float32, because they are only used for spreads; the means are summed in float64.
         self._parts: list[tuple[int, int, int, NDArray[np.float32]]] = []
 
     def add(self, block: int, position: int, *, values: Tensor, first: int) -> None:
         """Add the values `[n]` of the images `first`, `first + 1`, ..."""
+        if block not in self._drawn:
+            return
+        block, position = self._drawn.index(block), self._drawn.index(position)
         numbers = values.detach().double().cpu().numpy()
         self._sums[block, position] += numbers.sum()
         self._counts[block, position] += len(numbers)
@@ -140,9 +148,9 @@ def weighted_means(
     return {**values, "intervals": intervals}
 
 
-def position_table(columns: Mapping[str, Floats], **labels: str) -> DataFrame:
-    """A table with a row per (block, position); `labels` are constant first columns."""
-    block, position = np.indices(next(iter(columns.values())).shape)
+def position_table(columns: Mapping[str, Floats], *, drawn: range, **labels: str) -> DataFrame:
+    """A table with a row per (block, position) in `drawn`; `labels` are constant first columns."""
+    block, position = np.indices((len(drawn), len(drawn))) + drawn.start
     table = DataFrame({"block": block.ravel(), "position": position.ravel()})
     for place, (name, label) in enumerate(labels.items()):
         table.insert(place, name, label)
@@ -161,7 +169,7 @@ class Map:
 
     `halves` `[y, x]`: half the 95 % interval of every value, NaN for too few images, `None` if the
     values have no intervals. `signed`: the colours diverge at 0. `limits`: those of the quantity,
-    as 0 and 100 %.
+    as 0 and 100 %. `first`: the number of the first row and column.
     """
 
     title: str
@@ -170,6 +178,7 @@ class Map:
     halves: Floats | None = None
     signed: bool = False
     limits: tuple[float, float] | None = None
+    first: int = 0
 
     @property
     def colourless(self) -> bool:
@@ -199,7 +208,8 @@ class Map:
 
 def read_map(table: DataFrame, name: str, **words: Any) -> Map:
     """The map of a column with its half intervals; `words` as in `Map`."""
-    return Map(values=grid(table, name), halves=grid(table, f"{name}_half"), **words)
+    first = int(table.block.min())
+    return Map(values=grid(table, name), halves=grid(table, f"{name}_half"), first=first, **words)
 
 
 def draw_maps(
@@ -247,8 +257,9 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     axes.set_aspect("equal")
     axes.invert_yaxis()
     ticks = range(0, depth, 1 if depth <= _WRITTEN else -(-depth // _WRITTEN))
-    axes.set_xticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
-    axes.set_yticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
+    names = [str(tick + each.first) for tick in ticks]
+    axes.set_xticks([tick + 0.5 for tick in ticks], names)
+    axes.set_yticks([tick + 0.5 for tick in ticks], names)
     if not each.colourless:
         bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.85)
         bar.set_label(each.meaning, color=INK)

@@ -16,8 +16,9 @@ from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.hooks import BlockHook
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import depth_of, running, with_hooks
+from layershuffle.core.stack import depth_of, fixed_of, running, with_hooks
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -36,21 +37,27 @@ from layershuffle.text import Progress
 FEWEST_CLUSTERS = 10
 
 
-def balanced_orders(depth: int, *, first: int, count: int, seed: int) -> list[ExecutionOrder]:
+def balanced_orders(
+    depth: int, *, first: int, count: int, seed: int, fixed: tuple[int, int] = (0, 0)
+) -> list[ExecutionOrder]:
     """Orders number `first` to `first + count - 1` of an endless sequence, in which each `depth`
     orders are a Latin square.
 
     In a square every block is at every position in exactly one order, so few orders cover every
-    (block, position). The squares are E. J. Williams' (1949): with an even number of blocks, every
-    block also follows every other one exactly once, so no block always has the same predecessor. A
-    random relabelling of the blocks makes every single order a uniform permutation.
+    (block, position). With ends `fixed` that keep their place, this holds for the blocks between
+    them, of which there are fewer. The squares are E. J. Williams' (1949): with an even number of
+    blocks, every block also follows every other one exactly once, so no block always has the same
+    predecessor. A random relabelling of the blocks makes every single order a uniform permutation.
     """
-    # 0, 1, depth - 1, 2, depth - 2, ...: neighbours differ by every distance once.
-    zigzag = [(k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth)]
+    drawn = drawn_blocks(depth, fixed)
+    begin, end, side = range(drawn.start), range(drawn.stop, depth), len(drawn)
+    # 0, 1, side - 1, 2, side - 2, ...: neighbours differ by every distance once.
+    zigzag = [(k + 1) // 2 if k % 2 else side - k // 2 for k in range(side)]
     orders = []
-    for square, row in (divmod(index, depth) for index in range(first, first + count)):
-        blocks = Stream(seed, square).shuffled(range(depth))
-        orders.append(ExecutionOrder(tuple(blocks[(k + row) % depth] for k in zigzag), depth))
+    for square, row in (divmod(index, side) for index in range(first, first + count)):
+        blocks = Stream(seed, square).shuffled(drawn)
+        between = [blocks[(k + row) % side] for k in zigzag]
+        orders.append(ExecutionOrder((*begin, *between, *end), depth))
     return orders
 
 
@@ -90,6 +97,11 @@ class Subject:
         """Number of blocks."""
         return depth_of(self.model)
 
+    @property
+    def drawn(self) -> range:
+        """The blocks, and the positions, between the ends that keep their place."""
+        return drawn_blocks(self.depth, fixed_of(self.model))
+
     def logits(self, images: Tensor) -> Tensor:
         """Logits `[n, classes]`."""
         return logits_of(self.model(images))
@@ -104,21 +116,26 @@ class Subject:
     def batches(self, *, split: str = "test", share: float = 1.0) -> Iterator[Batch]:
         """The images, each batch with its own orders.
 
-        Unless the settings give a number, an image runs in `share` x `depth` orders, or in more for
-        small sets, so every block runs at every position. `split` is "test" or "holdout" (training
-        images that are used for no test score). Raises `DataError` if there is no image.
+        Unless the settings give a number, an image runs in `share` x `drawn` orders, or in more for
+        small sets, so every drawn block runs at every position of these. `split` is "test" or
+        "holdout" (training images that are used for no test score). Raises `DataError` if there is
+        no image.
         """
         settings = self.settings
         part = self._split(split)
         count = math.ceil(part.size / settings.batch_size)
         # Every batch takes the next rows of the square; all batches together must fill the table.
         orders = settings.num_orders or max(
-            math.ceil(share * self.depth), math.ceil(self.depth / count)
+            math.ceil(share * len(self.drawn)), math.ceil(len(self.drawn) / count)
         )
         number = -1
         for number, (images, labels) in enumerate(self._loader(part)):
             drawn = balanced_orders(
-                self.depth, first=number * orders, count=orders, seed=settings.seed
+                self.depth,
+                first=number * orders,
+                count=orders,
+                seed=settings.seed,
+                fixed=fixed_of(self.model),
             )
             first = number * settings.batch_size
             self.progress(f"{split} images", first, part.size)

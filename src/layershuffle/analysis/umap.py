@@ -34,6 +34,7 @@ from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import has_class_token
+from layershuffle.core.stack import fixed_of
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
@@ -51,12 +52,14 @@ def measure(subject: Subject) -> Measurement:
     early_gap, early_held. Raises `UsageError` for an unknown block or too few images.
     """
     block = subject.settings.block
-    depth = subject.depth
-    if block is not None and block >= depth:
+    drawn = subject.drawn
+    if block is not None and block not in drawn:
+        which = "block" if len(drawn) == subject.depth else "drawn block"
         raise UsageError(
-            f"{block} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
+            f"{block} is not a {which} of this model",
+            hint=f"its {which}s are {drawn.start} to {drawn.stop - 1}",
         )
-    shown = depth // 2 if block is None else block
+    shown = drawn[len(drawn) // 2] if block is None else block
     features, positions = collect(subject)
     neighbours = subject.settings.neighbours
     seed = subject.settings.seed
@@ -69,15 +72,16 @@ def measure(subject: Subject) -> Measurement:
     clusters = subject.clusters(by_batch=False)
     points: list[DataFrame] = []
     rows: list[dict[str, Any]] = []
-    every = len(features) * depth
+    every = len(features) * len(drawn)
     for token, vectors in features.items():
-        for block in range(depth):
+        for block in drawn:
             subject.progress("embeddings", len(rows), every)
             places = positions[:, block]
             outputs = vectors[:, block]
             x, y = embed(outputs, neighbours, seed=seed).astype("f8").round(3).T
             columns = {"token": token, "block": block, "image": range(len(places))}
             points.append(DataFrame({**columns, "position": places, "x": x, "y": y}))
+            places = places - drawn.start
             numbers = describe(outputs, places, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
@@ -86,7 +90,7 @@ def measure(subject: Subject) -> Measurement:
         facts={
             "images": len(positions),
             "block": shown,
-            "blocks": depth,
+            "blocks": len(drawn),
             "tokens": {token: _token_facts(blocks[blocks.token == token]) for token in features},
         },
     )
@@ -95,10 +99,11 @@ def measure(subject: Subject) -> Measurement:
 def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     """Outputs `[images, blocks, width]` per kind of token, and positions `[images, blocks]`.
 
-    Image i runs in the order that `Shuffled` draws at step i.
+    Image i runs in the order that `Shuffled`, with the ends of the model, draws at step i.
     """
     depth = subject.depth
     seed = subject.settings.seed
+    policy = Shuffled(fixed=fixed_of(subject.model))
     tokens: tuple[Token, ...] = ("class", "mean") if has_class_token(subject.model) else ("mean",)
     vectors: dict[Token, list[Array]] = {token: [] for token in tokens}
     places: list[Array] = []
@@ -106,7 +111,7 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     for batch in subject.batches():
         count = len(batch.images)
         # By the number of the image, so orders do not depend on the batch size.
-        orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
+        orders = [policy.draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
         width = watch.turns[0].vectors["mean"].shape[-1]

@@ -85,6 +85,8 @@ def _report(
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "stop": stop,
+        "fixed": list(evaluation.scores[0].fixed),
+        "depth": evaluation.depth,
         "blocks": evaluation.blocks,
         "modes": [
             {**score_report(name, scores, split=split), "kept": scores[0].kept}
@@ -177,12 +179,19 @@ def score_table(
     )
 
 
+def _drawn(fixed: Sequence[int], depth: int) -> str:
+    """How many blocks the orders draw, if some keep their place."""
+    ends = sum(fixed)
+    return f"{depth - ends} of {depth} blocks drawn, " if ends else ""
+
+
 def _text(report: dict[str, Any]) -> str:
     reason = report["blocks"]["reason"]
     head = (
         f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
         f"{report['hardware']['precision']}, "
         + ("" if report["stop"] is None else f"stop at {report['stop']:g}, ")
+        + _drawn(report["fixed"], report["depth"])
         + ("compiled blocks" if reason is None else f"eager mode: {reason}")
     )
     rows = []
@@ -214,6 +223,9 @@ class PredictCommand(ComputingCommand, Reporting):
     kept:9:arbitrary and others."""
     seed: int = 0
     """Seed of the drawn order."""
+    fixed: str | None = None
+    """How many blocks at the beginning and at the end keep their place, as in 1,1; with 0,0 any
+    order runs (default: as the model was trained)."""
     top: int = 5
     """Classes to name per image."""
     classes: Path | None = None
@@ -226,20 +238,25 @@ class PredictCommand(ComputingCommand, Reporting):
             raise UsageError("--order and --modes exclude each other", hint="give one of them")
 
         from layershuffle.core.orders import ExecutionOrder
-        from layershuffle.core.stack import depth_of
+        from layershuffle.core.stack import depth_of, fixed_of
         from layershuffle.models import load, name_classes
         from layershuffle.predict import drawn_order, predict
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
         depth = depth_of(model)
+        asked: dict[str, Any] = {"fixed": self.fixed}
+        fixed = EvalSettings(**asked).fixed or fixed_of(model)
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
-            order = drawn_order(self.modes or "sequential", depth=depth, seed=self.seed)
+            mode = self.modes or "sequential"
+            order = drawn_order(mode, depth=depth, seed=self.seed, fixed=fixed)
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
-            predicted = predict(model, self.images, order=order, top=self.top, progress=progress)
+            predicted = predict(
+                model, self.images, order=order, fixed=fixed, top=self.top, progress=progress
+            )
         report, lines = [], []
         code = 0
         for image, answer in zip(self.images, predicted, strict=True):

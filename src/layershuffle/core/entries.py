@@ -247,12 +247,14 @@ def grouped(
     run: Run,
     axes: Axes,
     exit_after: int | None = None,
+    last: int = 0,
 ) -> list[Entry]:
     """The entries of one forward in which sample i runs along `orders[i]`.
 
     At a position every block runs once, on the samples that need it there: the FLOPs of one shared
     order. A sample whose order has ended waits. With `exit_after` the last entry returns twice as
-    many rows: the final states, then those after this number of steps.
+    many rows: the final states, then those of `order.beginning(exit_after, last=last)`, where
+    `last` is the number of last blocks that keep their place in all orders.
     """
     groups: dict[ExecutionOrder, list[int]] = {}
     for row, order in enumerate(orders):
@@ -261,7 +263,7 @@ def grouped(
     read_later = {version for order in groups for version in order.last_readers()}
     # A replay by gradient checkpointing leaves these as the forward set them.
     states: dict[int, Tensor] = {}
-    left: list[Tensor] = []
+    leaving = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)
 
     def entry(position: int) -> Entry:
         # Block -> the groups that run it here, each with the version of the state that it reads.
@@ -300,15 +302,75 @@ def grouped(
                     newest = version == position
                     after[group] = new if newest else after[group] + (new - old)
             result = _joined(after, rows, axis)
-            if position + 1 == exit_after and not left:
-                left.append(result)
-            if exit_after is not None and position + 1 == longest:
-                result = torch.cat([result, *left], axis)
+            if leaving is not None:
+                beyond = position - leaving.steps
+                if beyond == -1:
+                    leaving.begin(result, axis)
+                elif 0 <= beyond < last and leaving.rows:
+                    block = len(blocks) - last + beyond
+                    run_block = placed(
+                        blocks[block], Step(position, block, leaving.rows, early=True), run=run
+                    )
+                    cut = _cut((args, kwargs), leaving.rows, axes=inputs[1:], samples=samples)
+                    leaving.go_on(beyond, run_block, cut)
+                if position + 1 == longest:
+                    result = torch.cat([result, leaving.answer(result, axis)], axis)
             return _beside(outs, result, axes=outputs, samples=samples)
 
         return Entry(blocks[0], call, one_block=False)
 
     return [entry(position) for position in range(longest)]
+
+
+class _Exit:
+    """The states that go to the head early: those after a number of `steps`.
+
+    With `last` blocks that keep their place, the states pass through these first. `rows` are the
+    samples that have steps left between; for the others, the exit is the end of their order.
+    A replay by gradient checkpointing computes the states again, and leaves what the forward noted.
+    """
+
+    def __init__(self, orders: Sequence[ExecutionOrder], *, steps: int, last: int) -> None:
+        every = range(len(orders))
+        self.steps = steps
+        # Without last blocks, a sample whose order has ended waits, and is at the exit as well.
+        self.rows = tuple(row for row in every if not last or len(orders[row]) > steps + last)
+        self.others = tuple(row for row in every if row not in self.rows)
+        self._last = last
+        # Those at the exit, then those after each of the last blocks.
+        self._states: list[Tensor] = []
+
+    def begin(self, state: Tensor, axis: int) -> None:
+        """Note the state after the steps, given that of all samples."""
+        early = _rows(state, self.rows, axis)
+        if not self._states:
+            self._states.append(early)
+
+    def go_on(self, count: int, run_block: Call, arguments: Any) -> None:
+        """Run the last block number `count` with its other arguments, and note the state."""
+        args, kwargs = arguments
+        out = state_of(run_block(self.state(count), *args, **kwargs))
+        if len(self._states) == count + 1:
+            self._states.append(out)
+
+    def state(self, count: int) -> Tensor:
+        """The state of `rows` after `count` of the last blocks."""
+        if count >= len(self._states):
+            raise StackError(
+                "The backbone runs a later entry of its stack before an earlier one, so a state "
+                "cannot leave early",
+                hint="iterate over the stack (for block in self.blocks) in its forward",
+            )
+        return self._states[count]
+
+    def answer(self, final: Tensor, axis: int) -> Tensor:
+        """The state of every sample at the exit; `final` is that of the whole orders."""
+        if not self.rows:
+            return final
+        early = self.state(self._last)
+        if not self.others:
+            return early
+        return _joined([early, _rows(final, self.others, axis)], [self.rows, self.others], axis)
 
 
 def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:

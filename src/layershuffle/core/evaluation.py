@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.forwards import images_at_once, run_many
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
-from layershuffle.core.stack import blocks_of, depth_of, stack_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.errors import DataError, UsageError
 
@@ -35,9 +35,10 @@ class Score:
 
     `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `right` bool
     `[images]`, on the CPU: which images were answered right, in the order of the data. `blocks`:
-    with `stop`, the mean number of blocks that an image ran. `mode` is the mode for which the order
-    was drawn, and `index` numbers its draws; a given order has no mode. `order` is `None` when
-    drawn per batch; `batch_orders` then holds the order of every batch.
+    with `stop`, the mean number of blocks that an image ran. `fixed`: the ends that kept their
+    place. `mode` is the mode for which the order was drawn, and `index` numbers its draws; a given
+    order has no mode. `order` is `None` when drawn per batch; `batch_orders` then holds the order
+    of every batch.
     """
 
     mode: Mode | None
@@ -50,6 +51,7 @@ class Score:
     right: Tensor = field(repr=False, compare=False)
     batch_orders: tuple[ExecutionOrder, ...] = ()
     blocks: float | None = None
+    fixed: tuple[int, int] = (0, 0)
 
     @property
     def label(self) -> str:
@@ -58,9 +60,9 @@ class Score:
 
     @property
     def kept(self) -> int:
-        """The number of steps in one pass through the blocks that ran."""
+        """The number of blocks that ran, each counted once; of a given order, that of its steps."""
         steps = len(self.batch_orders[0] if self.order is None else self.order)
-        return steps if self.mode is None else steps // self.mode.passes
+        return steps if self.mode is None else self.mode.kept_of(steps, fixed=self.fixed)
 
 
 @dataclass
@@ -143,6 +145,7 @@ def evaluate(
     seed: int = 0,
     draw: Draw = "pass",
     stop: float | None = None,
+    fixed: tuple[int, int] | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
@@ -155,19 +158,19 @@ def evaluate(
     `stop`: an image stops at the first block of its order after which the largest probability
     reaches it, and is scored by the answer there: `evaluate(model, batches, modes="arbitrary",
     stop=0.98)[0].blocks`. All blocks run all the same, so this saves no time here.
+    `fixed`: the ends that all orders keep, the first and last blocks of the model; by default those
+    with which it was trained. An image that stops passes through the last ones before its answer.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
-    classifier, for a mode or an order that does not fit the depth and for a `stop` outside (0, 1],
-    `DataError` if there is no image, and for labels that are no classes.
+    classifier, for a mode or an order that does not fit the depth or moves the ends, and for a
+    `stop` outside (0, 1], `DataError` if there is no image, and for labels that are no classes.
     """
     check_classifier(model)
-    if stop is not None and not 0 < stop <= 1:
-        raise UsageError(
-            f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
-        )
+    _check_stop(stop)
     depth = depth_of(model)
+    fixed = fixed_of(model) if fixed is None else checked_fixed(fixed)
     columns = _columns(
-        depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw
+        depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw, fixed=fixed
     )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
@@ -179,11 +182,11 @@ def evaluate(
         for number, batch in enumerate(batches):
             for column in columns:
                 if column.order is None and column.mode is not None:
-                    policy, index = column.mode.policy(), column.index
+                    policy, index = column.mode.policy(fixed=fixed), column.index
                     column.batch_orders.append(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
-            _score_batch(model, batch, columns=columns, stop=stop, on_images=on_images)
+            _score_batch(model, batch, columns=columns, stop=stop, fixed=fixed, on_images=on_images)
     columns[0].tally.check()
     return [
         Score(
@@ -191,10 +194,18 @@ def evaluate(
             index=column.index,
             order=column.order,
             batch_orders=tuple(column.batch_orders),
+            fixed=fixed,
             **column.tally.values(),
         )
         for column in columns
     ]
+
+
+def _check_stop(stop: float | None) -> None:
+    if stop is not None and not 0 < stop <= 1:
+        raise UsageError(
+            f"stop is a probability above 0 and at most 1, not {stop}", hint="for example 0.98"
+        )
 
 
 def _columns(
@@ -205,16 +216,18 @@ def _columns(
     num_orders: int,
     seed: int,
     draw: Draw,
+    fixed: tuple[int, int],
 ) -> list[_PendingScore]:
     columns = [
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
     ]
+    check_ends([column.order for column in columns if column.order is not None], fixed)
     names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
     for mode in parse_modes(",".join(names)) if names else ():
-        for index in range(mode.draws(num_orders, depth=depth)):
+        for index in range(mode.draws(num_orders, depth=depth, fixed=fixed)):
             # Drawn even if every batch draws its own: this refuses a mode that does not fit.
-            order = mode.policy().draw(depth, seed=seed, step=index)
-            per_batch = draw == "batch" and mode.is_drawn(depth)
+            order = mode.policy(fixed=fixed).draw(depth, seed=seed, step=index)
+            per_batch = draw == "batch" and mode.is_drawn(depth, fixed=fixed)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
     return columns
 
@@ -235,6 +248,7 @@ def _score_batch(
     *,
     columns: Sequence[_PendingScore],
     stop: float | None,
+    fixed: tuple[int, int],
     on_images: Callable[[int], object] | None,
 ) -> None:
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
@@ -244,7 +258,8 @@ def _score_batch(
             for index, logits in run_many(model, images, orders=orders):
                 columns[index].tally.add(logits, labels)
         else:
-            for index, logits, steps in _until_sure(model, images, orders=orders, stop=stop):
+            answers = _until_sure(model, images, orders=orders, stop=stop, fixed=fixed)
+            for index, logits, steps in answers:
                 columns[index].tally.add(logits, labels, steps=steps)
         # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:
@@ -252,23 +267,45 @@ def _score_batch(
 
 
 def _until_sure(
-    model: nn.Module, images: Tensor, *, orders: Sequence[ExecutionOrder], stop: float
+    model: nn.Module,
+    images: Tensor,
+    *,
+    orders: Sequence[ExecutionOrder],
+    stop: float,
+    fixed: tuple[int, int],
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(index in `orders`, logits `[n, classes]` where each image stopped, its steps `[n]`)."""
-    cuts = [(index, n) for index, order in enumerate(orders) for n in range(1, len(order) + 1)]
+    """(index in `orders`, logits `[n, classes]` where each image stopped, its steps `[n]`).
+
+    An image can stop after each step of its order between the ends, and then passes through the
+    last blocks, which count among its steps.
+    """
+    first, last = fixed
+    beginnings = {
+        index: [
+            order.beginning(count, last=last)
+            for count in range(min(first + 1, len(order) - last), len(order) - last + 1)
+        ]
+        for index, order in enumerate(orders)
+    }
+    places = [(index, order) for index, several in beginnings.items() for order in several]
+    waiting = {index: len(several) for index, several in beginnings.items()}
     answers: dict[int, tuple[Tensor, Tensor]] = {}
-    beginnings = [orders[index].beginning(count) for index, count in cuts]
-    # Sorted orders: a shorter beginning comes before the longer ones, and they share its blocks.
-    for place, logits in run_many(model, images, orders=beginnings):
-        index, count = cuts[place]
-        answer, steps = logits.float(), torch.full(images.shape[:1], count, device=images.device)
+    # The beginnings of an order come in any sequence: they differ in where the last blocks run.
+    for place, logits in run_many(model, images, orders=[order for _, order in places]):
+        index, beginning = places[place]
+        answer, count = logits.float(), len(beginning)
+        steps = torch.full(images.shape[:1], count, device=images.device)
+        if count < len(orders[index]):
+            sure = answer.softmax(-1).amax(-1) >= stop
+            steps = torch.where(sure, steps, len(orders[index]) + 1)
         if index in answers:
-            earlier, ran = answers[index]
-            sure = earlier.softmax(-1).amax(-1) >= stop
-            answer = torch.where(sure[:, None], earlier, answer)
-            steps = torch.where(sure, ran, steps)
+            other, ran = answers[index]
+            earlier = steps < ran
+            answer = torch.where(earlier[:, None], answer, other)
+            steps = torch.where(earlier, steps, ran)
         answers[index] = answer, steps
-        if count == len(orders[index]):
+        waiting[index] -= 1
+        if not waiting[index]:
             yield index, *answers.pop(index)
 
 

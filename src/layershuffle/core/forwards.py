@@ -14,7 +14,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from layershuffle.core.entries import Shared
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
 from layershuffle.core.runs import Asked
 from layershuffle.core.sharing import Beginnings, beginnings, forget
 from layershuffle.core.stack import in_order, running, stack_of
@@ -34,20 +34,25 @@ def forward_many(
     orders: Sequence[ExecutionOrder | str],
     *,
     forward: Logits | None = None,
+    fixed: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """(index in `orders`, its logits `[batch, classes]`) for every order, in sorted order.
 
     `model` is wrapped; `images` `[batch, channels, height, width]`. `forward(images)` calls it and
     returns what is yielded; by default its logits. Blocks at a common beginning run once, so that
     at most `depth` states are kept. Where blocks depend on what others left behind, the orders run
-    one by one, which is logged once. Raises `UsageError` for orders of another depth.
+    one by one, which is logged once. `fixed` as in `running`. Raises `UsageError` for orders of
+    another depth and for orders that do not keep the ends.
 
         logits = dict(layershuffle.forward_many(model, images, ["0,1,2,3", "0,1,3,2"]))
     """
     if isinstance(orders, str):
         raise UsageError(f"{orders!r} is one order, not several", hint=f"give [{orders!r}]")
-    forget(stack_of(model))
-    return run_many(model, images, orders=orders, forward=forward)
+    stack = stack_of(model)
+    forget(stack)
+    several = [order_of(order, stack.depth) for order in orders]
+    check_ends(several, stack.fixed if fixed is None else checked_fixed(fixed))
+    return run_many(model, images, orders=several, forward=forward)
 
 
 def run_many(
@@ -57,7 +62,10 @@ def run_many(
     orders: Sequence[ExecutionOrder | str],
     forward: Logits | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """As `forward_many`, by an earlier verdict on what blocks share, if there is one."""
+    """As `forward_many`, by an earlier verdict on what blocks share, if there is one.
+
+    The orders may move the ends of the model: who draws them has checked that.
+    """
 
     def logits(batch: Tensor) -> Tensor:
         return logits_of(model(batch))
@@ -71,7 +79,7 @@ def run_many(
     shared = Shared()
     for order, following in zip(ranked, [*ranked[1:], None], strict=True):
         if not alike:
-            with running(model, order):
+            with running(model, order, fixed=(0, 0)):
                 output = call(images)
         else:
             common = order.common_beginning(following) if following else 0

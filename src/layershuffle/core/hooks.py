@@ -19,12 +19,15 @@ class Step:
 
     `rows` are the samples of the batch on which it runs, `None` for all (with an order per sample a
     block runs on some). `replay` is true if gradient checkpointing runs the block a second time.
+    `early` is true if the state of an exit passes through the block on its way to the head: such a
+    run is beside the order, and nothing records it.
     """
 
     position: int
     block: int
     rows: tuple[int, ...] | None = None
     replay: bool = False
+    early: bool = False
 
 
 class _Place(Protocol):
@@ -39,7 +42,7 @@ class _Place(Protocol):
 def begins_forward(step: Step, earlier: Sequence[_Place]) -> bool:
     """Whether `step` is the first of a new forward; `earlier` are the steps of the last forward."""
     # A replay is not a new forward: its records exist already.
-    if step.replay or not earlier:
+    if step.replay or step.early or not earlier:
         return False
     # A backbone may run its blocks backwards, and a batch may have samples that the last lacked.
     begins = step.position == earlier[0].position
@@ -94,7 +97,7 @@ class Tap:
     def after(self, state: Tensor, step: Step) -> None:
         """Records the output once."""
         # A replay computes the same tensor again, for the backward pass alone.
-        if not step.replay:
+        if not (step.replay or step.early):
             self._records.append(TapRecord(step.position, step.block, state, step.rows))
 
     @property

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel
-from layershuffle.core.stack import blocks_of, running, stack_of
+from layershuffle.core.stack import blocks_of, fixed_of, running, stack_of
 from layershuffle.core.tensors import logits_of, to_device
 from layershuffle.core.tying import places_tied
 from layershuffle.errors import StackError, UsageError
@@ -46,7 +47,8 @@ def loss_along(
     logits, plus the position loss of a model that predicts positions, plus the loss of the logits
     after `exit_after` steps: `exit_weight` times the criterion, and `self_distillation` times the
     KL divergence from the softmax of the final logits, which get no gradient by it (as in arXiv
-    2604.09168 for loops). `model` may be inside wrappers of other libraries.
+    2604.09168 for loops). Before its answer an exit passes through the last blocks of the model
+    that keep their place. `model` may be inside wrappers of other libraries.
 
     A backbone that cannot run several orders in one batch, or has no state to take out between its
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
@@ -153,7 +155,8 @@ def _apart(
         if position_loss is not None:
             position_losses.append(position_loss * (len(own) / len(images)))
         if exit_after is not None:
-            with running(model, order.beginning(exit_after)):
+            _, last = fixed_of(model)
+            with running(model, order.beginning(exit_after, last=last)):
                 early.append(logits_of(model(own)).float())
     _, back = _by_group(images, len(orders))
     answers = torch.cat(logits).index_select(0, back)
@@ -210,8 +213,10 @@ def positioned_in(model: nn.Module) -> PositionedModel | None:
     return None
 
 
-def check_parts(model: nn.Module, *, distinct: int | None, position: str) -> None:
-    """Raises `UsageError` if the model lacks the position parts or the ties of a method."""
+def check_parts(
+    model: nn.Module, *, distinct: int | None, position: str, fixed: tuple[int, int]
+) -> None:
+    """Raises `UsageError` if the model lacks the position parts, ties or ends of a method."""
     hint = "model = method.prepare(model), before the optimiser gets its parameters"
     if position != "none":
         positioned = positioned_in(model)
@@ -221,12 +226,19 @@ def check_parts(model: nn.Module, *, distinct: int | None, position: str) -> Non
                 f"The method trains a position {part}, which the model lacks", hint=hint
             )
     stack = stack_of(model)
+    if stack.fixed != fixed:
+        raise UsageError(
+            f"The method trains a model with fixed={fixed}, and this one has fixed={stack.fixed}: "
+            "the first and the last blocks, which keep their place",
+            hint=hint,
+        )
     if distinct is not None and _TIED.get(stack) != distinct:
         blocks = blocks_of(model)
         places = places_tied(blocks) or range(len(blocks))
-        if len(set(places)) != distinct:
+        different = len({places[block] for block in drawn_blocks(len(blocks), fixed)})
+        if different != distinct:
             raise UsageError(
-                f"The method trains {distinct} different blocks; the model has {len(set(places))}",
+                f"The method trains {distinct} different blocks; the model has {different}",
                 hint=hint,
             )
         _TIED[stack] = distinct

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder, is_integer
+from layershuffle.core.orders import ExecutionOrder, checked_fixed, is_integer
 from layershuffle.core.policies import (
     Choice,
     Kept,
@@ -21,6 +21,7 @@ from layershuffle.core.policies import (
     OrderPolicy,
     Sequential,
     Shuffled,
+    drawn_blocks,
 )
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.errors import UsageError
@@ -54,8 +55,9 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
 }
 """By name: how blocks are drawn, which is also the score that selects, and the options."""
 
-# `None`, for the two options that have a value in every preset: after its making, so has a method.
+# `None`, for the options that have a value in every preset: after its making, so has a method.
 _KEEP: Any = None
+_IN_ALL = {"orders_per_batch": 1, "position": "none", "fixed": (0, 0)}
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,13 @@ class Method:
     max_parallel: int | None = None
     """Most blocks that run side by side in a round, whose sizes are drawn (default: one block after
     the other)."""
+    fixed: tuple[int, int] = _KEEP
+    """How many blocks at the beginning and at the end keep their place, as in 1,1: they run in
+    every order, each in a round of its own, and an exit goes through the last ones before the head
+    (default: 0,0, all blocks are drawn)."""
     distinct: int | None = None
     """Number of different blocks, whose weights the places of the model share (default: every place
-    has its own)."""
+    has its own). Blocks that keep their place have their own and do not count."""
     position: PositionPart = _KEEP
     """Position parts, sections 3.3 and 3.4 of the paper: encode (layershuffle-position), predict
     (layershuffle-predict) or none."""
@@ -120,9 +126,10 @@ class Method:
             hint = did_you_mean(self.name, PRESETS, otherwise=f"one of {', '.join(PRESETS)}")
             raise UsageError(f"There is no method {self.name!r}", hint=hint)
         _, preset = PRESETS[self.name]
-        for option, value in {"orders_per_batch": 1, "position": "none", **preset}.items():
+        for option, value in {**_IN_ALL, **preset}.items():
             if getattr(self, option) is None:
                 object.__setattr__(self, option, value)  # the class is frozen
+        object.__setattr__(self, "fixed", checked_fixed(self.fixed))
         self._check()
 
     def _check(self) -> None:
@@ -147,13 +154,7 @@ class Method:
                 f"choose={self.choose} says which blocks are kept, but not how many of them",
                 hint="give kept, too: --kept 6",
             )
-        for option in ("min_kept", "distinct"):
-            number = getattr(self, option)
-            if None not in (number, self.kept) and number > self.kept:
-                raise UsageError(
-                    f"{option}={number} is more than the {self.kept} blocks that the model keeps",
-                    hint=f"give at most {self.kept}",
-                )
+        self._check_counts()
         whole = self.runs_all and self.max_parallel is None
         if self.selects_by == "sequential" and whole and self.sequential_every is not None:
             raise UsageError(
@@ -172,6 +173,26 @@ class Method:
         # Both check what is left: probabilities, ranges and words.
         _ = self.policy, self.blocks
 
+    def _check_counts(self) -> None:
+        """Whether the numbers of blocks fit each other."""
+        ends = sum(self.fixed)
+        for option, own in (("min_kept", 0), ("distinct", ends)):
+            number, kept = getattr(self, option), self.kept
+            if number is not None and kept is not None and number > kept - own:
+                raise UsageError(
+                    f"{option}={number} is more than the {kept} blocks that the model keeps"
+                    + (f", of which {own} keep their place" if own else ""),
+                    hint=f"give at most {kept - own}",
+                )
+        for option, fewest in (("min_kept", ends), ("kept", ends + 1)):
+            number = getattr(self, option)
+            if number is not None and number < fewest:
+                raise UsageError(
+                    f"{option}={number} is too few with fixed={self.fixed}, by which {ends} blocks "
+                    "keep their place",
+                    hint=f"give at least {fewest}",
+                )
+
     @property
     def selects_by(self) -> OrderMode:
         """The order mode in which held-out data picks the checkpoint."""
@@ -184,10 +205,12 @@ class Method:
         number = None if self.min_kept is None else (self.min_kept, None)
         every = self.sequential_every
         if self.selects_by == "arbitrary":
-            return Shuffled(self.drop, number, parallel=rounds, sequential_every=every)
+            return Shuffled(
+                self.drop, number, parallel=rounds, sequential_every=every, fixed=self.fixed
+            )
         if self.drop is not None:
-            return LayerDrop(self.drop, parallel=rounds, sequential_every=every)
-        return Sequential(parallel=rounds, depth=number, sequential_every=every)
+            return LayerDrop(self.drop, parallel=rounds, sequential_every=every, fixed=self.fixed)
+        return Sequential(parallel=rounds, depth=number, sequential_every=every, fixed=self.fixed)
 
     @property
     def runs_all(self) -> bool:
@@ -197,7 +220,9 @@ class Method:
     @property
     def blocks(self) -> Kept | None:
         """What draws the pretrained blocks that the model is made of; `None`: all of them."""
-        return None if self.kept is None else Kept(self.kept, choose=self.choose or "spaced")
+        if self.kept is None:
+            return None
+        return Kept(self.kept, choose=self.choose or "spaced", fixed=self.fixed)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -236,16 +261,21 @@ class Method:
         """The number of steps of `orders` after which the states also go to the head.
 
         Uniform in 1 to one less than the longest order has; an order that is shorter than that
-        counts with its end. `None` without an exit.
+        counts with its end. With ends, the steps before and after them are no exits: at least one
+        drawn block has run, at least one has not, and the last blocks run behind the exit. `None`
+        without an exit.
         """
         if self.exit_weight is None and self.self_distillation is None:
             return None
         # No group has this number, so exits do not depend on the draws of the orders.
         stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=rank)
-        return 1 + stream.below(max(1, max(map(len, orders)) - 1))
+        first, last = self.fixed
+        drawn = max(map(len, orders)) - first - last
+        return first + 1 + stream.below(max(1, drawn - 1))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """`model` with what the method adds to it: wrapped, tied (in place), with position parts.
+        """`model` with what the method adds to it: wrapped, tied (in place), with position parts,
+        and with the ends of the method, which scores of the model then keep in their place.
 
         Position parts are modules around the model, so the result may be another module: give its
         parameters to the optimiser. Raises `UsageError` if the model has another number of blocks
@@ -253,7 +283,7 @@ class Method:
         """
         from layershuffle.core.losses import positioned_in
         from layershuffle.core.position import add_position
-        from layershuffle.core.stack import depth_of, wrap
+        from layershuffle.core.stack import depth_of, stack_of, wrap
         from layershuffle.core.tying import tie
 
         depth = depth_of(wrap(model))
@@ -263,6 +293,8 @@ class Method:
                 f"The model has {depth} blocks, and this method trains one of {self.kept}",
                 hint=f'first shorten it: layershuffle.models.truncate(model, "{chosen}")',
             )
+        _ = drawn_blocks(depth, self.fixed)  # raises where no block is left
+        stack_of(model).fixed = self.fixed
         if self.distinct is not None:
             tie(model, distinct=self.distinct)
         positioned = positioned_in(model)
@@ -327,7 +359,7 @@ class Method:
         from layershuffle.core.losses import check_parts, loss_along
         from layershuffle.core.stack import depth_of
 
-        check_parts(model, distinct=self.distinct, position=self.position)
+        check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
         place = {"step": step, "micro_batch": micro_batch, "rank": rank}
         orders = self.orders(depth_of(model), **place)
         return loss_along(

@@ -128,10 +128,35 @@ class ExecutionOrder:
         shorter = min(len(self), len(other))
         return next((count for count, (step, same) in pairs if step != same), shorter)
 
-    def beginning(self, count: int) -> ExecutionOrder:
-        """The order of the first `count` steps."""
-        versions = None if self.versions is None else self.versions[:count]
-        return ExecutionOrder(self.blocks[:count], self.depth, versions)
+    def beginning(self, count: int, *, last: int = 0) -> ExecutionOrder:
+        """The order of the first `count` steps, and after them of the `last` ones.
+
+        It is the whole order if that leaves no step out. The last ones read the newest version.
+        """
+        if count + last >= len(self):
+            return self
+        blocks = (*self.blocks[:count], *self.blocks[len(self) - last :])
+        if self.versions is None:
+            return ExecutionOrder(blocks, self.depth)
+        newest = range(count, count + last)
+        return ExecutionOrder(blocks, self.depth, (*self.versions[:count], *newest))
+
+    def keeps_ends(self, fixed: tuple[int, int]) -> bool:
+        """Whether the first and the last blocks of the model run in their place.
+
+        `fixed=(first, last)` are their numbers. They run once, before and after all others, and
+        each in a round of its own.
+        """
+        first, last = fixed
+        ends = (*range(first), *range(self.depth - last, self.depth))
+        begin = len(self) - last  # of the last blocks
+        if begin < first or self.blocks[:first] + self.blocks[begin:] != ends:
+            return False
+        alone = all(
+            version == position or first <= version < position < begin
+            for position, (_, version) in enumerate(self.steps)
+        )
+        return alone and set(ends).isdisjoint(self.blocks[first:begin])
 
     @property
     def has_repeats(self) -> bool:
@@ -182,6 +207,36 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
             hint=f"draw or parse it with depth={depth}",
         )
     return blocks
+
+
+def check_ends(orders: Iterable[ExecutionOrder], fixed: tuple[int, int]) -> None:
+    """Raises `UsageError` for an order that moves the ends `fixed`, or leaves one out."""
+    if not any(fixed):
+        return
+    for order in orders:
+        if not order.keeps_ends(fixed):
+            first, last = fixed
+            places = [f"begin with {','.join(map(str, range(first)))}"] * bool(first)
+            ends = map(str, range(order.depth - last, order.depth))
+            places += [f"end with {','.join(ends)}"] * bool(last)
+            raise UsageError(
+                f"The order {order} does not keep the ends of the model, fixed=({first}, {last}): "
+                f"it has to {' and to '.join(places)}, each once and alone",
+                hint=f"draw orders with Shuffled(fixed=({first}, {last})), or run any order all "
+                "the same: fixed=(0, 0), --fixed 0,0",
+            )
+
+
+def checked_fixed(fixed: Sequence[int]) -> tuple[int, int]:
+    """`fixed` as a pair. Raises `UsageError` unless it is two numbers of blocks."""
+    # A list is accepted because JSON and YAML have no tuples.
+    parts = tuple(fixed) if isinstance(fixed, tuple | list) else ()
+    if len(parts) == 2 and all(is_integer(part) and part >= 0 for part in parts):
+        return parts[0], parts[1]
+    raise UsageError(
+        f"fixed must be (first, last), two numbers of blocks from 0, got {fixed!r}",
+        hint="fixed=(1, 1) keeps the first and the last block in their place",
+    )
 
 
 def check_depth(depth: object) -> None:

@@ -9,6 +9,11 @@ A mode is written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `ke
 `kept:9:sequential:spaced` (choices: random, spaced, first, last). A range of block counts stands
 for each of them: `kept:1-11:arbitrary`. Behind any of them `:parallel=3` runs three blocks side by
 side, and behind kept `:passes=2` runs the blocks again: `kept:6:arbitrary:passes=2:parallel=3`.
+
+`fixed=(first, last)` names the *ends*: so many blocks at the beginning and at the end of the model
+keep their place. They run in every order, once and alone, first and last, and what a policy says of
+blocks it draws among the others. A number of blocks counts them all: 6 kept blocks of a model with
+`fixed=(1, 1)` are its two ends and four others.
 """
 
 from __future__ import annotations
@@ -21,7 +26,13 @@ from math import comb
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder, check_depth, is_integer, order_of
+from layershuffle.core.orders import (
+    ExecutionOrder,
+    check_depth,
+    checked_fixed,
+    is_integer,
+    order_of,
+)
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
@@ -100,10 +111,12 @@ class _TrainingPolicy(_Policy):
     `sequential_every=n`: if `step + micro_batch` is a multiple of n, all blocks run one after the
     other in sequential order instead. This holds for exactly one of n groups of a batch, or for one
     of n steps if a step has a single order.
+    `fixed`: the ends, as at the top of this file.
     """
 
     parallel: tuple[int, int] | None = field(default=None, kw_only=True)
     sequential_every: int | None = field(default=None, kw_only=True)
+    fixed: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
     def __post_init__(self) -> None:
         every = self.sequential_every
@@ -114,16 +127,18 @@ class _TrainingPolicy(_Policy):
             )
         # The class is frozen; a list becomes a tuple so that the policy can be hashed.
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+        object.__setattr__(self, "fixed", checked_fixed(self.fixed))
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
         # Counted, not drawn: with a drawn share some batches would be all sequential and others not
         # at all, and several orders per batch are meant to remove exactly this variance.
         if self.sequential_every is not None and turn % self.sequential_every == 0:
             return ExecutionOrder.sequential(depth)
-        blocks = self._blocks(depth, stream)
-        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
+        blocks = self._blocks(drawn_blocks(depth, self.fixed), stream)
+        return _in_rounds([blocks], depth, fixed=self.fixed, parallel=self.parallel, stream=stream)
 
-    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
+    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
+        """The blocks that run between the ends, of those in `drawn`."""
         raise NotImplementedError
 
 
@@ -134,6 +149,7 @@ class Sequential(_TrainingPolicy):
     `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
     all of them; which blocks is uniform too. `parallel=(1, 4)`: they run in rounds of one to four
     blocks side by side. `sequential_every=n`: one draw of n has all blocks, one after the other.
+    `fixed=(1, 1)`: the first and the last block run in every order, alone, and count as kept.
     """
 
     depth: tuple[int, int | None] | None = None
@@ -142,11 +158,11 @@ class Sequential(_TrainingPolicy):
         super().__post_init__()
         object.__setattr__(self, "depth", _checked_range(self.depth))
 
-    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
-        blocks = range(depth)
+    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
         if self.depth is None:
-            return blocks
-        return sorted(_kept_of(stream.shuffled(blocks), self.depth, stream))
+            return drawn
+        kept = _kept_of(stream.shuffled(drawn), self.depth, stream, ends=sum(self.fixed))
+        return sorted(kept)
 
 
 @dataclass(frozen=True)
@@ -154,7 +170,10 @@ class Shuffled(_TrainingPolicy):
     """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
 
     `drop`: each block is left out with this probability (at least one stays). `depth` in its place,
-    and `parallel` and `sequential_every` beside it, as in `Sequential`.
+    and `parallel`, `sequential_every` and `fixed` beside it, as in `Sequential`.
+
+        >>> str(Shuffled(fixed=(1, 1)).draw(6, step=0))
+        '0,2,4,3,1,5'
     """
 
     drop: float | None = None
@@ -168,20 +187,22 @@ class Shuffled(_TrainingPolicy):
             _check_probability(self.drop)
         object.__setattr__(self, "depth", _checked_range(self.depth))
 
-    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
-        blocks = stream.shuffled(range(depth))
+    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
+        blocks = stream.shuffled(drawn)
         if self.drop is not None:
             # Dropped after the shuffle: the order of the others is that of the full permutation.
             return _survivors(blocks, self.drop, stream)
-        return blocks if self.depth is None else _kept_of(blocks, self.depth, stream)
+        if self.depth is None:
+            return blocks
+        return _kept_of(blocks, self.depth, stream, ends=sum(self.fixed))
 
 
 @dataclass(frozen=True)
 class LayerDrop(_TrainingPolicy):
     """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
-    If all blocks would be left out, a single one runs, chosen uniformly. `parallel` and
-    `sequential_every` as in `Sequential`.
+    If all blocks would be left out, a single one runs, chosen uniformly. `parallel`,
+    `sequential_every` and `fixed` as in `Sequential`.
     """
 
     p: float = 0.2
@@ -190,8 +211,8 @@ class LayerDrop(_TrainingPolicy):
         super().__post_init__()
         _check_probability(self.p)
 
-    def _blocks(self, depth: int, stream: Stream) -> Sequence[int]:
-        return _survivors(range(depth), self.p, stream)
+    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
+        return _survivors(drawn, self.p, stream)
 
 
 @dataclass(frozen=True)
@@ -201,7 +222,8 @@ class Kept(_Policy):
     `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
     "first", "last". The paper prunes at test time without saying how it chooses (section 4.2).
     `passes`: how often they run, in the same order each time. `parallel=(low, high)`: they run in
-    rounds, as in `Sequential`; no round spans two passes.
+    rounds, as in `Sequential`; no round spans two passes. `fixed`: the ends are among the `k`, the
+    others are chosen as `choose` says, and passes and rounds are those of the others.
     """
 
     k: int
@@ -209,6 +231,7 @@ class Kept(_Policy):
     choose: Choice = "random"
     passes: int = 1
     parallel: tuple[int, int] | None = None
+    fixed: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not is_integer(self.k):
@@ -218,32 +241,43 @@ class Kept(_Policy):
         if not is_integer(self.passes) or self.passes < 1:
             raise UsageError(f"passes must be an integer of at least 1, got {self.passes!r}")
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+        object.__setattr__(self, "fixed", checked_fixed(self.fixed))
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
         del turn
-        if not 1 <= self.k <= depth:
+        drawn, fewest = drawn_blocks(depth, self.fixed), max(1, sum(self.fixed))
+        if not fewest <= self.k <= depth:
+            ends = f", of which {fewest} keep their place" if any(self.fixed) else ""
             raise UsageError(
-                f"Cannot keep {self.k} blocks of a model with {depth}",
-                hint=f"choose a number between 1 and {depth}",
+                f"Cannot keep {self.k} blocks of a model with {depth}{ends}",
+                hint=f"choose a number between {fewest} and {depth}"
+                + (", or draw all blocks: fixed=(0, 0), --fixed 0,0" if ends else ""),
             )
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
-        shuffled = stream.shuffled(range(depth))
-        chosen = self._chosen(depth, shuffled)
+        shuffled = stream.shuffled(drawn)
+        chosen = self._chosen(drawn, shuffled)
         blocks = sorted(chosen)
         if self.order == "arbitrary":
             blocks = [block for block in shuffled if block in chosen]
         # Every pass has the same order: a new one was measured to score no better, and the
         # orders of one, two and three passes are prefixes of each other.
-        return _in_rounds([blocks] * self.passes, depth, parallel=self.parallel, stream=stream)
+        return _in_rounds(
+            [blocks] * self.passes,
+            depth,
+            fixed=self.fixed,
+            parallel=self.parallel,
+            stream=stream,
+        )
 
-    def _chosen(self, depth: int, shuffled: Sequence[int]) -> tuple[int, ...]:
-        every = range(depth)
+    def _chosen(self, drawn: range, shuffled: Sequence[int]) -> tuple[int, ...]:
+        """The kept blocks beside the ends, of those in `drawn`."""
+        count = self.k - sum(self.fixed)
         if self.choose == "spaced":
-            return spaced(self.k, depth)
+            return tuple(drawn[place] for place in spaced(count, len(drawn)))
         if self.choose == "random":
-            return tuple(shuffled[: self.k])
-        return tuple(every[: self.k] if self.choose == "first" else every[depth - self.k :])
+            return tuple(shuffled[:count])
+        return tuple(drawn[:count] if self.choose == "first" else drawn[len(drawn) - count :])
 
 
 @dataclass(frozen=True)
@@ -276,7 +310,7 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     """`{"policy": "shuffled", "depth": [3, null]}`: its name and the options that are given."""
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
     del fields["drawn"]
-    given = {key: value for key, value in fields.items() if value is not None}
+    given = {key: value for key, value in fields.items() if value not in (None, (0, 0))}
     return {"policy": type(policy).__name__.lower(), **given}
 
 
@@ -290,35 +324,57 @@ def _in_rounds(
     passes: Sequence[Sequence[int]],
     depth: int,
     *,
+    fixed: tuple[int, int],
     parallel: tuple[int, int] | None,
     stream: Stream,
 ) -> ExecutionOrder:
-    """The passes one after the other, in rounds whose sizes are drawn after everything else."""
+    """The passes one after the other, between the ends, in rounds whose sizes are drawn after
+    everything else."""
+    first, last = range(fixed[0]), range(depth - fixed[1], depth)
     if parallel is None:
-        return ExecutionOrder(tuple(block for blocks in passes for block in blocks), depth)
+        drawn = tuple(block for blocks in passes for block in blocks)
+        return ExecutionOrder((*first, *drawn, *last), depth)
     low, high = parallel
-    rounds: list[Sequence[int]] = []
+    rounds: list[Sequence[int]] = [(block,) for block in first]
     for blocks in passes:
         start = 0
         while start < len(blocks):
             size = low + stream.below(high - low + 1)
             rounds.append(blocks[start : start + size])
             start += size
+    rounds += [(block,) for block in last]
     return ExecutionOrder.in_rounds(rounds, depth)
 
 
 def _kept_of(
-    blocks: tuple[int, ...], limits: tuple[int, int | None], stream: Stream
+    blocks: tuple[int, ...], limits: tuple[int, int | None], stream: Stream, *, ends: int
 ) -> tuple[int, ...]:
-    """A random number of shuffled `blocks`: a prefix is a uniform subset in uniform order."""
-    depth = len(blocks)
+    """A random number of shuffled `blocks`: a prefix is a uniform subset in uniform order.
+
+    The limits count the `ends`, too, which run beside them.
+    """
+    depth, fewest = len(blocks) + ends, max(1, ends)
     low, high = limits[0], depth if limits[1] is None else limits[1]
-    if not 1 <= low <= high <= depth:
+    if not fewest <= low <= high <= depth:
+        which = f"a model with {depth}"
+        if ends:
+            which += f" of which {ends} keep their place"
         raise UsageError(
-            f"A random number of blocks between {low} and {high} does not fit a model with {depth}",
-            hint=f"choose 1 <= low <= high <= {depth}, or leave high out for all blocks",
+            f"A random number of blocks between {low} and {high} does not fit {which}",
+            hint=f"choose {fewest} <= low <= high <= {depth}, or leave high out for all blocks",
         )
-    return blocks[: low + stream.below(high - low + 1)]
+    return blocks[: low - ends + stream.below(high - low + 1)]
+
+
+def drawn_blocks(depth: int, fixed: tuple[int, int]) -> range:
+    """The blocks between the ends `fixed`, which policies draw. Raises `UsageError` if none is."""
+    first, last = fixed
+    if first + last >= depth:
+        raise UsageError(
+            f"fixed=({first}, {last}) leaves no block to draw of a model with {depth}",
+            hint=f"let at most {depth - 1} blocks keep their place",
+        )
+    return range(first, depth - last)
 
 
 def _checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None] | None:
@@ -380,8 +436,8 @@ class Mode:
     parallel: int = 1
     passes: int = 1
 
-    def policy(self) -> OrderPolicy:
-        """What draws this mode's orders."""
+    def policy(self, *, fixed: tuple[int, int] = (0, 0)) -> OrderPolicy:
+        """What draws this mode's orders for a model whose ends are `fixed`."""
         rounds = None if self.parallel == 1 else (self.parallel, self.parallel)
         if self.kept is not None:
             return Kept(
@@ -390,21 +446,30 @@ class Mode:
                 choose=self.choose,
                 passes=self.passes,
                 parallel=rounds,
+                fixed=fixed,
             )
         if self.order == "sequential":
-            return Sequential(parallel=rounds)
-        return Shuffled(parallel=rounds)
+            return Sequential(parallel=rounds, fixed=fixed)
+        return Shuffled(parallel=rounds, fixed=fixed)
 
-    def is_drawn(self, depth: int) -> bool:
-        """Whether more than one order of a model with `depth` blocks belongs to the mode."""
-        kept = depth if self.kept is None else self.kept
+    def is_drawn(self, depth: int, *, fixed: tuple[int, int] = (0, 0)) -> bool:
+        """Whether more than one order of a model with `depth` blocks and the ends `fixed` belongs
+        to the mode."""
+        drawn = depth - sum(fixed)
+        kept = drawn if self.kept is None else max(0, self.kept - sum(fixed))
         # "spaced", "first" and "last" name their blocks, and all blocks can be kept in one way.
-        subsets = comb(depth, kept) if self.choose == "random" else 1
+        subsets = comb(drawn, kept) if self.choose == "random" else 1
         return subsets > 1 or (self.order == "arbitrary" and kept > 1)
 
-    def draws(self, num_orders: int, *, depth: int) -> int:
+    def draws(self, num_orders: int, *, depth: int, fixed: tuple[int, int] = (0, 0)) -> int:
         """How many scores the mode gets: `num_orders`, or one if it has a single order."""
-        return num_orders if self.is_drawn(depth) else 1
+        return num_orders if self.is_drawn(depth, fixed=fixed) else 1
+
+    def kept_of(self, steps: int, *, fixed: tuple[int, int]) -> int:
+        """The number of blocks in an order of so many steps: those between the ends run `passes`
+        times."""
+        ends = sum(fixed)
+        return ends + (steps - ends) // self.passes
 
     def __str__(self) -> str:
         # What `parse_modes` assumes is left out, so that equal modes have equal texts.

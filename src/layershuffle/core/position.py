@@ -117,6 +117,8 @@ class Guesses:
 
         Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
         """
+        if step.early:
+            return
         _check_position(step, len(self.prediction.norms), "prediction")
         logits = self.prediction(state, step.block)
         if not step.replay:

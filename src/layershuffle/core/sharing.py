@@ -154,12 +154,13 @@ def sample_axes(
     forward: Callable[[Any], Any],
     uneven: bool,
     exits: bool,
+    last: int,
 ) -> Axes:
     """Where the samples lie in the arguments and outputs of blocks, if each may have its own order.
 
     `forward(arguments)` calls `module` for `samples` samples. `uneven`: orders have several
-    lengths; `exits`: states leave early. Raises `StackError` with the reason if samples do not get
-    what they get alone.
+    lengths; `exits`: states leave early, and pass through the `last` blocks. Raises `StackError`
+    with the reason if samples do not get what they get alone.
     """
 
     def trace(entries: Sequence[Call], count: int) -> _Trace:
@@ -187,7 +188,7 @@ def sample_axes(
                 return error.cause
             both = _together(trace, blocks, [first, second], axes=axes)
             if both is None or (
-                exits and not _leave_early(trace, blocks, [first, second], axes=axes)
+                exits and not _leave_early(trace, blocks, [first, second], axes=axes, last=last)
             ):
                 return _WHY
         for row, alone in enumerate((small, other)):
@@ -195,7 +196,7 @@ def sample_axes(
                 return _WHY
         return axes
 
-    kind = ("samples", exits, *_kind(module, stack, arguments, samples=samples))
+    kind = ("samples", exits and (last,), *_kind(module, stack, arguments, samples=samples))
     # Orders of several lengths ask for more, so that one trial answers for both where it succeeds.
     for asks_most in (True, False) if not (uneven or exits) else (True,):
         verdict = _verdict(
@@ -226,10 +227,12 @@ def _together(
     *,
     axes: Axes,
     exit_after: int | None = None,
+    last: int = 0,
 ) -> _Trace | None:
     """Two samples along `orders` in one batch; `None` if their states do not fit together."""
+    entries = grouped(blocks, orders, run=PLAIN, axes=axes, exit_after=exit_after, last=last)
     try:
-        return trace(grouped(blocks, orders, run=PLAIN, axes=axes, exit_after=exit_after), 2)
+        return trace(entries, 2)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # of the backbone or of a block, about shapes
@@ -237,11 +240,22 @@ def _together(
 
 
 def _leave_early(
-    trace: _Trial, blocks: Sequence[nn.Module], orders: list[ExecutionOrder], *, axes: Axes
+    trace: _Trial,
+    blocks: Sequence[nn.Module],
+    orders: list[ExecutionOrder],
+    *,
+    axes: Axes,
+    last: int,
 ) -> bool:
-    """Whether the answers at an exit after one step are those of the orders cut there."""
-    cut = [order.beginning(1) for order in orders]
-    both = _together(trace, blocks, orders, axes=axes, exit_after=1)
+    """Whether the answers at an exit after one step are those of the orders cut there, which go on
+    with the `last` blocks."""
+    depth = len(blocks)
+    if last:
+        ends = range(depth - last, depth)
+        drawn = [[block for block in order if block not in ends] for order in orders]
+        orders = [ExecutionOrder((*own, *ends), depth) for own in drawn]
+    cut = [order.beginning(1, last=last) for order in orders]
+    both = _together(trace, blocks, orders, axes=axes, exit_after=1, last=last)
     early = _together(trace, blocks, cut, axes=axes)
     if both is None or early is None:
         return False

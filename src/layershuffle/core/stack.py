@@ -28,7 +28,13 @@ from torch import nn
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.orders import ExecutionOrder, is_integer, orders_of
+from layershuffle.core.orders import (
+    ExecutionOrder,
+    check_ends,
+    checked_fixed,
+    is_integer,
+    orders_of,
+)
 from layershuffle.core.runs import (
     PLAIN,
     Asked,
@@ -78,9 +84,14 @@ class _Part(list[Any]):
 
 
 class BlockStack(nn.ModuleList):
-    """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`."""
+    """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`.
+
+    `fixed`: how many blocks at the beginning and at the end keep their place, as the model was
+    trained. Copies of the model have it, too.
+    """
 
     container_class: type[nn.Module]
+    fixed: tuple[int, int] = (0, 0)
 
     def _run(self) -> Run:
         """The `Run` that is in force now; every access to the stack goes through here."""
@@ -256,6 +267,7 @@ def unwrap(model: ModelT) -> ModelT:
     """Undo `wrap`, and return `model` itself with its original block container."""
     for stack in _stacks(model):
         container_class = vars(stack).pop("container_class")
+        vars(stack).pop("fixed", None)
         object.__setattr__(stack, "__class__", container_class)
     return model
 
@@ -285,6 +297,11 @@ def depth_of(model: nn.Module) -> int:
     return stack_of(model).depth
 
 
+def fixed_of(model: nn.Module) -> tuple[int, int]:
+    """How many blocks at the beginning and at the end of the model keep their place."""
+    return stack_of(model).fixed
+
+
 # --- orders ---------------------------------------------------------------------------------------
 
 
@@ -294,6 +311,7 @@ def running(
     order: ExecutionOrder | str | Sequence[int] | Sequence[ExecutionOrder],
     *,
     exit_after: int | None = None,
+    fixed: tuple[int, int] | None = None,
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
@@ -301,23 +319,29 @@ def running(
     their next block at every position). If you checkpoint the stack, call `backward` inside too.
 
     With `exit_after=k` a call returns a pair `(logits, early)`, both `[batch, classes]`: those
-    after the whole order, and those of the state after k steps. Blocks run once for both.
+    after the whole order, and those of the state after k steps. Blocks run once for both. If the
+    last blocks of the model keep their place, the state after k steps passes through them first.
+    `fixed`: the ends that orders have to keep, in place of those with which the model was trained;
+    with `(0, 0)` every order runs.
 
-    Raises `UsageError` for orders of another depth, and `StackError` if the backbone ran only a
-    part of the order, or if samples do not get in one batch what they get alone.
+    Raises `UsageError` for orders of another depth or without the ends in their place, and
+    `StackError` if the backbone ran only a part of the order, or if samples do not get in one batch
+    what they get alone.
 
         with layershuffle.running(model, "3,0,2,1", exit_after=2):
             logits, early = model(images)
     """
     stack = stack_of(model)
     way, asked = orders_of(order, stack.depth), Asked(stack.depth)
+    ends = stack.fixed if fixed is None else checked_fixed(fixed)
+    check_ends([way] if isinstance(way, ExecutionOrder) else way, ends)
     watching: AbstractContextManager[None] = nullcontext()
     if isinstance(way, ExecutionOrder) and exit_after is None:
         change = in_order(stack, way, asked=asked)
         if way.versions is not None:
             watching = _hidden_states_refused(model, stack, way)
     else:
-        samples = _Samples(stack, way, exit_after=exit_after)
+        samples = _Samples(stack, way, exit_after=exit_after, last=ends[1])
         change = changed(stack, entries=samples.entries, way=(way, exit_after), asked=asked)
         watching = samples.watching(model)
     with change, watching, _calls_watched(model):
@@ -345,6 +369,7 @@ class _Samples:
         way: ExecutionOrder | tuple[ExecutionOrder, ...],
         *,
         exit_after: int | None,
+        last: int,
     ) -> None:
         self._several = isinstance(way, tuple)
         orders = way if isinstance(way, tuple) else (way,)
@@ -355,7 +380,7 @@ class _Samples:
             raise UsageError(
                 f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
-        self._stack, self._orders, self._exit = stack, orders, exit_after
+        self._stack, self._orders, self._exit, self._last = stack, orders, exit_after, last
         self._calls = 0
         self._axes: Axes | None = None
         self._uneven = len(set(map(len, orders))) > 1
@@ -372,7 +397,12 @@ class _Samples:
                 hint="call model(images), and compile its blocks instead of the whole model",
             )
         return grouped(
-            self._stack.blocks, self._orders, run=run, axes=self._axes, exit_after=self._exit
+            self._stack.blocks,
+            self._orders,
+            run=run,
+            axes=self._axes,
+            exit_after=self._exit,
+            last=self._last,
         )
 
     def _ours(self) -> bool:
@@ -425,6 +455,7 @@ class _Samples:
             forward=lambda call: module(*call[0], **call[1]),
             uneven=self._uneven,
             exits=self._exit is not None,
+            last=self._last,
         )
 
     def _after(self, module: nn.Module, _args: object, output: Any) -> Any:

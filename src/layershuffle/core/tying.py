@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from layershuffle.core.stack import blocks_of, wrap
+from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.stack import blocks_of, fixed_of, wrap
 from layershuffle.errors import UsageError
 
 
@@ -24,7 +25,8 @@ def tie(
     """Share weights between the places of `model`, in place; returns it wrapped.
 
     Place i gets the weights of block `places[i]`. `distinct` instead keeps that number of different
-    blocks, each for a run of neighbouring places: of 12, `distinct=3` keeps blocks 1, 5 and 9.
+    blocks, each for a run of neighbouring places: of 12, `distinct=3` keeps blocks 1, 5 and 9. The
+    ends of a model, which keep their place, then stay as they are, and the others are tied.
     Raises `UsageError` for another number of places, for unknown blocks, and for blocks whose
     tensors have different shapes.
 
@@ -33,7 +35,9 @@ def tie(
     stack = blocks_of(wrap(model))
     blocks = places
     if distinct is not None and places is None:
-        blocks = middle_blocks(distinct, len(stack))
+        drawn = drawn_blocks(len(stack), fixed_of(model))
+        tied = [drawn[place] for place in middle_blocks(distinct, len(drawn))]
+        blocks = [*range(drawn.start), *tied, *range(drawn.stop, len(stack))]
     if blocks is None or (distinct is not None and places is not None):
         raise UsageError(
             "tie takes the block of each place, or the number of different blocks",

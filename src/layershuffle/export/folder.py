@@ -276,7 +276,7 @@ def _compared(
     errors = {}
     for name, order in (("in_order", range(depth)), ("reversed", reversed(range(depth)))):
         ran = order_of(list(order), depth)
-        with running(model, ran), running(exported, ran):
+        with running(model, ran, fixed=(0, 0)), running(exported, ran):
             errors[name] = _error(exported(images), logits_of(model(images)))
         if precision == "fp32":
             _refuse_other_numbers("The model", errors[name], most=_LOGITS_PARITY)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import blocks_of, depth_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of
 from layershuffle.core.tying import share_weights
 from layershuffle.errors import UsageError
 from layershuffle.models.files import check_finite
@@ -33,6 +33,7 @@ _HINTS = {
     "?pretrained=false every --seed makes another base, so save such a model once and refine that",
     "names of the classes": "take models with the same classes in the same order; --classes FILE "
     "names those of models that name none",
+    "ends, the blocks that keep their place": "train the donors with one --fixed",
     **dict.fromkeys(
         _OF_TRAINING, "the paper never mixes them; in Python MergeGroup(donors, mixed=True) does"
     ),
@@ -144,6 +145,7 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
     facts = {
         "kind of model": f"{type(backbone).__module__.partition('.')[0]} {type(backbone).__name__}",
         "number of blocks": depth_of(donor),
+        "ends, the blocks that keep their place": fixed_of(donor),
         **_answers(donor),
         "position parts": forms_of(donor).model_dump(),
         "base": f"{base}, blocks {blocks}" if blocks else base,

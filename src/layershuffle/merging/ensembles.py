@@ -22,7 +22,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
-from layershuffle.core.stack import depth_of, stack_of
+from layershuffle.core.stack import depth_of, fixed_of, stack_of
 from layershuffle.errors import UsageError
 from layershuffle.merging.compatibility import check_members
 from layershuffle.merging.settings import Combine, EnsembleOrders
@@ -39,9 +39,9 @@ class EnsembleScore(Score):
 
     @property
     def kept(self) -> int:
-        """The number of steps in one pass through the blocks that ran, of the first member."""
-        first = (self.member_orders or self.batch_orders)[0]
-        return len(first) // (1 if self.mode is None else self.mode.passes)
+        """The number of blocks that ran, each counted once, of the first member."""
+        steps = len((self.member_orders or self.batch_orders)[0])
+        return steps if self.mode is None else self.mode.kept_of(steps, fixed=self.fixed)
 
 
 def evaluate_ensemble(
@@ -91,9 +91,10 @@ def evaluate_ensembles(
             f"An ensemble is scored in one mode, not in {len(modes)}",
             hint="name one mode, such as arbitrary",
         )
-    (mode,), depths = modes, tuple(map(depth_of, donors))
-    # By the deepest member, because a shallower one may have only one order.
-    draws, drawn = mode.draws(num_orders, depth=max(depths)), mode.is_drawn(max(depths))
+    (mode,) = modes
+    depths, ends = tuple(map(depth_of, donors)), tuple(map(fixed_of, donors))
+    drawn = any(mode.is_drawn(d, fixed=fixed) for d, fixed in zip(depths, ends, strict=True))
+    draws = num_orders if drawn else 1
     per_batch = draw == "batch" and drawn
 
     def drawn_for(kind: EnsembleOrders, index: int, batch: int) -> tuple[ExecutionOrder, ...]:
@@ -101,7 +102,7 @@ def evaluate_ensembles(
         # As in `evaluate`, so the members of an ensemble run in the orders of single models.
         step, micro = (batch, index) if per_batch else (index, 0)
         return tuple(
-            mode.policy().draw(
+            mode.policy(fixed=ends[member]).draw(
                 depth, seed=seed, step=step, micro_batch=micro,
                 # The rank of the stream, otherwise that of a process, distinguishes members.
                 rank=member if kind == "independent" else 0,
@@ -140,6 +141,7 @@ def evaluate_ensembles(
                     drawn_for(kind, index, batch)[0]
                     for batch in range(number + 1 if per_batch else 0)
                 ),
+                fixed=ends[0],
                 **tally.values(),
             )
             scores[combine, kind].append(score)

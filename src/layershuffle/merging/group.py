@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.position import PositionedModel, backbone_of
-from layershuffle.core.stack import blocks_of, depth_of, stack_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
 from layershuffle.errors import UsageError
 from layershuffle.merging.compatibility import check_compatible, shared_record
 from layershuffle.merging.plans import MergePlan, Source
@@ -46,6 +46,7 @@ class MergeGroup:
         self.names = tuple(names) if names is not None else tuple(map(str, range(len(donors))))
         check_compatible(self.donors, names=self.names, mixed=mixed)
         self.depth = depth_of(self.donors[0])
+        self.fixed = fixed_of(self.donors[0])
         self._base = base
         self._shared = shared_record(self.donors)
         self._averages: dict[str, Tensor] = {}
@@ -57,7 +58,7 @@ class MergeGroup:
 
     def merge(self, plan: MergePlan) -> nn.Module:
         """The merge of this plan, in eval mode. Raises `UsageError` if the plan does not fit."""
-        plan.check(len(self.donors), self.depth)
+        plan.check(len(self.donors), self.depth, fixed=self.fixed)
         first = self.donors[0]
         # deepcopy takes the entries of its memo as copies: so the parts of every place become the
         # chosen donor's modules, and the tensors around them the chosen tensors.

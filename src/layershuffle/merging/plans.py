@@ -13,6 +13,7 @@ from itertools import count as counting
 from typing import Literal
 
 from layershuffle.core.draws import Stream
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import End, Slots
 
@@ -41,8 +42,9 @@ class MergePlan:
         """The block of its donor that each place takes."""
         return tuple(range(len(self.donors))) if self.slots is None else self.slots
 
-    def check(self, num_donors: int, depth: int) -> None:
-        """Raises `UsageError` unless the plan fits `num_donors` donors of `depth` blocks."""
+    def check(self, num_donors: int, depth: int, *, fixed: tuple[int, int] = (0, 0)) -> None:
+        """Raises `UsageError` unless the plan fits `num_donors` donors of `depth` blocks, of which
+        the ends `fixed` keep their place."""
         if len(self.donors) != depth:
             raise UsageError(
                 f"The plan gives {len(self.donors)} blocks a donor, the models have {depth}",
@@ -53,6 +55,14 @@ class MergePlan:
                 f"The slots {','.join(map(str, self.slots))} are no permutation of {depth} blocks",
                 hint="name each block once",
             )
+        drawn = drawn_blocks(depth, fixed)
+        for place, block in enumerate(self.blocks):
+            if place != block and place not in drawn:
+                raise UsageError(
+                    f"Place {place} takes block {block}, and the donors were trained with "
+                    f"fixed={fixed}, by which block {place} keeps its place",
+                    hint="change only the slots between the ends",
+                )
         for source in (*self.donors, self.stem, self.head):
             if source not in ("average", "base", *range(num_donors)):
                 raise UsageError(
@@ -75,12 +85,14 @@ def sample_plans(
     replacement: bool = False,
     end: End = "average",
     slots: Slots = "own",
+    fixed: tuple[int, int] = (0, 0),
 ) -> list[MergePlan]:
     """`count` distinct plans, drawn uniformly; they begin with those of a smaller `count`.
 
     Without `replacement` (the paper) no two blocks of a merge come from one donor; with it a donor
     may give several, but never all. The donors of the blocks do not depend on `end` and `slots`, so
-    merges can be compared one by one. Raises `UsageError` for impossible counts.
+    merges can be compared one by one. The ends `fixed` take their own blocks even if the slots are
+    random. Raises `UsageError` for impossible counts.
     """
     if num_donors < depth and not replacement:
         raise UsageError(
@@ -114,8 +126,11 @@ def sample_plans(
             "first": donors[0], "last": donors[-1], "donor": drawn,
             "average": "average", "base": "base",
         }  # fmt: skip
-        drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
-        blocks = drawn_slots if slots == "random" else None
+        blocks = None
+        if slots == "random":
+            between = drawn_blocks(depth, fixed)
+            drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(between)
+            blocks = (*range(between.start), *drawn_slots, *range(between.stop, depth))
         merges.append(MergePlan(donors, sources[end], sources[end], blocks))
     return merges
 

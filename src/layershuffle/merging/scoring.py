@@ -75,7 +75,7 @@ def score_merging(
     plans = [
         sample_plans(
             len(donors), group.depth, count=settings.merges, seed=settings.seed,
-            replacement=settings.replacement, end=end, slots=slots,
+            replacement=settings.replacement, end=end, slots=slots, fixed=group.fixed,
         )
         for end, slots in settings.variants
     ]  # fmt: skip
@@ -176,7 +176,8 @@ class _Scorer:
     def __post_init__(self) -> None:
         settings, count = self.settings, len(self.group.donors)
         self.draw: Draw = "batch" if settings.draw == "batch" else "pass"
-        self.draws = self.mode.draws(settings.num_orders, depth=self.group.depth)
+        depth, fixed = self.group.depth, self.group.fixed
+        self.draws = self.mode.draws(settings.num_orders, depth=depth, fixed=fixed)
         # Of the greedy soup every donor alone, then a soup with each other donor, are held out.
         soups = count + (count - 1) + 2 if settings.soups else 0
         self.total = count + settings.merges * len(settings.variants) + soups + 1
@@ -205,7 +206,7 @@ class _Scorer:
         settings, donors = self.settings, self.group.donors
         for donor in donors:
             prepare(donor, settings.precision, compiler=self.compiler)
-        drawn = self.mode.is_drawn(self.group.depth)
+        drawn = self.mode.is_drawn(self.group.depth, fixed=self.group.fixed)
         # With a single order, "independent" would give the same scores again.
         kinds = get_args(EnsembleOrders) if drawn else ("same",)
         variants: list[Variant] = list(product(get_args(Combine), kinds))

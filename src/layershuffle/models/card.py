@@ -92,6 +92,10 @@ def _summary(metadata: ModelMetadata) -> str:
             f", of which {len(set(metadata.tied))} are different (the others share their weights; "
             "loaded without layershuffle, all are blocks of their own)"
         )
+    if any(metadata.fixed):
+        ends = zip(("first", "last"), metadata.fixed, strict=True)
+        named = " and ".join(f"the {which} {count}" for which, count in ends if count)
+        blocks += f", of which {named} keep their place, and the others run in any order"
     lines = [
         f"{kind} ({metadata.library} {metadata.name}, {blocks}{heads}), saved by layershuffle "
         "(https://arxiv.org/abs/2407.04513)."

@@ -80,7 +80,7 @@ def refuse_more_than_blocks(
 
     order = ExecutionOrder(tuple(reversed(range(stack.depth))), stack.depth)
     with torch.no_grad():
-        with running(model, order), tap(model) as tapped:
+        with running(model, order, fixed=(0, 0)), tap(model) as tapped:
             output = forward(few)
         again = in_place_of_blocks(model, one_by_one, forward=lambda: forward(few))
     if not torch.equal(again, output):

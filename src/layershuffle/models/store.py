@@ -234,6 +234,7 @@ def _write(
         depth=len(container._modules),
         blocks=path,
         tied=None if tied is None else list(tied),
+        fixed=container.fixed if isinstance(container, BlockStack) else (0, 0),
         position=forms_of(model),
         image_view=view,
         base_model=origin.base_model,
@@ -249,7 +250,8 @@ def _write(
 def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
     """`model` itself, shortened to `blocks` (ids, each once), which it now runs in that order.
 
-    Stem and head stay. It can be saved and loaded as an ordinary model of its library. Raises
+    Stem and head stay, and ends that keep their place do if the blocks have them there; otherwise
+    all are drawn. It can be saved and loaded as an ordinary model of its library. Raises
     `UsageError` for repeats, for models with position parts (their tables belong to another depth),
     and where the library cannot describe the shorter model; the model is then as before.
     """
@@ -270,6 +272,8 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     except UsageError:
         stack._modules = before
         raise
+    keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) < len(order)
+    stack.fixed = stack.fixed if keeps else (0, 0)
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 
@@ -420,6 +424,7 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     base = metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
+    stack_of(backbone).fixed = metadata.fixed
     return with_stored_parts(backbone, metadata.position, directory=directory)
 
 

@@ -107,7 +107,7 @@ def _run(study: StudySettings, arm: Arm, seed: int) -> RunSpec:
         name=run_name(arm.label, seed),
         arm=arm.label,
         images=evaluate.max_images,
-        passes=count_orders(evaluate, kept),
+        passes=count_orders(evaluate, kept, fixed=evaluate.fixed or settings.build_method().fixed),
         row=row,
         settings=settings,
         evaluate=evaluate,

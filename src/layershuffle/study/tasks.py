@@ -228,6 +228,11 @@ class RunSpec(Task[RunResult]):
         return RunResult(**facts, rows=tuple(map(_rounded, rows)))
 
     @property
+    def fixed(self) -> tuple[int, int]:
+        """The ends that keep their place in the scores."""
+        return self.evaluate.fixed or self.settings.build_method().fixed
+
+    @property
     def epochs(self) -> float:
         """Passes over the training data; only for a run without a number of steps."""
         return self.settings.epochs or DEFAULT_EPOCHS
@@ -327,12 +332,15 @@ def scoring_seed(seed: int, model: int) -> int:
     return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
-def count_orders(scoring: EvalSettings, kept: int | None) -> int:
-    """The number of orders under which a model is scored; `kept`: its depth, if it is known."""
+def count_orders(scoring: EvalSettings, kept: int | None, *, fixed: tuple[int, int]) -> int:
+    """The number of orders under which a model is scored.
+
+    `kept`: its depth, if it is known; `fixed`: its ends.
+    """
     depth = kept or _ANY_DEPTH
     count = 0
     for mode in parse_modes(scoring.modes):
-        count += mode.draws(scoring.num_orders, depth=depth)
+        count += mode.draws(scoring.num_orders, depth=depth, fixed=fixed)
     return count
 
 

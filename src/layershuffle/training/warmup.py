@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from layershuffle.core.compiling import OFF
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
@@ -90,12 +91,14 @@ def warmup_orders(job: Job) -> tuple[tuple[ExecutionOrder, ...], ...]:
     """Orders of forwards that run every block: with all groups apart, then with all joined.
 
     Groups that share a block at a position run it together, so these two are the smallest and the
-    largest batches that a block meets.
+    largest batches that a block meets. Blocks that keep their place are shared in both.
     """
-    every, groups = range(job.depth), job.method.orders_per_batch
+    groups, fixed = job.method.orders_per_batch, job.method.fixed
+    drawn = drawn_blocks(job.depth, fixed)
+    first, last = range(fixed[0]), range(job.depth - fixed[1], job.depth)
     apart = tuple(
-        ExecutionOrder((*every[shift:], *every[:shift]), job.depth)
-        for shift in (group % job.depth for group in range(groups))
+        ExecutionOrder((*first, *drawn[shift:], *drawn[:shift], *last), job.depth)
+        for shift in (group % len(drawn) for group in range(groups))
     )
     return (apart,) if groups == 1 else (apart, (apart[0],) * groups)
 

@@ -59,6 +59,13 @@ class Summary:
     depth: int
     choose: str
 
+    def name(self, arm: str) -> str:
+        """The display name of an arm, with the number of blocks that are drawn if it has ends."""
+        ends = max((sum(run.fixed) for run in self.study.plan.runs if run.row == arm), default=0)
+        if not ends or not self.depth:
+            return label(arm)
+        return f"{label(arm)}, {self.depth - ends} of {self.depth} drawn"
+
     def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.
 

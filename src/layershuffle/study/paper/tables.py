@@ -99,7 +99,7 @@ def main_table(summary: Summary) -> str:
         names.append(mode if kept == summary.depth else f"{mode}, {kept} kept")
     rows = []
     for arm in summary.arms:
-        ours = [literal(label(arm))]
+        ours = [literal(summary.name(arm))]
         papers = ["*the paper*"]
         has_paper = False
         for mode, kept in summary.columns:
@@ -154,7 +154,7 @@ def table_text(summary: Summary) -> str:
         head += [mode, "95 %", "the paper"]
     rows = []
     for arm in summary.arms:
-        row = [label(arm)]
+        row = [summary.name(arm)]
         for mode in modes:
             cell = summary.cell(arm, mode)
             if cell is None:
