@@ -21,7 +21,7 @@ from layershuffle.analysis.subject import balanced_orders
 from layershuffle.cli import parse
 from layershuffle.core.evaluation import evaluate
 from layershuffle.core.stack import fixed_of, stack_of
-from layershuffle.errors import SettingsError, UsageError
+from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import MergePlan, sample_plans
 from layershuffle.models import truncate

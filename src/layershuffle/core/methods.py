@@ -24,8 +24,8 @@ from layershuffle.core.policies import (
     drawn_blocks,
 )
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -33,8 +33,8 @@ from layershuffle.core.orders import (
     is_integer,
     order_of,
 )
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]

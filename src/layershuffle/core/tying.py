@@ -16,7 +16,7 @@ from torch import nn
 
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.stack import blocks_of, fixed_of, wrap
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 
 def tie(

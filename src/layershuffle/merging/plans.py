@@ -14,7 +14,7 @@ from typing import Literal
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.policies import drawn_blocks
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.merging.settings import End, Slots
 
 Source = int | Literal["average", "base"]

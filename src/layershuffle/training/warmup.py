@@ -15,7 +15,7 @@ from layershuffle.core.compiling import OFF
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
-from layershuffle.errors import TrainingError
+from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
 

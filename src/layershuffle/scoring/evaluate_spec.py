@@ -19,9 +19,12 @@ from layershuffle.core.stack import depth_of, fixed_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError
-from layershuffle.image_view import resized_as
-from layershuffle.machine import Device, choose_precision, device_of
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.machine import Device, choose_precision, device_of
+from layershuffle.ground.rows import ScoreRow
+from layershuffle.ground.settings import Precision
+from layershuffle.ground.text import Progress, shortened, unheard
+from layershuffle.images.view import resized_as
 from layershuffle.models import (
     class_names_of,
     image_view,
@@ -31,9 +34,8 @@ from layershuffle.models import (
     set_class_names,
 )
 from layershuffle.models.origin import origin_of
-from layershuffle.results import ScoreRow
-from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
-from layershuffle.text import Progress, shortened, unheard
+from layershuffle.scoring.settings import EvalSettings, ScoreSettings
+from layershuffle.training.settings import FitSettings
 
 
 @dataclass(frozen=True, kw_only=True)
