@@ -16,7 +16,7 @@ import torch
 from _machine import DTYPES
 from _workload import Workload
 
-from layershuffle.machine import collector_paused
+from layershuffle.ground.machine import collector_paused
 
 Side = Callable[[], float]
 """Does its work once and returns the seconds."""

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from _clocks import SMOKE, Effort, Pairs, Side, paired
 
-from layershuffle.errors import LayerShuffleError
-from layershuffle.files import write_text
-from layershuffle.machine import hardware, torch_threads, versions
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.files import write_text
+from layershuffle.ground.machine import hardware, torch_threads, versions
 
 CLAIMS = "claims.csv"
 _NOISE_CAP = 1.05

@@ -22,12 +22,12 @@ from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import depth_of, running, with_hooks
 from layershuffle.data import ImageData, Split
-from layershuffle.machine import hardware
-from layershuffle.settings import FitSettings
-from layershuffle.text import counted
+from layershuffle.ground.machine import hardware
+from layershuffle.ground.text import counted
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.loop import TrainingBatch, train
+from layershuffle.training.settings import FitSettings
 from layershuffle.training.state import TrainState, new_state
 
 WARM_UP = 3  # steps before the timed ones

@@ -14,7 +14,7 @@ from PIL import Image
 
 from layershuffle.data import ImageView
 from layershuffle.data.transforms import PixelTransform, PlainTransform
-from layershuffle.pixels import read_image
+from layershuffle.images.pixels import read_image
 
 VIEW = ImageView(
     channels=3, height=224, width=224, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic",

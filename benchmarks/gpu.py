@@ -34,9 +34,9 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import LayerShuffleError
-from layershuffle.settings import FitSettings
-from layershuffle.text import one_line
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.text import one_line
+from layershuffle.training.settings import FitSettings
 
 MOST_SECONDS = 480  # after that no section begins; the longest one takes two minutes
 FULL = BenchConfig(

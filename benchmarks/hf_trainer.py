@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.stack import wrap
-from layershuffle.settings import FitSettings
+from layershuffle.training.settings import FitSettings
 
 SMALL = {
     "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32,

@@ -27,7 +27,7 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.policies import Sequential, Shuffled
 from layershuffle.core.stack import depth_of, running
-from layershuffle.settings import FitSettings
+from layershuffle.training.settings import FitSettings
 
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("layershuffle", {}),

@@ -25,8 +25,8 @@ import numpy as np
 from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
-from layershuffle.bundled import asset
 from layershuffle.export import export_model
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.remote_model import RemoteModel

@@ -18,8 +18,8 @@ import torch
 
 import layershuffle as ls
 from layershuffle.models import read_record
-from layershuffle.scoring import evaluate_spec
-from layershuffle.settings import EvalSettings
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "src" / "layershuffle" / "assets"
 KEPT = ("method", "policy", "selected", "settings", "provenance")

@@ -15,9 +15,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from layershuffle.cli import APP, SWARM_COMMANDS
+from layershuffle.ground.text import markdown_table
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.tasks import FIGURES
-from layershuffle.text import markdown_table
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CSS_REQUEST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")

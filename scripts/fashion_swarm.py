@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from layershuffle.manifest import read_manifest
+from layershuffle.models.manifest import read_manifest
 from layershuffle.swarm.client import SwarmClient
 
 OUT = Path(__file__).resolve().parent.parent / "docs/results/tables/fashion-dinov2-swarm.csv"

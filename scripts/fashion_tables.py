@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
-from layershuffle.stats import t_interval
+from layershuffle.ground.stats import t_interval
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 STUDY = RESULTS / "fashion-dinov2-320"

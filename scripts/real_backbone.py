@@ -26,7 +26,7 @@ from torchvision.datasets import FashionMNIST
 from transformers import Dinov2Config, Dinov2ForImageClassification, Dinov2Model
 
 from layershuffle.data import ImageData, open_data
-from layershuffle.image_view import resized_as
+from layershuffle.images.view import resized_as
 from layershuffle.models import image_view, save, set_image_view
 
 NAMES = (

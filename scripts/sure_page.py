@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import layershuffle as ls
-from layershuffle.bundled import asset
 from layershuffle.data import DataOptions, open_data
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.plotting import figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.models import image_view
-from layershuffle.plotting import figure_bytes, legend_below, new_figure, style_axes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES = DOCS / "results" / "tables"

@@ -38,9 +38,9 @@ from typing import Any
 
 import yaml
 
-from layershuffle.errors import LayerShuffleError
-from layershuffle.files import write_text
-from layershuffle.text import markdown_table
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.files import write_text
+from layershuffle.ground.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- table\n"

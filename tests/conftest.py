@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layershuffle.machine import collector_paused
+from layershuffle.ground.machine import collector_paused
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

@@ -43,7 +43,7 @@ from common import (
 from layershuffle.core.hooks import TapRecord
 from layershuffle.core.orders import order_of
 from layershuffle.core.stack import BlockStack
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
 Gradients = dict[str, Tensor | None]

@@ -44,7 +44,7 @@ from contracts import (
 from layershuffle.core.forwards import forward_many
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import recomputing
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
 TEXTS = {

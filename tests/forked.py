@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from layershuffle.errors import Interrupted
+from layershuffle.ground.errors import Interrupted
 from layershuffle.study.runner import run_study
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import AnyTask
@@ -22,7 +22,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "layershuffle.training",
-        "layershuffle.scoring",
+        "layershuffle.scoring.evaluate_spec",
         "layershuffle.data.digits",
         "layershuffle.data.folder",
         # What a training imports late.

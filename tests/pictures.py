@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from layershuffle.image_view import ImageView
+from layershuffle.images.view import ImageView
 
 
 def noise(seed: int, *, size: tuple[int, int] = (8, 8)) -> Image.Image:

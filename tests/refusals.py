@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
 
 E = TypeVar("E", bound=LayerShuffleError)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import layershuffle as ls
 from common import DEPTH, FAMILIES, PERMUTED, images, logits_of
 from layershuffle.core.discovery import find_blocks
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 from refusals import refuses
 
 

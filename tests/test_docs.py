@@ -21,9 +21,9 @@ from docs_hooks import foreign_requests, inside, with_options
 
 import layershuffle as ls
 from exported import SHIPPED, exported_digits
-from layershuffle.bundled import asset
 from layershuffle.cli import SWARM_COMMANDS, main
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import LayerShuffleError
 from refusals import refuses
 
 

@@ -7,13 +7,13 @@ import os
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from layershuffle.errors import (
+from layershuffle.ground.errors import (
     DataError,
     LayerShuffleError,
     UsageError,
     of_the_machine,
 )
-from layershuffle.machine import collector_paused, cores
+from layershuffle.ground.machine import collector_paused, cores
 
 
 class Broken(Dataset):

@@ -20,12 +20,12 @@ from layershuffle.core.policies import parse_modes
 from layershuffle.core.stack import running
 from layershuffle.core.tensors import state_of
 from layershuffle.data import Split
-from layershuffle.errors import DataError, StackError, UsageError
-from layershuffle.machine import collector_paused
+from layershuffle.ground.errors import DataError, StackError, UsageError
+from layershuffle.ground.machine import collector_paused
+from layershuffle.ground.stats import independent_images
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
-from layershuffle.scoring import evaluate_spec, score_rows
-from layershuffle.settings import EvalSettings
-from layershuffle.stats import independent_images
+from layershuffle.scoring.evaluate_spec import evaluate_spec, score_rows
+from layershuffle.scoring.settings import EvalSettings
 from own_models import CHAINS, CUTTING, LOOPS
 from refusals import refuses
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.files import (
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.files import (
     explained,
     listed_files,
     locked,
@@ -55,7 +55,7 @@ def test_a_failed_directory_leaves_the_old_one(tmp_path):
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_directory_is_replaced_whole(tmp_path, monkeypatch, swaps):
     if not swaps:
-        monkeypatch.setattr("layershuffle.files._exchange", lambda left, right: False)
+        monkeypatch.setattr("layershuffle.ground.files._exchange", lambda left, right: False)
     final = tmp_path / "model"
     for text, name in (("old", "a"), ("new", "b")):
         with staged_directory(final) as stage:
@@ -75,7 +75,7 @@ def test_a_rename_that_fails_leaves_the_old_directory(tmp_path, monkeypatch, fai
             raise OSError(errno.EXDEV, "Invalid cross-device link", *places)
         rename(*places)
 
-    monkeypatch.setattr("layershuffle.files._exchange", lambda left, right: False)
+    monkeypatch.setattr("layershuffle.ground.files._exchange", lambda left, right: False)
     monkeypatch.setattr("os.replace", replace)
     with pytest.raises(LayerShuffleError), staged_directory(final):
         pass
@@ -157,7 +157,7 @@ def hold(directory, taken, release):
 
 
 def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("layershuffle.files._LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("layershuffle.ground.files._LOCK_SECONDS", 0.0)
     spawn = multiprocessing.get_context("spawn")
     taken, release = spawn.Event(), spawn.Event()
     holder = spawn.Process(target=hold, args=(tmp_path, taken, release))

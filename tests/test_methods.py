@@ -23,8 +23,8 @@ from layershuffle.core.methods import METHOD_OPTIONS, PRESETS, Method
 from layershuffle.core.policies import Kept, LayerDrop, OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import blocks_of
 from layershuffle.core.tying import places_tied
-from layershuffle.errors import StackError, UsageError
-from layershuffle.settings import FitSettings
+from layershuffle.ground.errors import StackError, UsageError
+from layershuffle.training.settings import FitSettings
 
 FAMILY = FAMILIES["timm-vit"]
 BATCH = 6

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layershuffle.core.orders import ExecutionOrder, order_of
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
 

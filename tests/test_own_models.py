@@ -28,7 +28,7 @@ from common import (
 from contracts import TOLERANCE, Rebuilt, answer
 from layershuffle.core.stack import recomputing, stack_of
 from layershuffle.core.tensors import state_of
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 from own_models import (
     CHAINS,
     CUTTING,

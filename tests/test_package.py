@@ -19,10 +19,10 @@ import yaml
 from PIL import Image
 
 import layershuffle as ls
-from layershuffle.bundled import asset, packaged_file, recipe_file
 from layershuffle.cli import main
-from layershuffle.errors import UsageError
-from layershuffle.extras import EXTRAS, missing, require
+from layershuffle.ground.bundled import asset, packaged_file, recipe_file
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import EXTRAS, missing, require
 from once import build, built_package
 from refusals import refuses
 from without import run_without

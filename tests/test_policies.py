@@ -23,7 +23,7 @@ import layershuffle as ls
 from common import global_generators_untouched
 from layershuffle.core.draws import Stream
 from layershuffle.core.policies import Mode, OrderPolicy, parse_modes, policy_to_json, spaced
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
 ALPHA = 1e-4  # seeds are fixed: a test that passes once passes always

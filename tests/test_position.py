@@ -36,7 +36,7 @@ from layershuffle.core.position import (
     width_of,
 )
 from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 from refusals import refuses
 
 VIT = FAMILIES["timm-vit"]

@@ -12,10 +12,10 @@ from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Tally, evaluate, micro_batches
 from layershuffle.core.stack import running
-from layershuffle.machine import choose_precision
+from layershuffle.ground.machine import choose_precision
 from layershuffle.merging.ensembles import evaluate_ensemble
-from layershuffle.scoring import evaluate_spec
-from layershuffle.settings import EvalSettings
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 
 BATCHES = [(images(8, seed=s), torch.arange(8) % 5) for s in range(2)]
 MODES = "sequential,arbitrary,kept:2:arbitrary"
@@ -86,7 +86,7 @@ def test_an_ensemble_of_bf16_models_averages_in_fp32():
     ],
 )
 def test_slow_bf16_is_reported(monkeypatch, caplog, precision, device, has_bf16, warned):
-    monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr("layershuffle.ground.machine.cpu_has_bf16", lambda: has_bf16)
     choose_precision(precision, device=device, training=True)
     assert ("several times slower" in caplog.text) is warned
 
@@ -101,7 +101,7 @@ def compilers(monkeypatch):
         compilers.append(BlockCompiler(backend="eager", **given))
         return compilers[-1]
 
-    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", make)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring.evaluate_spec"], "BlockCompiler", make)
     return compilers
 
 
@@ -138,7 +138,7 @@ class Broken(BlockCompiler):
 
 
 def test_a_failed_compilation_is_reported_and_runs_in_eager_mode(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", Broken)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring.evaluate_spec"], "BlockCompiler", Broken)
     compiled = scored(compile=True)
     assert compiled.scores == scored().scores
     assert compiled.blocks["mode"] == "eager"

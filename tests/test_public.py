@@ -26,7 +26,7 @@ def loaded_after(statement: str) -> set[str]:
         "import layershuffle",
         "import layershuffle as ls; ls.ExecutionOrder.sequential(3); ls.LayerShuffleError",
         "import layershuffle as ls; ls.Shuffled().draw(12, seed=0, step=0); ls.EncodingForm()",
-        "import layershuffle.files, layershuffle.core.policies, layershuffle.core.position_forms",
+        "import layershuffle.ground.files, layershuffle.core.policies",
     ],
 )
 def test_no_heavy_import_until_needed(statement: str) -> None:
@@ -50,7 +50,7 @@ def test_every_public_name_resolves() -> None:
 
 def test_names_of_modules_are_the_functions() -> None:
     """`predict` is a module, too, which commands import."""
-    code = "import layershuffle.predict, layershuffle as ls; print(ls.predict.__qualname__)"
+    code = "import layershuffle.scoring.predict, layershuffle as ls; print(ls.predict.__qualname__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "predict\n"
 

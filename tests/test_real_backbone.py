@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
 from layershuffle.data import open_data
-from layershuffle.image_view import ImageView
+from layershuffle.images.view import ImageView
 
 VIEW = ImageView(channels=3, height=28, width=28, mean=(0.5,) * 3, std=(0.5,) * 3)
 

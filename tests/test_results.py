@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from layershuffle.errors import DataError
-from layershuffle.results import ScoreRow, read_rows, write_rows
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.rows import ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import read_plan
 from refusals import refuses
 

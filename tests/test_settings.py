@@ -3,12 +3,14 @@
 import pytest
 import yaml
 
-from layershuffle.bundled import asset
 from layershuffle.core.position_forms import EncodingForm
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import EvalSettings, FitSettings, digest, read_recipe
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import SettingsError, UsageError
+from layershuffle.ground.settings import digest, read_recipe
+from layershuffle.scoring.settings import EvalSettings
 from layershuffle.study.plan import make_plan
 from layershuffle.study.settings import StudySettings
+from layershuffle.training.settings import FitSettings
 from refusals import refuses
 
 BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}

@@ -32,7 +32,7 @@ from common import (
     images,
 )
 from contracts import TOLERANCE
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 from own_models import Asked, Block, Own, TrainedWithPatches, TwoEnds
 from test_own_models import EQUAL_LENGTHS, one_by_one
 

@@ -33,7 +33,7 @@ from common import (
 )
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import BlockStack, stack_of, with_hooks
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 from own_models import Own
 from refusals import refuses
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from layershuffle.stats import (
+from layershuffle.ground.stats import (
     Values,
     compare,
     deviation,

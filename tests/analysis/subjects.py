@@ -7,7 +7,7 @@ from common import CLASSES, images
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.analysis.subject import Subject
 from layershuffle.data import ImageData, Split
-from layershuffle.text import unheard
+from layershuffle.ground.text import unheard
 
 
 def subject_of(model, *, count=8, classes=CLASSES, **settings):

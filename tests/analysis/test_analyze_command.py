@@ -17,7 +17,7 @@ from layershuffle.analysis import (
 )
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.cli import main
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from pictures import noise
 from refusals import refuses
 

@@ -23,8 +23,8 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import numbers_of, table_text
 from layershuffle.analysis.subject import balanced_orders
-from layershuffle.plotting import INK
-from layershuffle.stats import half_width, t_interval
+from layershuffle.ground.plotting import INK
+from layershuffle.ground.stats import half_width, t_interval
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 7, 12])

@@ -25,7 +25,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, running, with_hooks
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import Split
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
 ORDER = ExecutionOrder(PERMUTED, DEPTH)

@@ -24,7 +24,7 @@ from _harness import (
     write_results,
 )
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
 from refusals import refuses
 
 # torch's own, while it traces.

@@ -22,10 +22,10 @@ import layershuffle as ls
 from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
 from layershuffle.core.policies import Kept
-from layershuffle.errors import SettingsError
-from layershuffle.extras import EXTRAS
+from layershuffle.ground.errors import SettingsError
+from layershuffle.ground.extras import EXTRAS
+from layershuffle.ground.stats import wilson_interval
 from layershuffle.models import set_class_names, truncate
-from layershuffle.stats import wilson_interval
 from layershuffle.training.history import read_history
 
 MODEL = DIGITS_VIT

@@ -17,8 +17,8 @@ from layershuffle.cli.progress import (
     study_watcher,
     training_listener,
 )
+from layershuffle.ground.text import Progress
 from layershuffle.study.runner import TaskState
-from layershuffle.text import Progress
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_cl
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import Item
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.errors import DataError, UsageError
+from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.merging.scoring import score_ensemble
 from layershuffle.merging.settings import EnsembleSettings
 from layershuffle.models import name_classes, set_class_names
-from layershuffle.scoring import evaluate_spec
-from layershuffle.settings import EvalSettings
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 from refusals import refuses
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 import layershuffle as ls
-from layershuffle import pixels as module
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
-from layershuffle.errors import DataError, UsageError
-from layershuffle.pixels import (
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.images import pixels as module
+from layershuffle.images.pixels import (
     extensions,
     formats,
     normalised,

@@ -14,7 +14,7 @@ import torchvision.datasets
 from made import CLASSES, VIEW, idx_files, opened, rows, sample, saved, shard, splits_of
 
 from layershuffle.data import DataOptions, ImageView, open_data
-from layershuffle.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
 

@@ -22,7 +22,7 @@ from PIL import ExifTags, Image
 
 from layershuffle.data import ImageData, ImageView
 from layershuffle.data.transforms import Images
-from layershuffle.errors import DataError, UsageError
+from layershuffle.ground.errors import DataError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
 

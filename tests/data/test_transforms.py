@@ -27,8 +27,8 @@ from layershuffle.data.transforms import (
     match_channels,
     seeded_globals,
 )
-from layershuffle.errors import UsageError
-from layershuffle.image_view import Resize
+from layershuffle.ground.errors import UsageError
+from layershuffle.images.view import Resize
 from refusals import refuses
 
 VIEW = ImageView(

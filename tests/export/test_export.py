@@ -20,22 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import FAMILIES, images
 from exported import SHIPPED, exported_digits
-from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import blocks_of
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, BlockPrecision, block_alone, form_of
-from layershuffle.manifest import MANIFEST
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import ModelFileError, StackError, UsageError
+from layershuffle.ground.text import unheard
 from layershuffle.merging.group import MergeGroup
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.files import weights_digest
+from layershuffle.models.manifest import MANIFEST
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.swarm.served import served_directory
-from layershuffle.text import unheard
 from layershuffle_host.blocks import Block
 from refusals import refuses
 

@@ -19,7 +19,7 @@ import layershuffle as ls
 from common import FAMILIES, ORDERS, images, logits_of, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import running
-from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.ground.errors import ModelFileError, UsageError
 from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.models.files import weights_digest

@@ -21,15 +21,15 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.errors import DataError, SettingsError, UsageError
+from layershuffle.ground.errors import DataError, SettingsError, UsageError
+from layershuffle.ground.rows import MergingRow, read_rows, write_rows
+from layershuffle.ground.stats import wilson_interval
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
 from layershuffle.merging.scoring import score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.models import image_view
-from layershuffle.results import MergingRow, read_rows, write_rows
-from layershuffle.stats import wilson_interval
 from refusals import refuses
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
@@ -139,7 +139,7 @@ def compilers(monkeypatch):
         built.append(BlockCompiler(backend="eager", **options))
         return built[-1]
 
-    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", make)
+    monkeypatch.setattr(sys.modules["layershuffle.scoring.evaluate_spec"], "BlockCompiler", make)
     return built
 
 

@@ -8,8 +8,8 @@ import torch
 import layershuffle as ls
 from common import DEPTH, FAMILIES, images, logits_of, redraw
 from layershuffle.core.stack import running
-from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import resized_as
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.images.view import resized_as
 from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import image_view, replace_head, set_class_names, set_image_view

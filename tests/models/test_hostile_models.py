@@ -36,7 +36,7 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.errors import ModelFileError
+from layershuffle.ground.errors import ModelFileError
 from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.models.files import weight_files
 from refusals import refuses

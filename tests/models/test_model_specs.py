@@ -14,7 +14,7 @@ import layershuffle as ls
 from common import FAMILIES, global_generators_untouched, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.models import num_classes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.spec import parse_spec

@@ -37,7 +37,7 @@ from common import CLASSES, DEPTH, FAMILIES, images, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, blocks_of
 from layershuffle.core.tying import middle_blocks, places_tied, tie
-from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, ModelFileError, UsageError
 from layershuffle.merging.compatibility import check_compatible
 from layershuffle.models import (
     class_names_of,

@@ -41,8 +41,8 @@ from common import (
     redraw,
 )
 from layershuffle.core.position_forms import AUTHORS_PREDICTION
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.image_view import resized_as
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.images.view import resized_as
 from layershuffle.models import (
     class_names_of,
     image_view,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common import DIGITS_VIT
-from layershuffle.results import MergingRow, ScoreRow
+from layershuffle.ground.rows import MergingRow, ScoreRow
 from layershuffle.study.plan import make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_stored, record

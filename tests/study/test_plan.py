@@ -8,8 +8,8 @@ import yaml
 from fixture import TINY, facts, run_rows, tell
 
 from layershuffle.cli import main
-from layershuffle.errors import UsageError
-from layershuffle.settings import EvalSettings
+from layershuffle.ground.errors import UsageError
+from layershuffle.scoring.settings import EvalSettings
 from layershuffle.study.plan import check_plan, make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import count_orders

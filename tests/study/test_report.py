@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from layershuffle.stats import compare, estimate
+from layershuffle.ground.stats import compare, estimate
 from layershuffle.study.paper.figures import (
     STYLES,
     arm_style,

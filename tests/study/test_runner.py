@@ -20,11 +20,11 @@ from fixture import done_here, results
 
 import layershuffle as ls
 from forked import STARTS, ForkedTeam, studying
-from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.errors import DataError, Interrupted, LayerShuffleError, UsageError
-from layershuffle.results import ScoreRow, read_rows
-from layershuffle.settings import read_recipe
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import DataError, Interrupted, LayerShuffleError, UsageError
+from layershuffle.ground.rows import ScoreRow, read_rows
+from layershuffle.ground.settings import read_recipe
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.plan import make_plan, read_plan, write_plan
 from layershuffle.study.runner import LocalTeam, run_study, task_states, visible_gpus

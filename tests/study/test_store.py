@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fixture import facts, merging_rows, run_of, run_rows, tell, write_merging, write_study
 
-from layershuffle.errors import DataError, LayerShuffleError, UsageError
-from layershuffle.results import ScoreRow, read_rows
+from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.ground.rows import ScoreRow, read_rows
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.store import read_study
 from layershuffle.study.tasks import StudyError

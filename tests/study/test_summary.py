@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fixture import facts, merging_rows, run_of, tell, write_merging, write_study
 
-from layershuffle.results import ScoreRow
+from layershuffle.ground.rows import ScoreRow
 from layershuffle.study.paper.numbers import paper_number
 from layershuffle.study.paper.report import write_report
 from layershuffle.study.paper.summary import summarise

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
-from layershuffle.bundled import asset
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import Members

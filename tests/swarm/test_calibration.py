@@ -23,10 +23,10 @@ from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running
 from layershuffle.data import DataOptions, Split, open_data
 from layershuffle.data.contract import limited_test
-from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
+from layershuffle.ground.errors import DataError, ModelFileError, StackError, UsageError
+from layershuffle.ground.stats import independent_images, t_interval, wilson_interval
 from layershuffle.models import file_view, image_view, truncate
 from layershuffle.models.files import weights_digest
-from layershuffle.stats import independent_images, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     calibration_path,
     expected_at,

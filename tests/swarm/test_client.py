@@ -16,11 +16,11 @@ from gateway_site import HOSTS, certify, picture, site, started
 
 from clock import SkippingLoop
 from common import DEPTH
-from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.asking import ServerOptions
 from layershuffle.cli.serving import UpCommand
-from layershuffle.errors import UsageError
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admission import GatewayLimits

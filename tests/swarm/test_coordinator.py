@@ -32,7 +32,7 @@ from gateway_site import Site as GatewaySite
 from gateway_site import picture, run
 
 from layershuffle.cli.serving import JsonLines
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import coordinator as coordinator_module
 from layershuffle.swarm import members as members_module
 from layershuffle.swarm.chaos import FaultInjector

@@ -16,7 +16,7 @@ from PIL import Image
 from clock import loop_time, run_virtual
 from common import FAMILIES
 from layershuffle.cli.drill import DrillCommand
-from layershuffle.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.models import load
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.chaos import ChaosTransport

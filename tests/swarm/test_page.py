@@ -14,14 +14,14 @@ from gateway_site import run, sent
 from PIL import Image
 
 import layershuffle as ls
-from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.models import read_record, truncate
-from layershuffle.predict import predict
+from layershuffle.scoring.predict import predict
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import pair_names
 from layershuffle.swarm.server.page import HEADERS, demo_app

@@ -17,7 +17,7 @@ import pytest
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 
-from layershuffle.bundled import asset
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app

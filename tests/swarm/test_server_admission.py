@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of

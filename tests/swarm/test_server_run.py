@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 from gateway_site import certify, site
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening

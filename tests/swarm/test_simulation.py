@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.assignment import BlockFile
 from layershuffle.swarm.faults import SCENARIOS, Fault, FaultKind
 from layershuffle.swarm.limits import Limits

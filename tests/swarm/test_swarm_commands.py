@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import start

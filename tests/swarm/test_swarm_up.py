@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from layershuffle import cli
-from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.server.operating import Operator
 from waiting import HANGS, wait_for, wait_for_address

@@ -27,9 +27,9 @@ from gateway_site import certify, picture, run
 from safetensors.numpy import load, save
 from starlette.applications import Starlette
 
-from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.remote_model import RemoteModel

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import DIGITS_VIT
-from layershuffle.settings import FitSettings
+from layershuffle.training.settings import FitSettings
 
 MODEL, NO_DROPOUT = f"{DIGITS_VIT}&proj_drop_rate=0.1", f"{DIGITS_VIT}&proj_drop_rate=0"
 DATA = "digit-pairs?train=96&validation=32&test=32"

@@ -23,9 +23,9 @@ from forked import SERVER
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
+from layershuffle.ground.errors import Interrupted, SettingsError, TrainingError, UsageError
+from layershuffle.ground.settings import digest
 from layershuffle.models import image_view
-from layershuffle.settings import digest
 from layershuffle.training import fit
 from layershuffle.training.distributed import Ranks, joined
 from layershuffle.training.loop import epoch_rows

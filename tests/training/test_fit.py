@@ -21,8 +21,8 @@ from torch import nn
 import layershuffle as ls
 from forked import SERVER
 from layershuffle.data.digits import DigitPairs
-from layershuffle.errors import Interrupted, TrainingError, UsageError
-from layershuffle.machine import processor
+from layershuffle.ground.errors import Interrupted, TrainingError, UsageError
+from layershuffle.ground.machine import processor
 from layershuffle.training import fit
 from layershuffle.training.history import COLUMNS, SCORES, add_row, begin_history, read_history
 from layershuffle.training.loop import epoch_rows

@@ -22,11 +22,12 @@ from common import FAMILIES, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.errors import Interrupted, ModelFileError, UsageError
+from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.models import class_names_of, image_view, set_class_names
-from layershuffle.scoring import evaluate_spec
-from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 from layershuffle.training import fit
+from layershuffle.training.settings import FitSettings
 
 FOLDERS = ("disk", "grid", "stripe")  # in the order in which folders are numbered
 BASE = ("stripe", "disk", "grid")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import assert_same_weights, losses, settings, weights
 
-from layershuffle.errors import TrainingError
+from layershuffle.ground.errors import TrainingError
 from layershuffle.training import fit
 
 pytestmark = [

@@ -9,7 +9,7 @@ from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
 
 import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import SettingsError
+from layershuffle.ground.errors import SettingsError
 from layershuffle.models import image_view
 from layershuffle.training import fit
 from layershuffle.training.loop import Event, epoch_rows

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.errors import UsageError
-from layershuffle.machine import Device
-from layershuffle.text import Progress, did_you_mean, unheard
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.machine import Device
+from layershuffle.ground.text import Progress, did_you_mean, unheard
 
 __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "run_analysis"]
 
@@ -68,7 +68,7 @@ def run_analysis(
 
     from layershuffle.analysis.results import SUMMARY, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
-    from layershuffle.files import listed_files, refuse_others, staged_directory, write_text
+    from layershuffle.ground.files import listed_files, refuse_others, staged_directory, write_text
 
     title = find_analysis(name)
     refuse_others(out, ours=listed_files(out / SUMMARY), kind="analysis")
@@ -103,7 +103,7 @@ def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
     """The figures of an analysis by file name, drawn from the texts of its tables by file name."""
     from pandas import read_csv
 
-    from layershuffle.plotting import figure_bytes
+    from layershuffle.ground.plotting import figure_bytes
 
     tables = {Path(file).stem: read_csv(io.StringIO(text)) for file, text in texts.items()}
     return {
@@ -115,7 +115,7 @@ def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
 
 def _page(title: str, subject: str, texts: Mapping[str, str], *, figures: Collection[str]) -> str:
     """The page with the numbers and the figures, and links to the tables behind them."""
-    from layershuffle.plotting import html_page, html_table
+    from layershuffle.ground.plotting import html_page, html_table
 
     head, *rows = csv.reader(io.StringIO(texts["numbers.csv"]))
     pictures = (f'<img src="{name}" alt="{name}">' for name in figures if name.endswith(".svg"))

@@ -37,7 +37,7 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.position import Guesses, PositionedModel
-from layershuffle.stats import independent_images, wilson_interval
+from layershuffle.ground.stats import independent_images, wilson_interval
 
 _SHARE = 0.5  # orders per image for fitting, as a share of the depth
 _SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}

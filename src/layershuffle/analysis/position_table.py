@@ -18,9 +18,9 @@ from pandas import DataFrame
 from torch import Tensor
 
 from layershuffle.analysis.results import Facts
-from layershuffle.errors import UsageError
-from layershuffle.plotting import GROUND, INK, new_figure, style_axes
-from layershuffle.stats import half_width
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.plotting import GROUND, INK, new_figure, style_axes
+from layershuffle.ground.stats import half_width
 
 Floats = NDArray[np.float64]
 Clusters = NDArray[np.int64] | None

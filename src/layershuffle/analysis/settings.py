@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from layershuffle.settings import Positive, Seed, Settings
+from layershuffle.ground.settings import Positive, Seed, Settings
 
 
 class AnalysisSettings(Settings):

@@ -23,14 +23,14 @@ from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import resized_as
-from layershuffle.machine import Device, device_of
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import Device, device_of
+from layershuffle.ground.text import Progress
+from layershuffle.images.view import resized_as
 from layershuffle.models import image_view, load
 from layershuffle.models.files import LOG
 from layershuffle.models.origin import training_settings
-from layershuffle.scoring import matched
-from layershuffle.text import Progress
+from layershuffle.scoring.evaluate_spec import matched
 
 # With fewer clusters, their spread is too uncertain to judge a difference.
 FEWEST_CLUSTERS = 10

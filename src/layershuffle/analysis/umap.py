@@ -34,10 +34,10 @@ from layershuffle.analysis.results import Facts, Measurement, Tables
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import has_class_token
-from layershuffle.errors import UsageError
-from layershuffle.machine import torch_threads
-from layershuffle.plotting import INK, new_figure, style_axes
-from layershuffle.stats import half_width
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.machine import torch_threads
+from layershuffle.ground.plotting import INK, new_figure, style_axes
+from layershuffle.ground.stats import half_width
 
 Array = NDArray[Any]
 _DETACHED_GAP = 2.0

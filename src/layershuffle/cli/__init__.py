@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token, UnknownOptionError
 
 from layershuffle._version import __version__
-from layershuffle.errors import (
+from layershuffle.ground.errors import (
     Interrupted,
     LayerShuffleError,
     SettingsError,
     UsageError,
     of_the_machine,
 )
-from layershuffle.text import one_line
+from layershuffle.ground.text import one_line
 
 if TYPE_CHECKING:
     from layershuffle.cli.command import Command

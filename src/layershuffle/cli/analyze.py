@@ -8,9 +8,9 @@ from pathlib import Path
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, run_analysis
 from layershuffle.cli.command import ComputingCommand, Inline
-from layershuffle.errors import LayerShuffleError, of_the_machine
-from layershuffle.extras import require
-from layershuffle.text import table
+from layershuffle.ground.errors import LayerShuffleError, of_the_machine
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import table
 
 
 @dataclass(frozen=True)

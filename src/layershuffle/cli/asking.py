@@ -11,13 +11,13 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.bundled import packaged_file
 from layershuffle.cli.command import Command, ImageFiles, Reporting
 from layershuffle.cli.serving import state_flag
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
-from layershuffle.text import counted, ranked, table
+from layershuffle.ground.bundled import packaged_file
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import counted, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Expected

@@ -16,8 +16,8 @@ from typing import Annotated, Any, TypeVar
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from layershuffle.machine import Device, torch_threads
-from layershuffle.text import Progress
+from layershuffle.ground.machine import Device, torch_threads
+from layershuffle.ground.text import Progress
 
 AnySettings = TypeVar("AnySettings")
 Inline = Annotated[AnySettings, Parameter(name="*")]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
-from layershuffle.machine import collector_paused
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.machine import collector_paused
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.workbench import Workbench

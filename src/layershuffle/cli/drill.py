@@ -16,11 +16,11 @@ from cyclopts.validators import Number
 
 from layershuffle.cli.asking import OperatorCommand, ServerOptions, describe_answer
 from layershuffle.cli.command import Command
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import table
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
 from layershuffle.swarm.settings import DEFAULT_MODEL
-from layershuffle.text import table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator

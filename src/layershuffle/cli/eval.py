@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Reporting
-from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import device_of
-from layershuffle.settings import EvalSettings
-from layershuffle.text import counted, ranked, table
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import device_of
+from layershuffle.ground.text import counted, ranked, table
+from layershuffle.scoring.settings import EvalSettings
 
 if TYPE_CHECKING:
     from layershuffle.core.evaluation import Score
     from layershuffle.data import Split
-    from layershuffle.scoring import Evaluation
+    from layershuffle.scoring.evaluate_spec import Evaluation
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class EvalCommand(ComputingCommand, Reporting):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"--order and {flag} exclude each other", hint="give one of them")
 
-        from layershuffle.scoring import evaluate_spec
+        from layershuffle.scoring.evaluate_spec import evaluate_spec
 
         with self.computing("eval") as progress:
             evaluation = evaluate_spec(
@@ -70,7 +70,7 @@ class EvalCommand(ComputingCommand, Reporting):
 def _report(
     evaluation: Evaluation, settings: EvalSettings, *, model: str, stop: float | None
 ) -> dict[str, Any]:
-    from layershuffle.machine import hardware, versions
+    from layershuffle.ground.machine import hardware, versions
 
     split = evaluation.data.splits["test"]
     groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
@@ -100,7 +100,7 @@ def score_report(name: str, scores: Sequence[Score], *, split: Split) -> dict[st
 
     They are mean, spread and interval of each metric, and each score with its orders.
     """
-    from layershuffle.stats import estimate
+    from layershuffle.ground.stats import estimate
 
     # One model: its interval covers orders, or for top-1 the images where there is one order.
     (independent,) = split.independent(scores[0].right[:, None])
@@ -228,7 +228,7 @@ class PredictCommand(ComputingCommand, Reporting):
         from layershuffle.core.orders import ExecutionOrder
         from layershuffle.core.stack import depth_of
         from layershuffle.models import load, name_classes
-        from layershuffle.predict import drawn_order, predict
+        from layershuffle.scoring.predict import drawn_order, predict
 
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)

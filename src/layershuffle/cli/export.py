@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layershuffle.cli.command import Command
-from layershuffle.errors import UsageError
-from layershuffle.text import counted
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import counted
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from cyclopts import App, ArgumentCollection
 from cyclopts.argument import update_argument_collection
 from pydantic import ValidationError
 
-from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import Command, Inline
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import FitSettings, read_recipe
+from layershuffle.ground.bundled import recipe_file
+from layershuffle.ground.errors import SettingsError, UsageError
+from layershuffle.ground.settings import read_recipe
+from layershuffle.training.settings import FitSettings
 
 
 @dataclass(frozen=True, kw_only=True)

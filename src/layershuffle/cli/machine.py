@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from layershuffle.cli.command import Command
-from layershuffle.extras import EXTRAS, missing
-from layershuffle.text import listing, shortened
+from layershuffle.ground.extras import EXTRAS, missing
+from layershuffle.ground.text import listing, shortened
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _extra(name: str) -> tuple[str, str]:
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
     """What was looked at: its name, whether it is good enough, and what is there."""
-    from layershuffle.machine import cores, processor, versions
+    from layershuffle.ground.machine import cores, processor, versions
 
     yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
     for package, version in versions().items():
@@ -97,7 +97,7 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
     import torch
 
-    from layershuffle.machine import cpu_has_bf16
+    from layershuffle.ground.machine import cpu_has_bf16
 
     if torch.cuda.is_available():
         name, bf16 = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()
@@ -114,7 +114,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
 
 def _bundled() -> tuple[bool, str]:
     from layershuffle.core.stack import depth_of
-    from layershuffle.errors import ModelFileError
+    from layershuffle.ground.errors import ModelFileError
     from layershuffle.models import load
 
     try:

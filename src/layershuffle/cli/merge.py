@@ -12,12 +12,12 @@ from cyclopts import Parameter
 
 from layershuffle.cli.command import ComputingCommand, Inline, Models, Reporting
 from layershuffle.cli.eval import score_report, score_table
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import counted
 from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
-from layershuffle.text import counted
 
 if TYPE_CHECKING:
-    from layershuffle.results import MergingRow
+    from layershuffle.ground.rows import MergingRow
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class MergeCommand(ComputingCommand, Reporting):
         # Built anew, because a copy would not refuse a count of 0.
         settings = MergingSettings(**dict(self.options), merges=merges)
 
+        from layershuffle.ground.rows import group_rows, write_rows
         from layershuffle.merging.scoring import score_merging
         from layershuffle.models.output import check_output
-        from layershuffle.results import group_rows, write_rows
 
         if self.out is not None:
             # Checked before hours of scoring whose results could not be written.
@@ -125,7 +125,7 @@ def _merge_by_recipe(path: Path, out: Path, *, overwrite: bool) -> int:
 
 def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
-    from layershuffle.results import score_of
+    from layershuffle.ground.rows import score_of
 
     first = rows[0]
     # Donors have different names, so a group of donors has none.

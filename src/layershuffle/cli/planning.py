@@ -11,10 +11,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from layershuffle.cli.command import AtLeastOne, Command, ComputingCommand, Reporting
-from layershuffle.extras import require
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import counted, table
 from layershuffle.swarm.faults import SCENARIOS, ScenarioName
 from layershuffle.swarm.settings import DEFAULT_MODEL, ROUTINGS
-from layershuffle.text import counted, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.text import clock
+from layershuffle.ground.text import clock
 
 if TYPE_CHECKING:
     from layershuffle.study.runner import StudyWatcher, TaskState

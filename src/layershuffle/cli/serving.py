@@ -19,9 +19,9 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command, Inline
-from layershuffle.extras import require
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import counted
 from layershuffle.swarm.settings import SwarmSettings
-from layershuffle.text import counted
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator

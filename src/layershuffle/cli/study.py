@@ -6,11 +6,11 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
 
-from layershuffle.bundled import asset, recipe_file
 from layershuffle.cli.command import AtLeastOne, Command
-from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
-from layershuffle.extras import require
-from layershuffle.settings import read_recipe
+from layershuffle.ground.bundled import asset, recipe_file
+from layershuffle.ground.errors import LayerShuffleError, SettingsError, UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.settings import read_recipe
 from layershuffle.study.dry_run import plan_text
 from layershuffle.study.plan import check_plan, make_plan
 from layershuffle.study.runner import LocalTeam, MakeTeam, run_study

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 
 # What may differ between blocks that can still stand in for each other: how often they are dropped
 # in training, whether they are in training mode, and the number they carry for logging or caching.

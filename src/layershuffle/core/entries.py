@@ -23,7 +23,7 @@ from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import Run, in_backward
 from layershuffle.core.tensors import mapped, state_of, tensor_of, to_device
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 
 Call = Callable[..., Any]
 """Called as a block is: the state, then whatever else the backbone passes to its blocks."""

@@ -22,7 +22,7 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of, stack_of
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import DataError, UsageError
+from layershuffle.ground.errors import DataError, UsageError
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]

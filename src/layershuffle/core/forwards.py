@@ -19,7 +19,7 @@ from layershuffle.core.runs import Asked
 from layershuffle.core.sharing import Beginnings, beginnings, forget
 from layershuffle.core.stack import in_order, running, stack_of
 from layershuffle.core.tensors import logits_of
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 _log = logging.getLogger("layershuffle")
 # Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.

@@ -17,7 +17,7 @@ from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, running, stack_of
 from layershuffle.core.tensors import logits_of, to_device
 from layershuffle.core.tying import places_tied
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 Criterion = Callable[[Tensor, Tensor], Tensor]

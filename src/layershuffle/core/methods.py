@@ -23,8 +23,8 @@ from layershuffle.core.policies import (
     Shuffled,
 )
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.orders import ExecutionOrder, check_depth, is_integer, order_of
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]

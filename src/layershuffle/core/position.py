@@ -23,7 +23,7 @@ from layershuffle.core.hooks import Step, begins_forward
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.core.stack import depth_of, stack_of, with_hooks, wrap
 from layershuffle.core.tensors import to_device
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 
 _LATE_CLASS_TOKEN = ("cls_attn_blocks", "blocks_token_only")  # XCiT, CaiT
 _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 _CHOICES = {
     "table": ("per-block", "shared"),

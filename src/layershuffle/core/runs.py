@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import queue_callback
 
 from layershuffle.core.hooks import BlockHook
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 
 # Makes what the backbone calls in place of its blocks, for one forward.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]

@@ -31,7 +31,7 @@ from layershuffle.core.entries import Axes, Call, Entry, Shared, along, grouped
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import PLAIN, changed, holders, in_eval, is_compiled, never_asked
 from layershuffle.core.tensors import mapped, tensors_of
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 
 _Verdicts = dict[Hashable, tuple[int, Any]]  # number of calls, verdict
 # By stack, and by the module that is called around it.

@@ -43,7 +43,7 @@ from layershuffle.core.runs import (
 )
 from layershuffle.core.sharing import sample_axes
 from layershuffle.core.tensors import logits_of, tensors_of
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layershuffle.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError, UsageError
 
 
 def logits_of(output: Any) -> Tensor:

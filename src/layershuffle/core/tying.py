@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from layershuffle.core.stack import blocks_of, wrap
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 
 def tie(

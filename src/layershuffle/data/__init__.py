@@ -6,7 +6,7 @@
 from layershuffle.data.class_names import match_classes
 from layershuffle.data.contract import DataOptions, ImageData, Split
 from layershuffle.data.loading import open_data
-from layershuffle.image_view import ImageView
+from layershuffle.images.view import ImageView
 
 __all__ = [
     "DataOptions",

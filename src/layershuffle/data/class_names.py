@@ -14,8 +14,8 @@ from unicodedata import normalize
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import ImageData, Item
-from layershuffle.errors import DataError
-from layershuffle.text import shortened
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.text import shortened
 
 ClassNames = Sequence[str]
 _IMAGENET_CLASSES = 1000

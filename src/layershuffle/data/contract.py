@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.errors import UsageError
-from layershuffle.image_view import ImageView
-from layershuffle.text import one_line
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import one_line
+from layershuffle.images.view import ImageView
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
 
@@ -83,7 +83,7 @@ class Split:
         Raises `ValueError` for another number of images.
         """
         # scipy takes a second to import, and data are opened without it.
-        from layershuffle.stats import independent_images
+        from layershuffle.ground.stats import independent_images
 
         groups = None if self.groups is None else self.groups.numpy()
         counts: list[float] = independent_images(right.numpy(), groups).tolist()

@@ -26,9 +26,9 @@ from torch import Tensor
 from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
-from layershuffle.errors import DataError
-from layershuffle.pixels import extensions, read_image
-from layershuffle.text import counted, one_line, shortened
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.text import counted, one_line, shortened
+from layershuffle.images.pixels import extensions, read_image
 
 VALIDATION_NAMES = ("val", "valid", "validation")
 TEST_NAME = "test"

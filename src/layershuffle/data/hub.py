@@ -22,9 +22,9 @@ from PIL import Image
 from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
-from layershuffle.errors import DataError, UsageError, of_the_machine
-from layershuffle.pixels import SKIP_HINT, read_image
-from layershuffle.text import one_line, shortened
+from layershuffle.ground.errors import DataError, UsageError, of_the_machine
+from layershuffle.ground.text import one_line, shortened
+from layershuffle.images.pixels import SKIP_HINT, read_image
 
 SPLITS = {
     "train": ("train", "training"),

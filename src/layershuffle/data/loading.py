@@ -13,12 +13,12 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
-from layershuffle.image_view import ImageView
-from layershuffle.machine import cores
-from layershuffle.pixels import pillow_mode
-from layershuffle.text import did_you_mean, nearest
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.machine import cores
+from layershuffle.ground.text import did_you_mean, nearest
+from layershuffle.images.pixels import pillow_mode
+from layershuffle.images.view import ImageView
 
 
 @dataclass(frozen=True, kw_only=True)

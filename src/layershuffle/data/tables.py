@@ -27,9 +27,9 @@ from layershuffle.data.transforms import (
     PlainTransform,
     augment_transform,
 )
-from layershuffle.errors import DataError
-from layershuffle.image_view import ImageView, resized_size
-from layershuffle.text import shortened
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.text import shortened
+from layershuffle.images.view import ImageView, resized_size
 
 
 def assemble(

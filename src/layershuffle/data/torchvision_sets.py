@@ -21,9 +21,9 @@ from PIL import Image
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
-from layershuffle.errors import DataError, UsageError
-from layershuffle.pixels import decoded, faults_named, read_image
-from layershuffle.text import did_you_mean, one_line
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.text import did_you_mean, one_line
+from layershuffle.images.pixels import decoded, faults_named, read_image
 
 # What sets call their parts, in the order in which they are tried.
 _PARTS = {

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, derived_seed
-from layershuffle.errors import DataError
-from layershuffle.image_view import ImageView, resized_size
-from layershuffle.pixels import channels_first, view_pixels, view_rows
+from layershuffle.ground.errors import DataError
+from layershuffle.images.pixels import channels_first, view_pixels, view_rows
+from layershuffle.images.view import ImageView, resized_size
 
 Transform = Callable[[Image.Image], Tensor]
 

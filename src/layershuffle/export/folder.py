@@ -23,7 +23,6 @@ from layershuffle.core.orders import order_of
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, running, stack_of
 from layershuffle.core.tensors import logits_of, mapped, tensors_of
-from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.export.graphs import (
     OPSET,
     BlockForm,
@@ -33,25 +32,26 @@ from layershuffle.export.graphs import (
     form_of,
     graph_of,
 )
-from layershuffle.extras import require
-from layershuffle.files import (
+from layershuffle.ground.errors import ModelFileError, StackError, UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.files import (
     listed_files,
     refuse_others,
     staged_directory,
     write_bytes,
     write_text,
 )
-from layershuffle.machine import collector_paused, processor, versions
-from layershuffle.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
+from layershuffle.ground.machine import collector_paused, processor, versions
+from layershuffle.ground.text import Progress, unheard
 from layershuffle.models import class_names_of, image_view, load, num_classes_of
 from layershuffle.models.files import weights_digest
+from layershuffle.models.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.models.origin import origin_of
 from layershuffle.models.output import own_directory
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
-from layershuffle.scoring import evaluate_spec
-from layershuffle.settings import EvalSettings
-from layershuffle.text import Progress, unheard
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 
 PARITY = 1e-5
 """Largest error of a block in fp32, as a part of the largest number that it returns (or of 1)."""

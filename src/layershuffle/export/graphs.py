@@ -28,9 +28,9 @@ from safetensors.numpy import save
 from torch import Tensor, nn
 
 from layershuffle.core.tensors import state_of
-from layershuffle.errors import StackError
-from layershuffle.manifest import WEIGHTS_LOCATION
-from layershuffle.text import one_line
+from layershuffle.ground.errors import StackError
+from layershuffle.ground.text import one_line
+from layershuffle.models.manifest import WEIGHTS_LOCATION
 
 BlockPrecision = Literal["fp32", "fp16", "int8"]
 OPSET = 20

@@ -19,7 +19,7 @@ from torch import nn
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tying import share_weights
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.models.files import check_finite
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of

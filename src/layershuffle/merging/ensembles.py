@@ -23,7 +23,7 @@ from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.sharing import forget
 from layershuffle.core.stack import depth_of, stack_of
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.merging.compatibility import check_members
 from layershuffle.merging.settings import Combine, EnsembleOrders
 

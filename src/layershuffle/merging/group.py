@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, stack_of
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.merging.compatibility import check_compatible, shared_record
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.models.origin import origin_of, remember

@@ -13,7 +13,7 @@ from itertools import count as counting
 from typing import Literal
 
 from layershuffle.core.draws import Stream
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.merging.settings import End, Slots
 
 Source = int | Literal["average", "base"]

@@ -20,14 +20,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.files import refuse_others
+from layershuffle.ground.errors import SettingsError, UsageError
+from layershuffle.ground.files import refuse_others
+from layershuffle.ground.settings import BlockId, Settings, read_recipe
+from layershuffle.ground.text import did_you_mean, shortened
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.merging.scoring import load_group
 from layershuffle.models import save
 from layershuffle.models.output import FILES_OF_A_MODEL, check_output, own_directory
-from layershuffle.settings import BlockId, Settings, read_recipe
-from layershuffle.text import did_you_mean, shortened
 
 
 class Slice(Settings):

@@ -21,8 +21,10 @@ from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import Device
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import Device
+from layershuffle.ground.rows import MergingRow
+from layershuffle.ground.text import Progress, unheard
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
@@ -36,8 +38,7 @@ from layershuffle.merging.settings import (
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import load
 from layershuffle.models.origin import training_settings
-from layershuffle.results import MergingRow
-from layershuffle.scoring import (
+from layershuffle.scoring.evaluate_spec import (
     batches_of,
     block_compiler,
     open_scored,
@@ -45,7 +46,6 @@ from layershuffle.scoring import (
     refuse_not_finite,
     scoring_device,
 )
-from layershuffle.text import Progress, unheard
 
 # Kinds of models with orders of their own: merge 3 runs in other orders than donor 3.
 _KINDS = ("donor", "merge", "soup", "holdout", "ensemble")

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from layershuffle.settings import Positive, ScoreSettings
+from layershuffle.ground.settings import Positive
+from layershuffle.scoring.settings import ScoreSettings
 
 End = Literal["average", "first", "last", "donor", "base"]
 Slots = Literal["own", "random"]

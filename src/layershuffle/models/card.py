@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
+from layershuffle.ground.text import shortened
 from layershuffle.models.metadata import ModelMetadata
-from layershuffle.text import shortened
 
 # How the libraries load a directory, "." for themselves and "local-dir:." for timm.
 _STOCK = {

@@ -31,8 +31,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from layershuffle.errors import ModelFileError, StackError, UsageError, of_the_machine
-from layershuffle.text import one_line
+from layershuffle.ground.errors import ModelFileError, StackError, UsageError, of_the_machine
+from layershuffle.ground.text import one_line
 
 LOG = logging.getLogger("layershuffle")
 WEIGHTS = "model.safetensors"

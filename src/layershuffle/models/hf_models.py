@@ -19,8 +19,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.image_view import ImageView
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.text import shortened
+from layershuffle.images.view import ImageView
 from layershuffle.models.files import (
     CONFIG,
     LOG,
@@ -42,7 +43,6 @@ from layershuffle.models.origin import (
 )
 from layershuffle.models.position_files import our_name, with_authors_parts
 from layershuffle.models.timm_models import config_of_view
-from layershuffle.text import shortened
 
 NAME = "transformers"
 # Implementations in transformers or torch; any other name is a repository with code to download.

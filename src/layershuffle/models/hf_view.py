@@ -16,12 +16,12 @@ import torch
 from timm.data import resolve_data_config
 from transformers import AutoImageProcessor, ViTImageProcessor
 
-from layershuffle.errors import ModelFileError
-from layershuffle.image_view import ImageView, Resize, uncropped_size
+from layershuffle.ground.errors import ModelFileError
+from layershuffle.ground.text import one_line
+from layershuffle.images.view import ImageView, Resize, uncropped_size
 from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS
 from layershuffle.models.origin import Backbone, per_channel, size_pair, sketched
 from layershuffle.models.timm_models import view_of_config
-from layershuffle.text import one_line
 
 _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)

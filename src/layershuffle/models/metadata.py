@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.image_view import ImageView
-from layershuffle.text import one_line
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.text import one_line
+from layershuffle.images.view import ImageView
 
 METADATA_FILE = "layershuffle.json"
 Json = dict[str, JsonValue]

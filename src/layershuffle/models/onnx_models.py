@@ -15,12 +15,12 @@ import torch
 from safetensors.numpy import load as load_tensors
 from torch import Tensor, nn
 
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.extras import require
-from layershuffle.manifest import ExportManifest, content_of, is_quantised, read_manifest
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import one_line
 from layershuffle.models.files import library_errors
+from layershuffle.models.manifest import ExportManifest, content_of, is_quantised, read_manifest
 from layershuffle.models.origin import Origin, remember
-from layershuffle.text import one_line
 
 NAME = "onnxruntime"
 _AGAIN = "export the model again"

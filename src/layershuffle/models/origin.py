@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.stack import BlockStack
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.image_view import ImageView
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.text import did_you_mean
+from layershuffle.images.view import ImageView
 from layershuffle.models.files import LOG, library_errors, say_dtype
-from layershuffle.text import did_you_mean
 
 # An nn.Module of a library, with attributes that nn.Module does not declare.
 Backbone = Any

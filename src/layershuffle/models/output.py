@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from layershuffle.bundled import asset
-from layershuffle.errors import UsageError
-from layershuffle.manifest import CALIBRATION
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import UsageError
 from layershuffle.models.files import CONFIG, PROCESSOR, WEIGHTS_INDEX
+from layershuffle.models.manifest import CALIBRATION
 from layershuffle.models.metadata import METADATA_FILE
 from layershuffle.models.position_files import PARTS
 from layershuffle.models.spec import parse_spec

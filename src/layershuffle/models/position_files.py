@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layershuffle.core.position import PositionedModel, add_position
 from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
-from layershuffle.errors import ModelFileError
+from layershuffle.ground.errors import ModelFileError
 from layershuffle.models.files import (
     WRAPPERS,
     library_errors,

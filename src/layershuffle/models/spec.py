@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {

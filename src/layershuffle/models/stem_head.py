@@ -14,7 +14,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import changed, run_of
 from layershuffle.core.stack import running, stack_of, tap
 from layershuffle.core.tensors import state_of, tensor_of
-from layershuffle.errors import StackError
+from layershuffle.ground.errors import StackError
 
 
 def run_stem(

@@ -25,16 +25,16 @@ from typing import Any, Protocol, cast
 from huggingface_hub import HfApi
 from torch import nn
 
-from layershuffle.bundled import asset, recipe_of_model
 from layershuffle.core.discovery import ISOTROPIC, find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
-from layershuffle.errors import ModelFileError, StackError, UsageError
-from layershuffle.files import refuse_others, staged_directory
-from layershuffle.image_view import ImageView, view_of_files
-from layershuffle.manifest import MANIFEST
+from layershuffle.ground.bundled import asset, recipe_of_model
+from layershuffle.ground.errors import ModelFileError, StackError, UsageError
+from layershuffle.ground.files import refuse_others, staged_directory
+from layershuffle.ground.text import counted, one_line, shortened
+from layershuffle.images.view import ImageView, view_of_files
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
@@ -50,6 +50,7 @@ from layershuffle.models.files import (
     refused_pickle,
     weights_digest,
 )
+from layershuffle.models.manifest import MANIFEST
 from layershuffle.models.metadata import (
     METADATA_FILE,
     LibraryName,
@@ -67,7 +68,6 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
-from layershuffle.text import counted, one_line, shortened
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 

@@ -18,8 +18,9 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from layershuffle.errors import UsageError
-from layershuffle.image_view import ImageView, Resize
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import shortened
+from layershuffle.images.view import ImageView, Resize
 from layershuffle.models.files import (
     CONFIG,
     LOG,
@@ -49,7 +50,6 @@ from layershuffle.models.origin import (
     unknown_name,
     warn_new_head,
 )
-from layershuffle.text import shortened
 
 NAME = "timm"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})

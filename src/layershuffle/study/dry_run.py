@@ -5,10 +5,10 @@ Nothing is opened or loaded: no model, no images, no network.
 
 from __future__ import annotations
 
+from layershuffle.ground.text import counted
 from layershuffle.study.plan import Plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import RunSpec
-from layershuffle.text import counted
 
 
 def plan_text(study: StudySettings, plan: Plan) -> str:

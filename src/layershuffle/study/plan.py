@@ -12,13 +12,14 @@ from typing import TypeVar
 from layershuffle._version import __version__
 from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.files import refuse_foreign, write_text
+from layershuffle.ground.errors import SettingsError, UsageError
+from layershuffle.ground.files import refuse_foreign, write_text
+from layershuffle.ground.text import one_line
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.scoring.settings import EvalSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
 from layershuffle.study.tasks import AnalysisSpec, AnyTask, MergingSpec, RunSpec, count_orders
-from layershuffle.text import one_line
+from layershuffle.training.settings import FitSettings
 
 PLAN_FILE = "plan.json"
 _SCHEMA = 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layershuffle.ray_cluster import connected_ray
+from layershuffle.ground.ray_cluster import connected_ray
 from layershuffle.study.runner import STOP_SECONDS, LocalTeam, MakeTeam
 from layershuffle.study.tasks import AnyTask
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from layershuffle.errors import Interrupted, LayerShuffleError
-from layershuffle.machine import cores, stop_signals
+from layershuffle.ground.errors import Interrupted, LayerShuffleError
+from layershuffle.ground.machine import cores, stop_signals
 from layershuffle.study.plan import check_plan, make_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_facts, read_failure, writing

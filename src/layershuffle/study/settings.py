@@ -7,16 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.ground.settings import KeysOf, Name, Positive, Seed, Settings
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.settings import (
-    EvalSettings,
-    FitSettings,
-    KeysOf,
-    Name,
-    Positive,
-    Seed,
-    Settings,
-)
+from layershuffle.scoring.settings import EvalSettings
+from layershuffle.training.settings import FitSettings
 
 Names = Annotated[tuple[Name, ...], Field(min_length=1)]
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]

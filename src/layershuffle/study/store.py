@@ -23,8 +23,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from layershuffle.files import explained, write_text
-from layershuffle.results import MergingRow, Row, ScoreRow, read_rows, write_rows
+from layershuffle.ground.files import explained, write_text
+from layershuffle.ground.rows import MergingRow, Row, ScoreRow, read_rows, write_rows
+from layershuffle.ground.text import one_line
 from layershuffle.study.plan import Plan, make_plan, read_plan, run_name
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import (
@@ -40,7 +41,6 @@ from layershuffle.study.tasks import (
     StudyError,
     Task,
 )
-from layershuffle.text import one_line
 
 TASKS_FILE = "tasks.jsonl"
 SCORES_FILE = "results.csv"

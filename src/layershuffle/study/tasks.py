@@ -21,10 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.core.draws import Stream
 from layershuffle.core.policies import parse_modes
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.rows import AnyRow, MergingRow, ScoreRow
+from layershuffle.ground.settings import digest
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.results import AnyRow, MergingRow, ScoreRow
-from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings, digest
+from layershuffle.scoring.settings import EvalSettings
+from layershuffle.training.settings import DEFAULT_EPOCHS, FitSettings
 
 FIT_DIRECTORY = "fit"
 """The directory of the training below that of a run; `layershuffle eval` accepts it."""
@@ -186,10 +188,11 @@ class RunSpec(Task[RunResult]):
         return f"dir:{self.directory(out) / FIT_DIRECTORY}"
 
     def run(self, out: Path, say: Say) -> RunResult:
-        from layershuffle.scoring import check_modes, evaluate_spec, score_rows
+        from layershuffle.scoring.evaluate_spec import check_modes, evaluate_spec, score_rows
         from layershuffle.training import fit
 
-        check_modes(self.settings, self.evaluate)  # before the training, not after it
+        kept = self.settings.build_method().kept
+        check_modes(self.settings.model, self.evaluate, kept=kept)  # before the training
         training = self.training_share()
         fitted = fit(
             self.settings,
@@ -373,7 +376,7 @@ def _numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _task_facts(options: Any, *, started: float, precision: str = "fp32") -> dict[str, Any]:
     """What every merging and analysis says of itself; `started` as `time.monotonic` has it."""
-    from layershuffle.machine import hardware, versions
+    from layershuffle.ground.machine import hardware, versions
 
     return {
         "options": options.model_dump(mode="json"),

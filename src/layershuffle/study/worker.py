@@ -23,13 +23,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from layershuffle.errors import Interrupted, LayerShuffleError
-from layershuffle.files import explained, write_text
-from layershuffle.machine import collector_paused
+from layershuffle.ground.errors import Interrupted, LayerShuffleError
+from layershuffle.ground.files import explained, write_text
+from layershuffle.ground.machine import collector_paused
+from layershuffle.ground.text import one_line
 from layershuffle.study.plan import make_plan, read_plan
 from layershuffle.study.store import FAILURE_FILE, read_facts, record
 from layershuffle.study.tasks import AnyTask, Task
-from layershuffle.text import one_line
 
 LOG_FILE = "log.txt"
 PROGRESS_FILE = "progress.json"
@@ -134,7 +134,7 @@ def attempt(task: AnyTask, out: Path) -> None:
     say("starting", 0.0)
     try:
         with collector_paused():
-            import layershuffle.scoring  # noqa: F401
+            import layershuffle.scoring.evaluate_spec  # noqa: F401
 
             # To look through what was imported takes the collector half a second each time.
             gc.freeze()

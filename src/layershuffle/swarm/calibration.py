@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.files import write_text
-from layershuffle.manifest import CALIBRATION
-from layershuffle.results import Count, Percent
-from layershuffle.stats import mean
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.files import write_text
+from layershuffle.ground.rows import Count, Percent
+from layershuffle.ground.stats import mean
+from layershuffle.models.manifest import CALIBRATION
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.sureness import CalibrationPart, Sureness
 

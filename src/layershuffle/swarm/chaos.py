@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.messages import Answer, State, Transport, Visit
 from layershuffle.swarm.settings import Wire

@@ -14,9 +14,9 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.text import one_line
 from layershuffle.swarm.limits import Limits
-from layershuffle.text import one_line
 
 _PR_SET_PDEATHSIG = 1
 _KEPT = 1000  # bytes of what a process said last

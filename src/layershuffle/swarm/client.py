@@ -18,7 +18,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.doors import client_context, is_loopback
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, SwarmAnswer
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import counted
 from layershuffle.swarm import state
 from layershuffle.swarm.assignment import COPIES, Holder, assign
 from layershuffle.swarm.children import Children
@@ -24,7 +25,6 @@ from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.state import HostView
-from layershuffle.text import counted
 
 _LOOK = 0.1  # seconds between looks at who is there
 _GRACE = 0.3  # seconds in which a host may come back before others take its blocks

@@ -19,18 +19,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, open_data
-from layershuffle.errors import LayerShuffleError
-from layershuffle.image_view import uncropped_size
+from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.ground.stats import mean
+from layershuffle.ground.text import counted, table
+from layershuffle.images.view import uncropped_size
 from layershuffle.models import file_view
-from layershuffle.scoring import matched
-from layershuffle.stats import mean
+from layershuffle.scoring.evaluate_spec import matched
 from layershuffle.swarm.calibration import Calibration, expected_at, expected_over
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.operating import Operator
 from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
-from layershuffle.text import counted, table
 
 _MOST_IMAGES = 1000
 _NOT_TAKEN, _TOO_MANY = (401, 422), 429

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from layershuffle.errors import ModelFileError
+from layershuffle.ground.errors import ModelFileError
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.members import rounded

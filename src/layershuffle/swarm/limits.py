@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from layershuffle.settings import Positive, Settings, Share
+from layershuffle.ground.settings import Positive, Settings, Share
 
 Milliseconds = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(gt=1)]

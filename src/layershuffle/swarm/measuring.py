@@ -29,16 +29,17 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
-from layershuffle.errors import DataError, StackError, UsageError
-from layershuffle.machine import Device, device_of
+from layershuffle.ground.errors import DataError, StackError, UsageError
+from layershuffle.ground.machine import Device, device_of
+from layershuffle.ground.stats import deviation, mean, t_interval, wilson_interval
+from layershuffle.ground.text import Progress, unheard
 from layershuffle.models import file_view, image_view
 from layershuffle.models.files import weights_digest
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import training_settings
 from layershuffle.models.stem_head import refuse_more_than_blocks
-from layershuffle.scoring import batches_of, matched
-from layershuffle.settings import ScoreSettings
-from layershuffle.stats import deviation, mean, t_interval, wilson_interval
+from layershuffle.scoring.evaluate_spec import batches_of, matched
+from layershuffle.scoring.settings import ScoreSettings
 from layershuffle.swarm.calibration import Calibration, CellAccuracy
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
 from layershuffle.swarm.sureness import (
@@ -51,7 +52,6 @@ from layershuffle.swarm.sureness import (
     ending_at,
     temperature_of,
 )
-from layershuffle.text import Progress, unheard
 
 _TEST, _HELD_OUT = "test", "holdout"
 """The split that no training and no choice of a checkpoint uses; the one that chose it."""

@@ -25,7 +25,7 @@ from websockets.exceptions import InvalidState
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.settings import Wire

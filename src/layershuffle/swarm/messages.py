@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.swarm.settings import Wire
 
 State = NDArray[np.float32]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
-from layershuffle.ray_cluster import connected_ray
+from layershuffle.ground.ray_cluster import connected_ray
 
 _LOOK = 2.0  # seconds between looks at which nodes are there
 _ID_LENGTH = 8

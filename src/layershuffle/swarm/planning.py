@@ -19,15 +19,15 @@ from pydantic import Field
 from scipy import sparse
 from scipy.optimize import linprog
 
-from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
+from layershuffle.ground.errors import SettingsError, UsageError
+from layershuffle.ground.settings import Above, Name, NotBelow, Positive, Settings, read_recipe
+from layershuffle.ground.text import counted, listing
 from layershuffle.swarm.assignment import COPIES, BlockFile, Holder, assign
 from layershuffle.swarm.calibration import calibration_of, rounds_of
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.served import ServedModel, served_directory
 from layershuffle.swarm.simulation.hosts import SimulatedDevice
 from layershuffle.swarm.sureness import Stop, Sureness
-from layershuffle.text import counted, listing
 
 MEGA = 1e6
 _MILLI = 1000.0

@@ -29,12 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layershuffle.core.draws import Stream
+from layershuffle.ground.text import counted
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
-from layershuffle.text import counted
 
 _FEWEST = 2
 """Least number of holders of every block that are compared."""

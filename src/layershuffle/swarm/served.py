@@ -18,8 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.bundled import asset
-from layershuffle.manifest import MANIFEST, MANIFEST_SCHEMA, content_of, is_quantised, read_manifest
+from layershuffle.ground.bundled import asset
+from layershuffle.models.manifest import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    content_of,
+    is_quantised,
+    read_manifest,
+)
 from layershuffle.swarm.assignment import BlockFile
 from layershuffle.swarm.messages import State
 from layershuffle_host.blocks import Block

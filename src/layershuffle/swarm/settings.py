@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from layershuffle.settings import Above, Positive, Settings
+from layershuffle.ground.settings import Above, Positive, Settings
 
 Routing = Literal["order-free", "sequential"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from layershuffle.results import Count, Percent
+from layershuffle.ground.rows import Count, Percent
 
 Chance = Annotated[float, Field(gt=0, le=1)]
 

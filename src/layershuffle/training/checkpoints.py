@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
 from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
-from layershuffle.errors import UsageError
-from layershuffle.files import names_in, remove_stale_stages, write_text
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import names_in, remove_stale_stages, write_text
+from layershuffle.ground.settings import read_recipe
+from layershuffle.ground.text import shortened
 from layershuffle.models.files import library_errors
-from layershuffle.settings import FitSettings, read_recipe
-from layershuffle.text import shortened
 from layershuffle.training.history import HISTORY
 from layershuffle.training.job import Job
+from layershuffle.training.settings import FitSettings
 from layershuffle.training.sharding import WHOLE, all_finite
 from layershuffle.training.state import TrainState, new_state
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from layershuffle.errors import TrainingError
-from layershuffle.files import staged_directory
+from layershuffle.ground.errors import TrainingError
+from layershuffle.ground.files import staged_directory
 
 T = TypeVar("T")
 _GROUPS = itertools.count()  # the groups of processes so far, as many in all of them

@@ -18,12 +18,12 @@ from torch import nn
 
 from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
-from layershuffle.errors import Interrupted, ModelFileError, UsageError
-from layershuffle.files import locked, names_in, refuse_foreign, write_text
-from layershuffle.machine import device_of, hardware, stop_signals, torch_threads, versions
+from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
+from layershuffle.ground.files import locked, names_in, refuse_foreign, write_text
+from layershuffle.ground.machine import device_of, hardware, stop_signals, torch_threads, versions
+from layershuffle.ground.settings import digest
+from layershuffle.ground.text import unheard
 from layershuffle.models import save
-from layershuffle.settings import FitSettings, digest
-from layershuffle.text import unheard
 from layershuffle.training.checkpoints import (
     DATA_FILE,
     LOGS,
@@ -37,6 +37,7 @@ from layershuffle.training.distributed import is_first_process, joined
 from layershuffle.training.history import HISTORY, add_row, begin_history, write_page
 from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Listener, OnPhase, train
+from layershuffle.training.settings import FitSettings
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import too_large
 

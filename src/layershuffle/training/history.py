@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layershuffle.extras import missing
-from layershuffle.files import write_text
-from layershuffle.plotting import (
+from layershuffle.ground.extras import missing
+from layershuffle.ground.files import write_text
+from layershuffle.ground.plotting import (
     INK,
     METHOD_STYLES,
     RULE,

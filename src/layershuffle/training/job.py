@@ -19,9 +19,10 @@ from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import resized_as
-from layershuffle.machine import choose_precision, device_of
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import choose_precision, device_of
+from layershuffle.ground.text import counted
+from layershuffle.images.view import resized_as
 from layershuffle.models import (
     image_view,
     load,
@@ -33,10 +34,9 @@ from layershuffle.models import (
     truncate,
 )
 from layershuffle.models.files import LOG, weights_digest
-from layershuffle.scoring import matched
-from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
-from layershuffle.text import counted
+from layershuffle.scoring.evaluate_spec import matched
 from layershuffle.training.distributed import Ranks
+from layershuffle.training.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.training.sharding import idle_parameters
 
 # Of 100 images, one is a percent; with fewer, chance outweighs the differences of checkpoints.

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
 from layershuffle.core.policies import Mode
-from layershuffle.errors import TrainingError
-from layershuffle.text import one_line, unheard
+from layershuffle.ground.errors import TrainingError
+from layershuffle.ground.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job

@@ -18,7 +18,7 @@ from transformers import get_scheduler, set_seed
 
 from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import recomputing
-from layershuffle.errors import TrainingError
+from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.sharding import WHOLE, shard
 

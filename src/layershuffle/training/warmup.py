@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from layershuffle.core.compiling import OFF
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.errors import TrainingError
+from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
 

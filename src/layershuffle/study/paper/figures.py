@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.plotting import (
+from layershuffle.ground.plotting import (
     GROUND,
     INK,
     METHOD_STYLES,
@@ -20,7 +20,7 @@ from layershuffle.plotting import (
     new_figure,
     style_axes,
 )
-from layershuffle.stats import Estimate, mean
+from layershuffle.ground.stats import Estimate, mean
 from layershuffle.study.paper.numbers import PaperNumber
 from layershuffle.study.paper.summary import Summary, label
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from layershuffle.plotting import html_page
-from layershuffle.text import markdown_table
+from layershuffle.ground.plotting import html_page
+from layershuffle.ground.text import markdown_table
 
 _KINDS = {".png": "png", ".svg": "svg+xml"}
 

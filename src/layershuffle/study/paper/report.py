@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layershuffle.analysis.results import numbers_of
-from layershuffle.files import write_bytes, write_text
-from layershuffle.plotting import figure_bytes
-from layershuffle.stats import compare, mean
+from layershuffle.ground.files import write_bytes, write_text
+from layershuffle.ground.plotting import figure_bytes
+from layershuffle.ground.stats import compare, mean
+from layershuffle.ground.text import clock
 from layershuffle.study.paper.figures import draw_bars
 from layershuffle.study.paper.markdown import grid, html_text, literal, picture, printable, section
 from layershuffle.study.paper.summary import Summary, label, summarise
@@ -38,7 +39,6 @@ from layershuffle.study.paper.tables import (
 )
 from layershuffle.study.store import Study, read_study
 from layershuffle.study.tasks import FIGURES
-from layershuffle.text import clock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
-from layershuffle.stats import Estimate, estimate, mean
+from layershuffle.ground.rows import CHOICES, DRAWS, MODES, ScoreRow
+from layershuffle.ground.stats import Estimate, estimate, mean
 from layershuffle.study.paper.markdown import printable
 from layershuffle.study.paper.numbers import PaperNumber, paper_number
 from layershuffle.study.store import Study

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from layershuffle.results import (
+from layershuffle.ground.rows import (
     CHOICES,
     DRAWS,
     MODES,
@@ -17,7 +17,8 @@ from layershuffle.results import (
     group_rows,
     score_of,
 )
-from layershuffle.stats import Estimate, compare, mean
+from layershuffle.ground.stats import Estimate, compare, mean
+from layershuffle.ground.text import markdown_table, table
 from layershuffle.study.paper.figures import (
     arms_drawn,
     draw_figure_1,
@@ -27,7 +28,6 @@ from layershuffle.study.paper.markdown import grid, literal, printable, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
 from layershuffle.study.paper.summary import ScoreCell, Summary, label
 from layershuffle.study.store import Study
-from layershuffle.text import markdown_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

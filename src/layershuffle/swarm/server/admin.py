@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.faults import FaultKind

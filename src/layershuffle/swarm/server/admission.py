@@ -24,8 +24,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from layershuffle.errors import DataError, LayerShuffleError, UsageError
-from layershuffle.settings import Positive, Settings
+from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.ground.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
 from layershuffle.swarm.messages import NotAnswered, until
 from layershuffle.swarm.server.doors import Rate

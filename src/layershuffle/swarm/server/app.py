@@ -21,7 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from layershuffle._version import __version__
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.text import nearest
 from layershuffle.swarm.server.admission import LOG, answer_plainly, answer_to, status_of
 from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.gateway import Gateway, Options
@@ -35,7 +36,6 @@ from layershuffle.swarm.server.schemas import (
     encodable,
 )
 from layershuffle.swarm.state import retry_after
-from layershuffle.text import nearest
 
 _CLASSIFY = "/v1/classify"
 _LOGGED = 0.1, 10  # requests without an answer in the log, a second, and at once

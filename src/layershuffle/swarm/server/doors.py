@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 _SHORTEST_KEY = 16
 _UNITS = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400}

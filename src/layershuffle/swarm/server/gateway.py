@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.calibration import (
     NEVER,
     Expected,

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from layershuffle.bundled import asset
-from layershuffle.errors import DataError
-from layershuffle.image_view import ImageView, resized_size
-from layershuffle.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import DataError
+from layershuffle.images.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
+from layershuffle.images.view import ImageView, resized_size
 from layershuffle.swarm.server.admission import BODY_HINT
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder

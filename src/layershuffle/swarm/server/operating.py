@@ -24,8 +24,8 @@ from typing import Any, Literal
 import httpx
 from filelock import FileLock, Timeout
 
-from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.files import explained, write_bytes
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
 CommandName = Literal["drain", "readmit", "fault", "join", "roll"]

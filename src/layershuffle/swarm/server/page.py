@@ -25,8 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from layershuffle.bundled import asset, packaged_file
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.bundled import asset, packaged_file
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 

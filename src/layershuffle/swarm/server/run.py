@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.members import HostConnection, Members
 from layershuffle.swarm.server.admission import GatewayLimits, client_of
 

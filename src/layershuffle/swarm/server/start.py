@@ -12,9 +12,9 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 
-from layershuffle.errors import UsageError
-from layershuffle.files import write_bytes
-from layershuffle.manifest import MANIFEST
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import write_bytes
+from layershuffle.models.manifest import MANIFEST
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.on_ray import hosts_on_ray

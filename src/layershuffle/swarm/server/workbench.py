@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from layershuffle.bundled import asset
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish
-from layershuffle.errors import UsageError
-from layershuffle.image_view import ImageView
+from layershuffle.ground.bundled import asset
+from layershuffle.ground.errors import UsageError
+from layershuffle.images.view import ImageView
 from layershuffle.models import (
     class_names_of,
     file_view,
@@ -37,7 +37,7 @@ from layershuffle.models import (
     load,
     num_classes_of,
 )
-from layershuffle.scoring import matched
+from layershuffle.scoring.evaluate_spec import matched
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from layershuffle.stats import mean, quantile
+from layershuffle.ground.stats import mean, quantile
+from layershuffle.ground.text import table
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.sureness import Stop
-from layershuffle.text import table
 
 Ended = Literal["answered", "degraded", "late", "failed"]
 """answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its

@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.chaos import RESTLESS, ChaosTransport
 from layershuffle.swarm.faults import Fault

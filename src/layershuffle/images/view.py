@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from layershuffle.errors import DataError, UsageError
+from layershuffle.ground.errors import DataError, UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB

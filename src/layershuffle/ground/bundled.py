@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from layershuffle.errors import UsageError
-from layershuffle.text import did_you_mean
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import did_you_mean
 
 _SCHEME = "bundled:"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where to compute; auto takes a GPU if there is one."""

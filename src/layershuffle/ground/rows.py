@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from layershuffle.errors import DataError
-from layershuffle.files import write_text
-from layershuffle.stats import Estimate, estimate
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.files import write_text
+from layershuffle.ground.stats import Estimate, estimate
 
 MODES = ("sequential", "arbitrary")
 CHOICES = ("", "random", "spaced", "first", "last")

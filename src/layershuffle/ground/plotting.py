@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from layershuffle.bundled import asset
+from layershuffle.ground.bundled import asset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ import logging
 import socket
 from typing import Any
 
-from layershuffle.errors import UsageError
-from layershuffle.extras import require
-from layershuffle.text import one_line
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.extras import require
+from layershuffle.ground.text import one_line
 
 _ANSWER_SECONDS = 5.0
 

@@ -19,9 +19,12 @@ from layershuffle.core.stack import depth_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError
-from layershuffle.image_view import resized_as
-from layershuffle.machine import Device, choose_precision, device_of
+from layershuffle.ground.errors import DataError
+from layershuffle.ground.machine import Device, choose_precision, device_of
+from layershuffle.ground.rows import ScoreRow
+from layershuffle.ground.settings import Precision
+from layershuffle.ground.text import Progress, shortened, unheard
+from layershuffle.images.view import resized_as
 from layershuffle.models import (
     class_names_of,
     image_view,
@@ -31,9 +34,7 @@ from layershuffle.models import (
     set_class_names,
 )
 from layershuffle.models.origin import origin_of
-from layershuffle.results import ScoreRow
-from layershuffle.settings import EvalSettings, FitSettings, Precision, ScoreSettings
-from layershuffle.text import Progress, shortened, unheard
+from layershuffle.scoring.settings import EvalSettings, ScoreSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +181,12 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
     return model
 
 
-def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
-    # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    _fitting_modes(settings, fit_settings.build_method().kept or depth_of(load(fit_settings.model)))
+def check_modes(model: str, settings: EvalSettings, *, kept: int | None) -> None:
+    """Raises `UsageError` if a mode keeps more blocks than a model trained from `model` has.
+
+    `kept`: the number of blocks of a truncated model; otherwise `model` is loaded to count them.
+    """
+    _fitting_modes(settings, kept or depth_of(load(model)))
 
 
 def _fitting_modes(settings: EvalSettings, depth: int) -> tuple[Mode, ...]:

@@ -23,8 +23,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.text import shortened
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.text import shortened
 
 LOG = logging.getLogger("layershuffle")
 _STAGE_PREFIX = ".staged-"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from layershuffle.errors import UsageError
+from layershuffle.ground.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from layershuffle.errors import DataError, UsageError
-from layershuffle.image_view import MAX_PIXELS, ImageView, resized_size
-from layershuffle.text import one_line
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.text import one_line
+from layershuffle.images.view import MAX_PIXELS, ImageView, resized_size
 
 # What it warns of, `read_image` refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from layershuffle.errors import ModelFileError
-from layershuffle.image_view import ImageView, view_of_files
-from layershuffle.text import one_line
+from layershuffle.ground.errors import ModelFileError
+from layershuffle.ground.text import one_line
+from layershuffle.images.view import ImageView, view_of_files
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 2

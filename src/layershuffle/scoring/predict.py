@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from layershuffle.bundled import packaged_file
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
@@ -18,11 +17,12 @@ from layershuffle.core.stack import depth_of, running
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
-from layershuffle.errors import DataError, UsageError
+from layershuffle.ground.bundled import packaged_file
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.text import Progress, unheard
+from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
 from layershuffle.models.files import LOG
-from layershuffle.pixels import SKIP_HINT, read_image
-from layershuffle.text import Progress, unheard
 
 _AT_ONCE = 64  # images in memory: a user may name a whole folder
 

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, text, files, statistics, rows of results, the machine."""

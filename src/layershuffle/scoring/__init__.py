@@ -1,0 +1,1 @@
+"""Scores of a model that is named by its spec, and predictions for image files."""
