@@ -18,28 +18,21 @@ SOURCE = TESTS.parent / "src" / "layershuffle"
 PACKAGE = "layershuffle"
 
 # The ground needs nothing of the project but itself.
-GROUND = (
-    "_version", "bundled", "errors", "extras", "files", "image_view", "machine", "manifest",
-    "pixels", "plotting", "ray_cluster", "results", "stats", "text",
-)  # fmt: skip
+GROUND = ("_version", "ground")
 # A part of the house -> the parts that its modules may import, beside the ground and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
-    "settings": ("core",),
-    "data": ("core", "settings"),
-    "models": ("core",),
-    "predict": ("core", "models", "data"),
-    "scoring": ("core", "models", "data", "settings"),
-    "training": ("core", "models", "data", "settings", "scoring"),
-    "merging": ("core", "models", "data", "settings", "scoring"),
-    "export": ("core", "models", "settings", "scoring"),
-    "analysis": ("core", "models", "data", "settings", "scoring"),
-    "study": (
-        "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
-    ),
-    # Calibration and drills open their data as every other score does.
-    "swarm": ("core", "models", "data", "settings", "scoring", "export"),
-}  # fmt: skip
+    "images": (),
+    "models": ("core", "images"),
+    "data": ("core", "images"),
+    "scoring": ("core", "images", "models", "data"),
+    "training": ("core", "images", "models", "data", "scoring"),
+    "merging": ("core", "images", "models", "data", "scoring"),
+    "export": ("core", "images", "models", "scoring"),
+    "analysis": ("core", "images", "models", "data", "scoring"),
+    "study": ("core", "models", "data", "scoring", "training", "merging", "analysis"),
+    "swarm": ("core", "images", "models", "data", "scoring", "export"),
+}
 # The command line imports everything, and nothing imports it.
 COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
@@ -178,8 +171,8 @@ def test_no_circular_imports() -> None:
 HEAVY = {"torch", "timm", "transformers", "torchvision", "datasets"}
 HEAVY |= {"sklearn", "scipy", "accelerate"}
 LIGHT = (
-    "errors", "files", "settings", "core.draws", "core.orders", "core.policies", "core.methods",
-    "core.position_forms",
+    "ground.errors", "ground.files", "ground.settings", "training.settings", "scoring.settings",
+    "core.draws", "core.orders", "core.policies", "core.methods", "core.position_forms",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def loaded_after(statement: str) -> set[str]:
         "import layershuffle",
         "import layershuffle as ls; ls.ExecutionOrder.sequential(3); ls.LayerShuffleError",
         "import layershuffle as ls; ls.Shuffled().draw(12, seed=0, step=0); ls.EncodingForm()",
-        "import layershuffle.ground.files, layershuffle.core.policies, layershuffle.core.position_forms",
+        "import layershuffle.ground.files, layershuffle.core.policies",
     ],
 )
 def test_no_heavy_import_until_needed(statement: str) -> None:

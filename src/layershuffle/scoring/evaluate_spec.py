@@ -35,7 +35,6 @@ from layershuffle.models import (
 )
 from layershuffle.models.origin import origin_of
 from layershuffle.scoring.settings import EvalSettings, ScoreSettings
-from layershuffle.training.settings import FitSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +186,15 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
     return model
 
 
-def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the trained model will have, or fewer
-    than its ends."""
-    # A truncated model has `kept` blocks; other models are loaded to count theirs.
-    method = fit_settings.build_method()
-    depth = method.kept or depth_of(load(fit_settings.model))
-    _fitting_modes(settings, depth, fixed=settings.fixed or method.fixed)
+def check_modes(
+    model: str, settings: EvalSettings, *, kept: int | None, fixed: tuple[int, int]
+) -> None:
+    """Raises `UsageError` if a mode does not fit a model trained from `model`.
+
+    `kept`: the number of blocks of a truncated model; otherwise `model` is loaded to count them.
+    `fixed`: the ends that the training keeps.
+    """
+    _fitting_modes(settings, kept or depth_of(load(model)), fixed=settings.fixed or fixed)
 
 
 def _fitting_modes(

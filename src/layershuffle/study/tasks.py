@@ -191,7 +191,9 @@ class RunSpec(Task[RunResult]):
         from layershuffle.scoring.evaluate_spec import check_modes, evaluate_spec, score_rows
         from layershuffle.training import fit
 
-        check_modes(self.settings, self.evaluate)  # before the training, not after it
+        method = self.settings.build_method()
+        # Before the training, not after it.
+        check_modes(self.settings.model, self.evaluate, kept=method.kept, fixed=method.fixed)
         training = self.training_share()
         fitted = fit(
             self.settings,
