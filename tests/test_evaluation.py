@@ -387,6 +387,36 @@ def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes,
     assert images_at_once(model, on_meta, forward=logits_of) == 10
 
 
+@pytest.mark.parametrize(
+    ("kept_bytes", "sizes"), [(1 << 20, [10]), (5, [5, 5]), (4.9, [4, 4, 2]), (0.1, [4, 4, 2])]
+)
+def test_along_one_order_an_image_stands_for_its_state(kept_bytes, sizes, monkeypatch):
+    """As above, with `kept_bytes` in images; nothing is run."""
+    batch = images(10)
+    monkeypatch.setattr(
+        "layershuffle.core.forwards._CACHED_BYTES", int(kept_bytes * batch[0].nbytes)
+    )
+    size = images_at_once(VIT.wrapped(), batch, forward=pytest.fail, one_order=True)
+    assert [*map(len, batch.split(size))] == sizes
+
+
+@pytest.mark.parametrize(
+    ("what", "forwards"),
+    [
+        ({"orders": ["3,0,2"]}, 1),
+        ({"orders": ["3,0,2", "3,0,2"]}, 1),
+        ({"modes": "sequential"}, 1),
+        # Six of a trial: two lengths, and three runs for each.
+        ({"orders": ["3,0,2", "3,0,1"]}, 6 + 2),
+    ],
+)
+def test_one_order_is_one_forward(what, forwards):
+    model, runs = VIT.wrapped(), []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    evaluate(model, [BATCHES[0]], **what)
+    assert len(runs) == forwards
+
+
 def test_blocks_of_a_common_beginning_run_once():
     model = VIT.wrapped()
     swept = [ls.ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,), (0, 1)]]

@@ -254,9 +254,9 @@ def test_the_criterion_is_the_users() -> None:
 
 def test_logits_come_with_the_loss_in_the_order_of_the_images() -> None:
     method, model = Method("anyorder", seed=2), FAMILY.wrapped()
-    loss, logits = method.loss_and_logits(model, images(BATCH), LABELS, step=5)
-    assert loss.item() == method.loss(model, images(BATCH), LABELS, step=5).item()
     orders = method.orders(DEPTH, step=5)
+    loss, logits = method.loss_and_logits(model, images(BATCH), LABELS, orders=orders, step=5)
+    assert loss.item() == method.loss(model, images(BATCH), LABELS, step=5).item()
     for row in range(BATCH):
         order = orders[row % len(orders)]  # row i is in group i mod G
         with ls.running(model, order), torch.no_grad():

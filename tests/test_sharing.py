@@ -215,6 +215,15 @@ def test_scores_are_those_of_the_order_alone(
     assert len(caplog.records) == (backbone in SHARING), "said once"
 
 
+@pytest.mark.parametrize("backbone", SHARING, ids=lambda kind: kind.__name__)
+def test_nothing_is_said_of_one_order(
+    backbone: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="layershuffle"):
+        ls.evaluate(own(backbone), [(images(6), torch.arange(6) % CLASSES)], orders=ORDERS[:1])
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("backbone", [*SHARING, BatchMixing, Losing], ids=lambda k: k.__name__)
 def test_samples_that_are_not_alone_are_refused(backbone: type[nn.Module]) -> None:
     model = own(backbone)

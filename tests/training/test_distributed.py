@@ -51,6 +51,9 @@ ARMS = {
     "rest": {**FAST, "accumulate": 2, "data": "digit-pairs?train=28&validation=32&test=32"},
     "one left": {"data": "digit-pairs?train=17&validation=32&test=32"},
     "fsdp exit": {"parallel": "fsdp", **DROP, "exit_weight": 0.5},
+    # Without position parts, the backbone itself is what is wrapped.
+    "anyorder": {"method": "anyorder"},
+    "fsdp anyorder": {"parallel": "fsdp", "method": "anyorder"},
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}
@@ -201,6 +204,7 @@ def test_two_processes_train_the_weights_of_one(pair, alone, name):
         ("drop", ["DistributedDataParallel", True, "Parameter"]),
         ("idle", ["DistributedDataParallel", True, "Parameter"]),
         ("fsdp", ["FSDPPositionedModel", None, "DTensor"]),
+        ("fsdp anyorder", ["FSDPVisionTransformer", None, "DTensor"]),
     ],
 )
 def test_what_wraps_the_model(pair, name, kind):

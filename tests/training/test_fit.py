@@ -16,6 +16,7 @@ import torch
 from runs import MODEL, NO_DROPOUT, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from timm.models import VisionTransformer
 from torch import nn
 
 import layershuffle as ls
@@ -71,6 +72,32 @@ def fit_until_killed(arm, out, *, kind, step):
     gc.freeze()  # see conftest.py
     torch.set_num_threads(1)
     fit(settings(**arm), out, on_event=listen)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_orders_of_a_forward_are_drawn_once(tmp_path, monkeypatch, accumulate):
+    orders, drawn = ls.Method.orders, []
+
+    def drawing(method, depth, **place):
+        drawn.append((place["step"], place["micro_batch"]))
+        return orders(method, depth, **place)
+
+    monkeypatch.setattr(ls.Method, "orders", drawing)
+    fit(settings(method="anyorder", accumulate=accumulate), tmp_path / "run")
+    assert drawn == [(step, part) for step in range(8) for part in range(accumulate)]
+
+
+def test_a_model_without_position_parts_is_trained_as_it_is(tmp_path, monkeypatch):
+    trained = []
+
+    def training(state, **how):
+        trained.append(type(state.model))
+        LOOP.train(state, **how)
+
+    monkeypatch.setattr(sys.modules["layershuffle.training.fit"], "train", training)
+    fit(settings(), tmp_path / "plain")
+    fit(settings(method="layershuffle-position"), tmp_path / "position")
+    assert trained == [VisionTransformer, ls.PositionedModel]
 
 
 @pytest.mark.parametrize(

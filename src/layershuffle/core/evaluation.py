@@ -253,7 +253,9 @@ def _score_batch(
 ) -> None:
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     orders = [column.order or column.batch_orders[-1] for column in columns]
-    for images, labels in micro_batches(model, batch):
+    # An image that stops when it is sure runs along every beginning of its order.
+    one_order = stop is None and len(set(orders)) == 1
+    for images, labels in micro_batches(model, batch, one_order=one_order):
         if stop is None:
             for index, logits in run_many(model, images, orders=orders):
                 columns[index].tally.add(logits, labels)
@@ -309,10 +311,13 @@ def _until_sure(
             yield index, *answers.pop(index)
 
 
-def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
+def micro_batches(
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, one_order: bool = False
+) -> Batches:
     """A batch of images and labels for `model`, in parts that fit a CPU's cache.
 
     They are moved to the model's device; floating images are cast to the dtype of its blocks.
+    `one_order`: all of them run along the same one, so that nothing has to be tried.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
@@ -334,5 +339,5 @@ def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
     labels = labels.long()
     if images.is_floating_point():
         images = images.to(weight.dtype)
-    size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))
+    size = images_at_once(model, images, forward=lambda x: logits_of(model(x)), one_order=one_order)
     return zip(torch.split(images, size), torch.split(labels, size), strict=True)

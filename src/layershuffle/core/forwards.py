@@ -115,16 +115,24 @@ def sharing_of(model: nn.Module, images: Tensor, *, forward: Logits) -> Beginnin
     return verdict
 
 
-def images_at_once(model: nn.Module, images: Tensor, *, forward: Logits) -> int:
-    """The number of `images` for many orders at a time; `forward` as in `forward_many`.
+def images_at_once(
+    model: nn.Module, images: Tensor, *, forward: Logits, one_order: bool = False
+) -> int:
+    """The number of `images` that run along their orders at a time; `forward` as in `forward_many`.
 
     On a CPU the images are split into even parts whose state stays in the cache from block to
     block: measured best at widths 64, 192 and 768. A GPU takes all images. Logits
     are those of another batch size, equal up to the rounding of batched kernels.
+
+    The trial of many orders shows how large a state is. For `one_order` there is none, and a state
+    counts as large as its image: it is, in a ViT-B with patches of 16 pixels.
     """
     if images.device.type != "cpu" or len(images) < 2:
         return max(1, len(images))
-    size = sharing_of(model, images, forward=forward).bytes_per_image
+    if one_order:
+        size = images.nbytes // len(images)
+    else:
+        size = sharing_of(model, images, forward=forward).bytes_per_image
     if not size:
         return len(images)
     # The limit is in bytes, not images: with parts of 8 to 32 images the digits model takes up to

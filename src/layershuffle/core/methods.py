@@ -339,10 +339,14 @@ class Method:
         that the method trains (`prepare` adds them), and `StackError` where the backbone cannot run
         along such orders.
         """
-        return self.loss_and_logits(
-            model, images, labels, step=step, micro_batch=micro_batch, rank=rank,
-            criterion=criterion,
-        )[0]  # fmt: skip
+        from layershuffle.core.stack import depth_of
+
+        place = {"step": step, "micro_batch": micro_batch, "rank": rank}
+        orders = self.orders(depth_of(model), **place)
+        loss, _ = self.loss_and_logits(
+            model, images, labels, orders=orders, criterion=criterion, **place
+        )
+        return loss
 
     def loss_and_logits(
         self,
@@ -350,24 +354,25 @@ class Method:
         images: Tensor,
         labels: Tensor,
         *,
+        orders: Sequence[ExecutionOrder],
         step: int,
         micro_batch: int = 0,
         rank: int = 0,
         criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32."""
+        """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
+
+        `orders` are those that `orders` draws for this step, which a loop may need itself.
+        """
         from layershuffle.core.losses import check_parts, loss_along
-        from layershuffle.core.stack import depth_of
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
-        place = {"step": step, "micro_batch": micro_batch, "rank": rank}
-        orders = self.orders(depth_of(model), **place)
         return loss_along(
             model,
             images,
             labels=labels,
             orders=orders,
-            exit_after=self.exit_after(orders, **place),
+            exit_after=self.exit_after(orders, step=step, micro_batch=micro_batch, rank=rank),
             exit_weight=self.exit_weight or 0.0,
             self_distillation=self.self_distillation or 0.0,
             criterion=criterion,

@@ -119,7 +119,7 @@ def evaluate_ensembles(
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
             orders = [drawn_for(kind, index, number) for kind, index in passes]
-            for images, labels in micro_batches(donors[0], batch):
+            for images, labels in micro_batches(donors[0], batch, one_order=len(passes) == 1):
                 logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
                 for (combine, kind), sums in tallies.items():  # both combinations share logits
                     for index, tally in enumerate(sums):

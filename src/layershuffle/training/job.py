@@ -14,7 +14,6 @@ from torch.utils.data import Subset
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -60,7 +59,7 @@ class Job:
     out: Path
     method: Method
     data: ImageData
-    model: PositionedModel
+    model: nn.Module
     compiler: BlockCompiler
     images_per_forward: int
     steps: int
@@ -184,15 +183,13 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     eager = "compile is off" if settings.compile is False else None
     if settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains little"
-    model = method.prepare(backbone)
     return Job(
         settings=settings,
         ranks=ranks,
         out=out,
         method=method,
         data=data,
-        # One type with and without position parts: checkpoints name their weights alike.
-        model=model if isinstance(model, PositionedModel) else PositionedModel(model),
+        model=method.prepare(backbone),
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
         compiler=BlockCompiler(reason=eager, dynamic=method.orders_per_batch > 1),
         images_per_forward=settings.batch_size // forwards,

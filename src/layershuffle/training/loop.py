@@ -97,7 +97,7 @@ def train(
             ):
                 forward = partial(job.method.loss_and_logits, model, images, labels)
                 with state.autocast():
-                    loss, logits = job.compiler.or_eager(partial(forward, **place))
+                    loss, logits = job.compiler.or_eager(partial(forward, orders=orders, **place))
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import image_view
 
@@ -41,7 +40,7 @@ def all_finite(model: nn.Module) -> bool:
     return bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all())
 
 
-def idle_parameters(model: PositionedModel) -> Sequence[str]:
+def idle_parameters(model: nn.Module) -> Sequence[str]:
     """Parameters that no loss reaches although every block runs, such as a mask token's.
 
     DDP waits for a gradient of every parameter and has to be told that some get none. A forward and

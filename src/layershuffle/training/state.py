@@ -16,7 +16,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler, set_seed
 
-from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
@@ -36,11 +35,11 @@ class TrainState:
 
     job: Job
     device: torch.device
-    model: PositionedModel
+    model: nn.Module
     ddp: DistributedDataParallel | None
     optimizer: Optimizer
     scheduler: LRScheduler
-    whole: PositionedModel | None
+    whole: nn.Module | None
     step: int = 0
     best: float | None = None
     images_trained: int = 0

@@ -1,0 +1,29 @@
+"""`scripts/walks.py` says what runs: a file that a walk does not need is not on its list."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
+    command = [sys.executable, "-W", "error::SyntaxWarning", repository / "scripts" / "walks.py"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    walks: list[list[str]] = []
+    for line in run.stdout.splitlines():
+        if not line.startswith(" "):
+            walks.append([])
+            assert line.endswith(" files")
+        else:
+            walks[-1].append(line.strip())
+    counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
+    assert counts == [len(files) for files in walks]
+    fit, evaluation, request = walks
+    assert fit[0] == "layershuffle/training/loop.py"
+    assert "layershuffle/core/entries.py" in fit
+    assert "layershuffle/core/draws.py" in fit
+    assert evaluation[0] == "layershuffle/cli/__init__.py"
+    # The order is given and nothing is tried.
+    assert "layershuffle/core/draws.py" not in evaluation
+    assert "layershuffle_host/blocks.py" in request
+    for files in walks:
+        assert len(set(files)) == len(files)
