@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from _clocks import SMOKE, Effort, cpu_timed
@@ -17,10 +18,13 @@ from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.policy import RequestProgress, decide
 from layershuffle.swarm.rounds import QUEUE
 from layershuffle.swarm.settings import ROUTINGS, Routing
-from layershuffle.swarm.simulation.hosts import SimulatedDevice
-from layershuffle.swarm.simulation.outcome import SimulationOutcome
-from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.state import HostView, Swarm
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the simulation is
+
+from simulation.hosts import SimulatedDevice
+from simulation.outcome import SimulationOutcome
+from simulation.run import simulate
 
 DEPTH, SEED, REPEATS = 12, 0, 3
 REQUESTS = 1000

@@ -55,8 +55,6 @@ SWARM_LAYERS = (
     ("router", "members"),
     ("health", "remote_model", "calibration", "measuring"),
     ("coordinator", "chaos"),
-    ("simulation",),
-    ("planning",),
     ("service", "on_ray"),
     ("server", "client", "drill"),
 )

@@ -26,6 +26,7 @@ from layershuffle.swarm.drill import (
     Played,
     Reply,
     asking,
+    ends_and_times,
     judged,
     labelled_images,
     report,
@@ -34,7 +35,6 @@ from layershuffle.swarm.drill import (
 from layershuffle.swarm.faults import SCENARIOS
 from layershuffle.swarm.messages import Answer, Visit
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.simulation.outcome import ends_and_times
 from refusals import refuses
 from waiting import HANGS, until
 

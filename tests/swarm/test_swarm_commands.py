@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import re
 import socket
 import subprocess
@@ -64,11 +63,9 @@ def run(capsys, *words):
         (["swarm", "status", "--address", "http://127.0.0.1:9"], 1, "cannot be reached"),
         (["classify", "x.png", "--address", "http://127.0.0.1:9"], 2, "x.png"),
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
-        (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
         (["swarm", "up", "--hosts", "-3"], 2, "hosts: Input should be greater than or equal to 0"),
         (["swarm", "up", "--copies", "0"], 2, "copies: Input should be greater than or equal to 1"),
         (["swarm", "up", "--memory-mb", "nan"], 2, "memory_mb: Input should be a finite number"),
-        (["swarm", "plan", "x.yaml", "--copies", "0"], 2, 'Invalid value "0" for --copies'),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
         (["swarm", "drill", "--concurrency", "0"], 2, "Must be >= 1"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
@@ -106,42 +103,6 @@ def test_a_port_in_use_is_told_before_anything_is_started(capsys, tmp_path):
     assert (code, out) == (1, "")
     assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "Next: end what listens there, or name another --port" in err
-
-
-def test_plan_and_simulate(capsys, tmp_path):
-    hosts = tmp_path / "hosts.yaml"
-    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 2}}\n")
-    words = ["swarm", "plan", str(hosts), "--copies"]
-    code, out, _ = run(capsys, *words, "2")
-    assert (code, "on one host only" in out) == (0, False)
-    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5}}\n")
-    code, out, _ = run(capsys, *words, "1")
-    assert (code, "12 blocks on one host only" in out) == (0, True)
-    assert "(linear program)" in out
-    words = ["swarm", "simulate", str(hosts), "--copies", "1", "--requests", "50"]
-    code, first, _ = run(capsys, *words, "--scenario", "third")
-    assert (code, first.startswith("4 hosts, seed 0\n")) == (0, True)
-    shown = {line.split("  ")[0]: line.split()[-2:] for line in first.splitlines()}
-    code, out, _ = run(capsys, *words, "--scenario", "third", "--json")
-    report = json.loads(out)
-    assert (code, report["hosts"], report["seed"]) == (0, 4, 0)
-    free, ordered = [routing["failed"] for routing in report["routings"]]
-    assert shown["failed"] == [f"{free:g}", f"{ordered:g}"]
-    # A pipeline fails from the first quarter to the third, and its last request is not the 38th.
-    assert (free, 30 < ordered < 70) == (0, True)
-    code, _, err = run(capsys, *words, "--min-blocks", "13")
-    assert (code, "ask for at most 12 (--min-blocks)" in err) == (2, True)
-    for wrong in ("", "60", "1 2 3", "inf 0", "0 10", "nan 1", "1 inf"):
-        assert run(capsys, *words, "--churn", *wrong.split())[0] == 2
-    for wrong in ("--requests 0", "--rate 0", "--clients 0", "--scenario thirds"):
-        assert run(capsys, *words, *wrong.split())[0] == 2
-    assert run(capsys, *words, "--confidence", "0.5")[0] == 2
-    ending = json.loads(run(capsys, *words, "--confidence", "0.98", "--json")[1])["routings"]
-    means = [routing["mean_blocks"] for routing in ending]
-    assert means == [pytest.approx(7.47, abs=0.3), 12]
-    code, out, _ = run(capsys, *words, "--churn", "1", "2", "--rate", "5", "--json")
-    spans = [routing["seconds"] for routing in json.loads(out)["routings"]]
-    assert (code, max(spans) < 1.1 * min(spans)) == (0, True), "they met the same failures"
 
 
 def test_a_gateway_starts_without_torch():

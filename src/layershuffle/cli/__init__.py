@@ -55,9 +55,7 @@ SWARM_COMMANDS = {
     "roll": ("Serve another export of the model.", "asking:RollCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "asking:ReadmitCommand"),
     "drill": ("Rehearse failures on a running swarm.", "drill:DrillCommand"),
-    "plan": ("Find which host should hold which blocks.", "planning:PlanCommand"),
-    "simulate": ("Run a plan in virtual time.", "planning:SimulateCommand"),
-    "calibrate": ("Measure what to expect of fewer blocks.", "planning:CalibrateCommand"),
+    "calibrate": ("Measure what to expect of fewer blocks.", "calibrate:CalibrateCommand"),
 }
 
 

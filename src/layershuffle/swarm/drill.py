@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import io
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from PIL import Image
 from torch import Tensor, nn
@@ -23,13 +24,12 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.image_view import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring import matched
-from layershuffle.stats import mean
+from layershuffle.stats import mean, quantile
 from layershuffle.swarm.calibration import Calibration, expected_at, expected_over
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.faults import SCENARIOS, FaultKind, Scenario, ScenarioName
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.operating import Operator
-from layershuffle.swarm.simulation.outcome import Ended, ends_and_times
 from layershuffle.text import counted, table
 
 _MOST_IMAGES = 1000
@@ -39,6 +39,12 @@ _RECOVERY = 60.0  # seconds after which a recovery is no longer waited for
 # Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
 # (`Limits.start_ms`), so that hosts of a slow machine that are starting are not given up.
 _BACK = 180.0
+
+
+Ended = Literal["answered", "degraded", "late", "failed"]
+"""answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its
+deadline. failed: no answer."""
+ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -173,6 +179,21 @@ async def sent(
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
+def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
+    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
+
+    `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
+    waited for them, too.
+    """
+    ms, ended = [ms for _, ms in replies], Counter(end for end, _ in replies)
+    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+    return {
+        "requests": len(replies),
+        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
+        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from layershuffle.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.chaos import RESTLESS, ChaosTransport
 from layershuffle.swarm.faults import Fault
@@ -23,16 +22,16 @@ from layershuffle.swarm.messages import State
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.settings import Routing
-from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import SimulatedDevice, SimulatedHosts
-from layershuffle.swarm.simulation.outcome import (
+from layershuffle.swarm.state import HostView, Swarm, retry_after
+from layershuffle.swarm.sureness import Stop
+from simulation.clock import VirtualTimeLoop
+from simulation.hosts import SimulatedDevice, SimulatedHosts
+from simulation.outcome import (
     Ended,
     SimulatedReply,
     SimulationOutcome,
     outcome_of,
 )
-from layershuffle.swarm.state import HostView, Swarm, retry_after
-from layershuffle.swarm.sureness import Stop
 
 Churn = tuple[float, float]
 """Mean seconds for which a host is up, and is down. Hosts die and return independently, with
@@ -74,15 +73,9 @@ def simulate(
     for what is not named there. `rounds`: what the router is to run side by side and again.
     `stop`: requests end when they are sure, after so many blocks on average (`ends_after`).
     `max_batch`: most images that a host runs together. `delay_ms`: median of the random delay of a
-    visit on a busy machine. Times are those of the swarm alone, without stem and head. Raises
-    `UsageError` for more `min_blocks` than there are.
+    visit on a busy machine. Times are those of the swarm alone, without stem and head.
     """
     depth = 1 + max(block for device in devices.values() for block in device.blocks)
-    if min_blocks > depth:
-        raise UsageError(
-            f"An answer is to have {min_blocks} blocks or more, and the model has {depth}",
-            hint=f"ask for at most {depth} (--min-blocks)",
-        )
 
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
