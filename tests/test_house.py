@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "models", "data", "settings", "scoring", "training", "merging", "analysis",
     ),
     "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
-    # Calibration and drills open their data as every other score does.
+    # Calibration and the demo open their data as every other score does.
     "swarm": ("core", "models", "data", "settings", "scoring", "export"),
 }  # fmt: skip
 # The command line imports everything, and nothing imports it.
@@ -48,15 +48,17 @@ COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "assignment", "sureness", "faults", "settings"),
+    ("limits", "assignment", "sureness", "settings"),
     ("messages",),
     ("state", "rounds", "served", "children"),
     ("policy",),
     ("router", "members"),
     ("health", "remote_model", "calibration", "measuring"),
-    ("coordinator", "chaos"),
+    ("coordinator",),
     ("service", "on_ray"),
-    ("server", "client", "drill"),
+    ("server", "client"),
+    ("judging",),
+    ("labelled",),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
 UPWARDS: dict[tuple[str, str], str] = {}

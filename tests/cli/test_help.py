@@ -228,7 +228,5 @@ FLAGS = {
     "swarm drain": "host state",
     "swarm readmit": "host state",
     "swarm roll": "directory state",
-    "swarm drill": "address api-key-file authority concurrency confidence deadline-ms json "
-    "requests scenarios state",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

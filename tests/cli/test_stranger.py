@@ -224,10 +224,6 @@ def test_a_swarm(stranger: Stranger) -> None:
             types("swarm", "readmit", "host-2", "--state", "s")
             # It comes back in the background.
             wait_for(lambda: types("swarm", "status", *address).count("healthy") == 2)
-            # Exit code 0: no request was lost or late.
-            few = ("--requests", "40")
-            drill = ("swarm", "drill", *address, *few, *PATIENT, "--state", "s")
-            assert "whole after" in types(*drill, "--scenarios", "third")
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(STARTS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layershuffle.stats import mean
-from layershuffle.swarm.drill import Ended, ends_and_times
+from layershuffle.swarm.judging import Ended, ends_and_times
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.settings import Routing

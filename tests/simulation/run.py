@@ -1,7 +1,7 @@
 """`simulate`: devices under load and failures, with the real router, in virtual time.
 
-`Router`, `HealthMonitor` and the policy are those of the gateway, the faults those of drills; the
-hosts behind them are simulated, and the event loop's clock jumps (`clock`).
+`Router`, `HealthMonitor` and the policy are those of the gateway; the hosts behind them are
+simulated, and the event loop's clock jumps (`clock`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from layershuffle.swarm import state
-from layershuffle.swarm.chaos import RESTLESS, ChaosTransport
-from layershuffle.swarm.faults import Fault
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
@@ -24,7 +22,9 @@ from layershuffle.swarm.router import Router
 from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.state import HostView, Swarm, retry_after
 from layershuffle.swarm.sureness import Stop
+from simulation.chaos import RESTLESS, ChaosTransport
 from simulation.clock import VirtualTimeLoop
+from simulation.faults import Fault
 from simulation.hosts import SimulatedDevice, SimulatedHosts
 from simulation.outcome import (
     Ended,

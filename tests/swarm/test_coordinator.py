@@ -35,7 +35,6 @@ from layershuffle.cli.serving import JsonLines
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import coordinator as coordinator_module
 from layershuffle.swarm import members as members_module
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Route, Visited
@@ -47,6 +46,7 @@ from layershuffle_host.host import Host
 from layershuffle_host.wire import State
 from pictures import file_of
 from refusals import refuses
+from simulation.chaos import FaultInjector
 from waiting import until
 
 

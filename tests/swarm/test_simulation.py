@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.swarm.drill import ENDED
-from layershuffle.swarm.faults import SCENARIOS, Fault, FaultKind
+from layershuffle.swarm.judging import ENDED
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.settings import ROUTINGS
 from layershuffle.swarm.sureness import Stop
 from simulation.clock import VirtualTimeLoop
+from simulation.faults import SCENARIOS, Fault, FaultKind
 from simulation.hosts import NOTICE_MS, SimulatedDevice
 from simulation.run import arrivals, life, simulate
 

@@ -67,7 +67,6 @@ def run(capsys, *words):
         (["swarm", "up", "--copies", "0"], 2, "copies: Input should be greater than or equal to 1"),
         (["swarm", "up", "--memory-mb", "nan"], 2, "memory_mb: Input should be a finite number"),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
-        (["swarm", "drill", "--concurrency", "0"], 2, "Must be >= 1"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
         (["swarm", "up", "--listen", "[::]", "--public", "--ray", "auto"], 2, "cannot dial to"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
@@ -88,7 +87,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
 
 def test_operator_commands_without_a_swarm(capsys, tmp_path):
     (tmp_path / "state").mkdir(mode=0o700)
-    for words in (["drain", "a"], ["readmit", "a"], ["drill"]):
+    for words in (["drain", "a"], ["readmit", "a"]):
         code, _, err = run(capsys, "swarm", *words, "--state", str(tmp_path / "state"))
         assert code == 2
         assert "No swarm of this user runs on this machine" in err
@@ -186,21 +185,18 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         (tmp_path / "token").unlink()
         why = httpx.get(f"{url_of(operator)}healthz").json()["why"]
         assert f"the token file {tmp_path / 'token'} is gone" in why
-        operator.command("fault", host="host-2", kind="crash")
-        operator.command("fault", host="host-2", kind="rejoin")
+        operator.command("kill", host="host-2")
+        condition_until(coordinator, "host-2", "gone")
+        operator.command("readmit", host="host-2")
         condition_until(coordinator, "host-2", "healthy")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("drain", host="z")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("readmit", host="z")
         with pytest.raises(UsageError, match="did not start a host 'z'"):
-            operator.command("fault", host="z", kind="crash")
-        with pytest.raises(UsageError, match="kind: Input should be 'crash', 'kill'"):
-            operator.command("fault", host="host-1", kind="explode")
+            operator.command("kill", host="z")
         with pytest.raises(UsageError, match="fast is unknown"):
             operator.command("drain", host="host-1", fast=True)
-        with pytest.raises(UsageError, match="The command fault lacks a field"):
-            operator.command("fault", host="host-1")
         nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
         with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
             operator.command("roll", model=str(tmp_path / "nothing"))
@@ -240,8 +236,7 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
             {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Authorization": f"Bearer {'k' * 16}"},
             {"Host": "127.0.0.1"}, {"Origin": url, "Sec-Fetch-Site": "same-origin"},
         ):  # fmt: skip
-            fault = {"host": "host-1", "kind": "crash"}
-            answer = httpx.post(f"{url}operator/fault", headers=headers, json=fault)
+            answer = httpx.post(f"{url}operator/kill", headers=headers, json={"host": "host-1"})
             assert answer.status_code == 401
             assert "operator's key" in answer.json()["error"]["cause"]
         assert "operator" not in httpx.get(f"{url}openapi.json").text

@@ -1,7 +1,7 @@
 """`layershuffle swarm up`: a swarm that answers clients until it is stopped.
 
-The server takes the requests of clients, the connections of hosts, and the commands of `drain`,
-`readmit` and `drill` from who has the operator's key.
+The server takes the requests of clients, the connections of hosts, and the commands of who has the
+operator's key.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ class UpCommand(Command):
             f"{url} (API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
-            f"  layershuffle swarm drill{address} --requests 300{state_flag(self.settings.state)}",
             f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}{authority}",
             f"A browser tab as a host: {join_address(url, token=token)}",
         ]

@@ -1,6 +1,6 @@
 """The operator's commands, on the port of the API, for who has the operator's key.
 
-A key and not a socket of its own: the page needs it to break hosts, also behind a proxy, and a
+A key and not a socket of its own: the page needs it to kill hosts, also behind a proxy, and a
 second server in the process would need a second set of limits.
 
 `roll` takes a running swarm to another model of the same form, without a failed request. Hosts load
@@ -25,7 +25,6 @@ from starlette.requests import Request
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
 from layershuffle.swarm.messages import Visit, VisitError
@@ -48,7 +47,6 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     host: str = ""
-    kind: FaultKind | None = None
     address: str = Field("", max_length=500)
     model: str = ""
 
@@ -57,10 +55,10 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     """Add POST /operator/NAME to the gateway's app, for requests with `key`.
 
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
-    start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
-    fail, by `kind`; `join`: the address, with the
-    token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
-    code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
+    start a host again that was shut out, was drained or died; `kill`: kill the process of a host
+    that this gateway started; `join`: the address, with the token, at which a tab becomes a host of
+    the gateway that it reaches at `address`, and its QR code as SVG; `roll`: serve the export in
+    the directory `model` instead of the one in `before`.
     """
     gateway: Gateway = app.state.gateway
     keys = Keys([key])
@@ -103,11 +101,8 @@ async def _carry_out(gateway: Gateway, *, name: CommandName, fields: Fields) -> 
             )
         coordinator.readmit(host)
         return {}
-    if name == "fault" and fields.kind is not None:
-        # Hosts that joined from elsewhere may be processes of others.
-        if host not in coordinator.children.names:
-            raise UsageError(f"This swarm did not start a host {host!r}")
-        await gateway.faults.inject(host, fields.kind)
+    if name == "kill":
+        coordinator.kill(host)
         return {}
     if name == "join":
         return qr_code(join_address(fields.address, token=coordinator.members.token))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +22,6 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
@@ -101,11 +100,6 @@ class Gateway:
             self.limits.decoders, thread_name_prefix="decoder"
         )
         self._walks = asyncio.Semaphore(self.limits.running)
-
-    @cached_property
-    def faults(self) -> FaultInjector:
-        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
-        return FaultInjector(self.coordinator)
 
     def close(self) -> None:
         """End the decoder threads when their work is done."""

@@ -28,7 +28,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
-CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
+CommandName = Literal["drain", "readmit", "kill", "join", "roll"]
 _FILE = "operator.json"
 _KEY_BYTES = 24
 # Seconds; a roll answers when hosts have loaded another model (`admin.LOAD_SECONDS`).
@@ -177,7 +177,7 @@ class Upkeep:
         troubles, free = {}, self.free_bytes
         if free is None:
             troubles["state"] = (
-                f"the state directory {self._state} is gone: drain, readmit and drill do not find "
+                f"the state directory {self._state} is gone: drain and readmit do not find "
                 "this gateway until it is started again"
             )
         elif free < _LEAST_BYTES:
