@@ -225,8 +225,7 @@ FLAGS = {
     "min-accuracy model page port public ray state token-file trusted-proxy wire",
     "swarm demo": "",
     "swarm status": "address api-key-file authority json",
-    "swarm drain": "host state",
-    "swarm readmit": "host state",
-    "swarm roll": "directory state",
+    "swarm drain": "address authority host operator-key-file state",
+    "swarm readmit": "address authority host operator-key-file state",
     "swarm calibrate": "data device json max-images model num-orders seed threads",
 }

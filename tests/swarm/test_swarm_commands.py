@@ -20,7 +20,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import start
-from layershuffle.swarm.server.operating import Operator, state_directory
+from layershuffle.swarm.server.admin import operator_of, published, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.settings import SwarmSettings
@@ -141,7 +141,7 @@ def served(tmp_path, work, *, keys=None):
         gc.unfreeze()
         coordinator, *_ = await opened
         assert gc.get_freeze_count() > 0, "a full collection would hold the gateway up"
-        operator = Operator(state)
+        operator = operator_of(state)
         try:
             await asyncio.to_thread(work, operator, coordinator)
             with pytest.raises(UsageError, match="runs already"):
@@ -154,12 +154,12 @@ def served(tmp_path, work, *, keys=None):
     asyncio.run(go())
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="No swarm of this user runs"):
-        Operator(str(tmp_path / "s"))
+        operator_of(str(tmp_path / "s"))
 
 
 def url_of(operator):
     """The address of the operator's gateway, with a slash at its end."""
-    return f"{str(operator._http.base_url).rstrip('/')}/"
+    return f"{operator.url}/"
 
 
 def condition_until(coordinator, host, wanted):
@@ -173,8 +173,6 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         up = ["swarm", "up", "--model", "dir:/nowhere", "--state", str(tmp_path / "s")]
         code, _, err = run(capsys, *up)
         assert (code, "A swarm of this user runs already" in err) == (2, True)
-        names = ["host-1", "host-2"]
-        assert operator.hosts == names
         assert operator.command("drain", host="host-1") == {"empty": True}
         assert coordinator.router.swarm["host-1"].condition == "draining"
         operator.command("readmit", host="host-1")
@@ -195,14 +193,27 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
             operator.command("readmit", host="z")
         with pytest.raises(UsageError, match="did not start a host 'z'"):
             operator.command("kill", host="z")
-        with pytest.raises(UsageError, match="fast is unknown"):
-            operator.command("drain", host="host-1", fast=True)
-        nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
-        with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
-            operator.command("roll", model=str(tmp_path / "nothing"))
-        export = str(asset("digits-onnx"))
-        assert operator.command("roll", model=export) == {"before": export}
-        assert httpx.get(f"{url_of(operator)}v1/swarm").json()["model"] == export
+        odd = {"host": "host-1", "fast": True}
+        answer = operator._http.post("/operator/drain", json=odd)
+        assert (answer.status_code, "fast is unknown" in answer.text) == (422, True)
+        operator.command("kill", host="host-1")
+        wait_for(lambda: "host-1" not in coordinator.children.pids)
+        with pytest.raises(LayerShuffleError, match="The process of host-1 has ended"):
+            operator.command("kill", host="host-1")
+        readmit = ["swarm", "readmit", "host-1", "--address", operator.url]
+        assert run(capsys, *readmit, "--state", str(tmp_path / "s"))[0] == 0
+        condition_until(coordinator, "host-1", "healthy")
+        key = tmp_path / "operator-key"
+        key.touch(mode=0o600)
+        key.write_text("another-key-of-some-length")
+        drain = ["swarm", "drain", "host-1", "--address", operator.url]
+        code, _, err = run(capsys, *drain, "--operator-key-file", str(key))
+        assert (code, "The operator's key is missing or wrong" in err) == (1, True)
+        key.write_text(published(str(tmp_path / "s"))["key"])
+        code, out, _ = run(capsys, *drain, "--operator-key-file", str(key))
+        assert code == 0
+        again = f"readmit host-1 --address {operator.url} --operator-key-file {key}, or"
+        assert again in out
 
     served(tmp_path, work)
 

@@ -24,7 +24,7 @@ from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.judging import asking, judged, sent
 from layershuffle.swarm.labelled import labelled_images
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.operating import Operator
+from layershuffle.swarm.server.admin import operator_of, published
 from waiting import HANGS, wait_for, wait_for_address
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -129,7 +129,7 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
 
             return await sent(ask, 400, before={100: kill})
 
-    with closing(Operator(state)) as operator:
+    with closing(operator_of(state)) as operator:
         replies = asyncio.run(asked())
         assert {reply.ended for reply in replies} <= {"answered", "degraded"}
         verdict = judged(replies, calibration_of(ServedModel(asset("digits-onnx"))))
@@ -143,7 +143,8 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     """It has the same address and state directory; the hosts of the killed one died with it."""
     process, address, state = swarm
-    gateway, log = Operator(state).process, Path(state).parent / "log"
+    gateway = published(state)["process"]
+    log = Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
@@ -154,13 +155,13 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
         )
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000, confidence="off")
     assert len(answer.blocks) == 12
-    assert Operator(state).process != gateway
+    assert published(state)["process"] != gateway
     assert not before & {*session_processes(process.pid)}
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    os.kill(Operator(state).process, signal.SIGINT)
+    os.kill(published(state)["process"], signal.SIGINT)
     assert process.wait(HANGS) == 0
     wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
     # What hosts of other machines know stays.

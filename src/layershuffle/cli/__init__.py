@@ -52,7 +52,6 @@ SWARM_COMMANDS = {
     "demo": ("Classify, kill a third of the hosts, classify again.", "swarm_demo:DemoCommand"),
     "status": ("Show the hosts of a running swarm.", "asking:StatusCommand"),
     "drain": ("Let a host finish its work and take no more.", "asking:DrainCommand"),
-    "roll": ("Serve another export of the model.", "asking:RollCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "asking:ReadmitCommand"),
     "calibrate": ("Measure what to expect of fewer blocks.", "calibrate:CalibrateCommand"),
 }

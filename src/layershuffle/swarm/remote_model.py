@@ -75,18 +75,16 @@ class RemoteModel:
     def __init__(
         self, model: ServedModel, router: Router, *, calibration: Calibration | None = None
     ) -> None:
-        self.router, self.depth = router, model.depth
-        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
-        self._head = _Timed(self._pool)
-        self.take_over(model, calibration)
-
-    def take_over(self, model: ServedModel, calibration: Calibration | None) -> None:
-        """Answer by this model from now on, while no request is under way."""
-        self.model, self.calibration = model, calibration
+        self.model = model
+        self.router = router
+        self.depth = model.depth
+        self.calibration = calibration
         self.temperatures = () if calibration is None else calibration.temperatures
         self.router.rounds = rounds_of(calibration)
         self._useful = useful_blocks(calibration)
+        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="remote-model")
         self._stem = _Timed(self._pool)
+        self._head = _Timed(self._pool)
 
     async def classify(
         self,

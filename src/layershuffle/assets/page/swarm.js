@@ -42,22 +42,6 @@ async function command(host, order, text) {
   }
 }
 
-// The page that makes a phone a host, as a QR code: it holds the token, so the operator alone sees it.
-async function showCode() {
-  const address = window.location.origin + window.location.pathname;
-  try {
-    const answer = await ask("operator/join", { method: "POST", body: JSON.stringify({ address }), headers: { "Content-Type": "application/json" } });
-    const { address: join, svg } = await answer.json();
-    const code = new DOMParser().parseFromString(svg, "text/html").body.firstChild;
-    at("code").replaceChildren(code, make("figcaption", { class: "note" },
-      "Scan it, or ", make("a", { href: join, target: "_blank" }, "lend a tab of this browser"),
-      ". A phone needs https, and the address of this page must reach this machine from there."));
-    at("code").hidden = false;
-  } catch (error) {
-    say(at("status"), error.message);
-  }
-}
-
 function showHosts(hosts) {
   for (const host of hosts) {
     const parts = cards.get(host.name) ?? card(host);
@@ -168,7 +152,6 @@ async function sendPairs(picture) {
 export async function watch(facts, picture) {
   ({ depth } = facts);
   at("kill-note").hidden = !mayKill();
-  at("lend").addEventListener("click", showCode);
   at("send").parentElement.hidden = !facts.pairs;
   at("send").addEventListener("change", () => { if (at("send").checked) sendPairs(picture); });
   for (; ; await pause()) {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
@@ -115,24 +113,6 @@ class Gateway:
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY",
             )
-
-    @asynccontextmanager
-    async def paused(self, seconds: float) -> AsyncIterator[bool]:
-        """Let no request walk within; false if those that do so now take longer than `seconds`.
-
-        New ones wait for their turn.
-        """
-        turns = 0
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while turns < self.limits.running:
-                        await self._walks.acquire()
-                        turns += 1
-            yield turns == self.limits.running
-        finally:
-            for _ in range(turns):
-                self._walks.release()
 
     async def classify(self, request: Request, options: Options) -> Classification:
         """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
