@@ -178,7 +178,7 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
         yield from asyncio.run(measure([*SCENARIOS], REQUESTS))
 
 
-CLAIM = Claim(theme="swarm-drill", text=__doc__.removeprefix("Claim: ").split("\n")[0], rows=rows)
+CLAIM = Claim(theme="swarm-drill", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
 
 if __name__ == "__main__":
     sys.exit(run_claim(CLAIM, __file__, tell=print))

@@ -10,7 +10,6 @@ from layershuffle.stats import mean
 from layershuffle.swarm.judging import Ended, ends_and_times
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.sureness import Stop
 
 
@@ -33,7 +32,6 @@ class SimulationOutcome:
     number of their blocks. `visits`: all visits sent, including canaries and audits.
     """
 
-    routing: Routing
     replies: Sequence[SimulatedReply] = field(repr=False)
     figures: Mapping[str, float | None]
     blocks: Mapping[int, int]
@@ -43,7 +41,6 @@ class SimulationOutcome:
 def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
-    routing: Routing,
     top1: Mapping[Cell, float],
     sure: Stop | None = None,
     visits: int,
@@ -77,7 +74,6 @@ def outcome_of(
     }
     blocks = Counter(reply.route.kept for reply in answers)
     return SimulationOutcome(
-        routing=routing,
         replies=replies,
         figures=figures,
         blocks=dict(sorted(blocks.items())),

@@ -1,20 +1,15 @@
 """Decides what a request does next: pure functions of its progress, the swarm and the time.
 
-Two routings, so that they can be compared under the same failures:
-
-    order-free   any block that has not run may be next, on the host that is expected to answer
-                 first; several visits at once and second passes as far as the calibration allows
-    sequential   a classical pipeline: block i after block i - 1, on any of its holders, and no
-                 answer without a block
-
-A visit runs one block. Several of them, each with the newest state, are in flight as far as
-`rounds` allows, and what a block adds is included when it arrives: no visit waits for another one.
-A late visit continues, and so does the request: another holder is asked for its block, and the
-first answer counts. A request has at most its equal share of the usable hosts in flight, and sends
-further visits only to idle hosts, because side by side is faster only while hosts would be idle.
+Any block that has not run may be next, on the host that is expected to answer first. A visit runs
+one block. Several of them, each with the newest state, are in flight as far as `rounds` allows, and
+what a block adds is included when it arrives: no visit waits for another one. A late visit
+continues, and so does the request: another host is asked for its block, and the first answer
+counts. A request has at most its equal share of the usable hosts in flight, and sends further
+visits only to idle hosts, because side by side is faster only while hosts would be idle.
 
 A slow host is asked like any other: quick hosts go first, because they answer first, and its blocks
-follow as long as they fit the deadline.
+follow as long as they fit the deadline. If blocks are missing, those that ran run again as far as
+the calibration allows.
 
 If the missing blocks have more than `Limits.compared` holders, some holders of every block are
 drawn at every step, from the request's own seed, and only these are compared: a few choices are
@@ -32,7 +27,6 @@ from layershuffle.core.draws import Stream
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.rounds import Rounds
-from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
 from layershuffle.text import counted
 
@@ -64,13 +58,12 @@ class RequestProgress:
     with fewer blocks the request waits, as long as it has time, for hosts that may come back.
     `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
     `under_way`: all visits in flight. `chance`: that the answer after the blocks in `done` is
-    right; in free order the request ends when it reaches `confidence`.
+    right; the request ends when it reaches `confidence`.
     """
 
     depth: int
     deadline: float
     min_blocks: int = 1
-    routing: Routing = "order-free"
     done: list[int] = field(default_factory=list)
     seed: int = 0
     versions: list[int] = field(default_factory=list)
@@ -108,20 +101,19 @@ def decide(
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
     version, and none more often than `rounds` allows.
     """
-    free, depth, ran = progress.routing == "order-free", progress.depth, set(progress.done)
+    depth = progress.depth
+    ran = set(progress.done)
     # Head and answer must still fit in after the last visit.
     ends = progress.deadline - limits.reserve_ms / 1000
     left = ends - now
     sure = progress.confidence is not None and progress.chance >= progress.confidence
-    # A pipeline gives no partial answers (decision 010).
-    late: Ending = "deadline" if free else "lost"
     ended: Ending | None = None
     if len(ran) == depth:
         ended = "complete"
-    elif sure and free and len(ran) >= progress.min_blocks:
+    elif sure and len(ran) >= progress.min_blocks:
         ended = "sure"
     elif left <= 0:
-        ended = late
+        ended = "deadline"
     if ended is not None:
         return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
@@ -130,9 +122,6 @@ def decide(
     first = [block for block in missing if swarm.usable(block)]
     if len(busy) >= side_by_side(len(begun) + len(first), swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
-    if not free:
-        missing = missing[:1]
-        first = [block for block in first if block in missing]
     visit = _first_answer(progress, swarm, first, left=left, limits=limits)
     if visit is None and not busy:
         # Its first probe decides whether a host that was late is slow or gone.
@@ -140,7 +129,7 @@ def decide(
         hope = max((hoped_until(swarm[name], limits) for name in holders), default=0.0)
         if hope > now:
             return Wait(min(ends, hope))
-    if free and visit is None and busy <= ran:
+    if visit is None and busy <= ran:
         passes = rounds.cell(len(ran)).passes
         again = _again(progress, swarm, busy=busy, passes=passes)
         visit = _first_answer(progress, swarm, again, left=left, limits=limits)
@@ -149,7 +138,7 @@ def decide(
     # A visit that would be too late does not end the request while others may be in time.
     if busy:
         return Wait(ends)
-    return late if visit is not None else _nowhere(progress, swarm, missing, ends=ends, now=now)
+    return "deadline" if visit else _nowhere(progress, swarm, missing, ends=ends, now=now)
 
 
 def _nowhere(
@@ -159,17 +148,11 @@ def _nowhere(
 
     With too few blocks it waits for the visits that it gave up, and for holders that may come back.
     """
-    free = progress.routing == "order-free"
-    if free and len(set(progress.done)) >= progress.min_blocks:
+    if len(set(progress.done)) >= progress.min_blocks:
         return "unreachable"
     holders = (swarm[name] for block in missing for name in swarm.held(block))
-    if progress.under_way or any(
-        # A pipeline fails with a process and does not wait for the next one.
-        may_return(host, now=now, left=ends - now) and (free or host.condition == "suspect")
-        for host in holders
-    ):
-        return Wait(ends)
-    return "unreachable" if free else "lost"
+    hope = any(may_return(host, now=now, left=ends - now) for host in holders)
+    return Wait(ends) if progress.under_way or hope else "unreachable"
 
 
 def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
@@ -285,5 +268,6 @@ def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Endi
         return "its host is loading it"
     if not any(host.usable for host in holders):
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
-    late = ending in ("deadline", "lost")
-    return "the deadline was near" if late else "its host did not answer in time"
+    if ending == "deadline":
+        return "the deadline was near"
+    return "its host did not answer in time"

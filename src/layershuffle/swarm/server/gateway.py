@@ -192,13 +192,12 @@ class Gateway:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.router
         reachable = router.depth - len(router.swarm.lacking(router.depth))
-        cell = Cell(reachable)
-        if router.routing == "order-free":
-            rounds, walks = router.rounds, router.walks + 1
-            # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=walks)
-            cell = replace(rounds.cell(reachable), parallel=parallel)
-        return self._expected_with(cell if reachable else None)
+        if not reachable:
+            return self._expected_with(None)
+        rounds = router.rounds
+        # Busy or fast hosts run one visit at a time, whatever the calibration allows.
+        parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=router.walks + 1)
+        return self._expected_with(replace(rounds.cell(reachable), parallel=parallel))
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
