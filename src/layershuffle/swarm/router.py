@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 
@@ -105,7 +104,6 @@ class Router:
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         # Not a set, whose order is another one in every process: they are woken in turn.
         self._watching: dict[Walk, None] = {}
-        self._numbers = count()
 
     def put(self, host: HostView) -> None:
         """Take this for what is known of a host from now on."""
@@ -139,7 +137,6 @@ class Router:
             depth=self.depth,
             deadline=deadline,
             min_blocks=min_blocks,
-            seed=next(self._numbers),
             confidence=confidence,
             state=start,
             started=self.clock(),
