@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import Executor, Future
 
-from layershuffle.swarm.simulation.clock import VirtualTimeLoop
+from simulation.clock import VirtualTimeLoop
 
 
 class ThreadlessLoop(VirtualTimeLoop):

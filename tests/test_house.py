@@ -38,17 +38,17 @@ COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "assignment", "sureness", "faults", "settings"),
+    ("limits", "assignment", "sureness", "settings"),
     ("messages",),
     ("state", "rounds", "served", "children"),
     ("policy",),
     ("router", "members"),
     ("health", "remote_model", "calibration", "measuring"),
-    ("coordinator", "chaos"),
-    ("simulation",),
-    ("planning",),
+    ("coordinator",),
     ("service", "on_ray"),
-    ("server", "client", "drill"),
+    ("server", "client"),
+    ("judging",),
+    ("labelled",),
 )
 # Guards against what nobody can read, and no goals.
 FUNCTION_LINES = 100

@@ -24,6 +24,7 @@ from _harness import (
     write_results,
 )
 
+from layershuffle.cli.swarm_demo import PIPELINE
 from layershuffle.ground.errors import LayerShuffleError
 from refusals import refuses
 
@@ -73,6 +74,16 @@ def test_every_result_is_shown_once_in_a_table_or_named_in_prose():
     for result in read_results(RESULTS):
         file = result.command.rpartition("/")[2].removesuffix(".py")
         assert result.theme in shown or f"`{file}`" in prose, result.theme
+
+
+def test_the_demo_quotes_the_pipeline_as_it_was_measured():
+    (result,) = [r for r in read_results(RESULTS) if r.theme == "swarm-simulation"]
+    right = {row.name: f"{row.median:.1f} %" for row in result.rows}
+    assert re.findall(r"[\d.]+ %", PIPELINE) == [
+        right["two copies: swarm"],
+        right["two copies: pipeline"],
+        right["two copies, blocks given on: pipeline"],
+    ]
 
 
 # --- on a GPU machine -----------------------------------------------------------------------------

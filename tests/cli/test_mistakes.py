@@ -125,8 +125,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge empty --out m", "The recipe cannot be read"),
         ("merge none.yaml --out m", "There is no such file. Where: none.yaml"),
         ("report empty", "There is no readable study here: no plan.json"),
-        ("swarm plan bytes", "The recipe cannot be read"),
-        ("swarm simulate none.yaml", "There is no such file. Where: none.yaml"),
     ],
 )
 def test_a_mistake(

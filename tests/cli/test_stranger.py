@@ -202,11 +202,6 @@ def test_a_study(stranger: Stranger) -> None:
 
 def test_a_swarm(stranger: Stranger) -> None:
     types, refused, folder = stranger.types, stranger.refused, stranger.folder
-    (folder / "hosts.yaml").write_text("hosts: {pi: {count: 2, memory_mb: 1}}\n")
-    assert "(linear program)" in types("swarm", "plan", "hosts.yaml")
-    few = ("--requests", "40")
-    simulated = types("swarm", "simulate", "hosts.yaml", *few, "--scenario", "third")
-    assert simulated.startswith("2 hosts, seed 0\n")
     refused("swarm", "status", "--address", "http://127.0.0.1:9", saying="swarm up")
     refused("swarm", "drain", "host-1", "--state", "s", saying="swarm up")
 
@@ -229,9 +224,6 @@ def test_a_swarm(stranger: Stranger) -> None:
             types("swarm", "readmit", "host-2", "--state", "s")
             # It comes back in the background.
             wait_for(lambda: types("swarm", "status", *address).count("healthy") == 2)
-            # Exit code 0: no request was lost or late.
-            drill = ("swarm", "drill", *address, *few, *PATIENT, "--state", "s")
-            assert "whole after" in types(*drill, "--scenarios", "third")
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(STARTS)

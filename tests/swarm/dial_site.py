@@ -77,7 +77,8 @@ class Site:
 
     def holders(self) -> list[int]:
         """How many usable hosts hold each block."""
-        return [len(self.router.swarm.usable(block)) for block in range(self.model.depth)]
+        copies = self.router.swarm.copies()
+        return [copies[block] for block in range(self.model.depth)]
 
 
 @asynccontextmanager

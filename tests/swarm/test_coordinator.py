@@ -35,7 +35,6 @@ from layershuffle.cli.serving import JsonLines
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import coordinator as coordinator_module
 from layershuffle.swarm import members as members_module
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Route, Visited
@@ -47,6 +46,7 @@ from layershuffle_host.host import Host
 from layershuffle_host.wire import State
 from pictures import file_of
 from refusals import refuses
+from simulation.chaos import FaultInjector
 from waiting import until
 
 
@@ -154,7 +154,7 @@ def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: 
         async with swarm(tmp_path, 3) as (site, _):
             assert await site.coordinator.drain("host-1")
             await site.until(lambda: min(site.holders()) >= 2)
-            assert "host-1" not in {n for b in range(12) for n in site.router.swarm.usable(b)}
+            assert not site.router.swarm["host-1"].usable
             # Also on a new connection.
             site.members.cut("host-1")
             await site.until(lambda: "host-1" in site.members)

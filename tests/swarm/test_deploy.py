@@ -142,14 +142,15 @@ def test_the_gateway_has_every_metric_of_alerts_and_dashboard(tmp_path: Path) ->
     certify(tmp_path)
     (token := tmp_path / "token").write_text("a token")
     https = Https(tmp_path / "cert.pem", tmp_path / "key.pem")
-    upkeep = Upkeep(tmp_path, token_file=token, model=lambda: token, https=https)
+    upkeep = Upkeep(tmp_path, token_file=token, model=token, https=https)
 
     async def go(place: Any) -> str:
         await place.classify(file_of(picture()))
         return str((await place.client.get("/metrics")).text)
 
     health = SimpleNamespace(audited=1, disagreed=0)
-    coordinator = SimpleNamespace(watching=True, health=health)
+    children = SimpleNamespace(names=("a",))
+    coordinator = SimpleNamespace(watching=True, health=health, children=children)
     text = run(go, upkeep=upkeep, coordinator=coordinator, model="pico")
     there = set(re.findall(r"^(layershuffle_\w+)", text, re.MULTILINE))
     rules = [rule["expr"] for rule in documents("alerts.yaml")[0]["groups"][0]["rules"]]

@@ -12,7 +12,6 @@ import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
@@ -317,17 +316,7 @@ def test_without_the_key_nothing_can_be_broken(browser, gateway_address):
     with visit(browser, gateway_address) as tab:
         tab.page.locator("#hosts .host").nth(3).wait_for()
         assert tab.page.locator("#hosts button").count() == 0
-        assert not tab.page.is_visible("#break-note")
-
-
-def test_the_operator_alone_gets_the_code_that_makes_a_phone_a_host(browser, gateway_address):
-    refused = httpx.post(f"{gateway_address}/operator/join", json={"address": gateway_address})
-    assert refused.status_code == 401
-    with visit(browser, f"{gateway_address}/#{KEY}") as tab:
-        tab.page.click("#lend")
-        tab.page.locator("#code svg path").first.wait_for()
-        (link,) = tab.page.eval_on_selector_all("#code a", "all => all.map((a) => a.href)")
-        assert re.fullmatch(f"{gateway_address}/join#a%20token", link)
+        assert not tab.page.is_visible("#kill-note")
 
 
 def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
@@ -340,7 +329,7 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
         tab.page.check("#send")
         tab.page.locator("#walk-text", has_text="12 of 12 blocks").wait_for()
         first = hosts.first
-        with tab.page.expect_response("**/operator/fault") as broken:
+        with tab.page.expect_response("**/operator/kill") as broken:
             first.get_by_role("button", name="Kill").click()
         assert broken.value.status == 200
         first.get_by_text("is dead").wait_for()

@@ -16,7 +16,6 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, VisitError
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.settings import ROUTINGS
 from layershuffle.swarm.state import HostView, Swarm
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)
@@ -146,11 +145,10 @@ def test_a_slow_host_is_waited_for_beyond_its_limit():
     assert router.swarm["a"].strikes == 0
 
 
-@pytest.mark.parametrize("routing", ["order-free", "sequential"])
 @pytest.mark.parametrize(("first", "winner", "dropped"), [(0.1, "a", "b"), (30.0, "b", "a")])
-def test_a_late_visit_is_hedged_and_the_first_answer_counts(routing, first, winner, dropped):
+def test_a_late_visit_is_hedged_and_the_first_answer_counts(first, winner, dropped):
     acts = {"a": [first], "b": [30.0 if winner == "a" else 0.01]}
-    route, transport, _ = routed(acts, {"a": [0], "b": [0]}, depth=1, routing=routing)
+    route, transport, _ = routed(acts, {"a": [0], "b": [0]}, depth=1)
     assert outcomes(route) == [("a", "late"), (winner, "answered")]
     assert transport.cancelled == [dropped]
 
@@ -163,24 +161,12 @@ def test_a_hedge_that_fails_leaves_the_late_visit_in_the_race(failure):
     assert route.ms == pytest.approx(110)
 
 
-@pytest.mark.parametrize("routing", ["order-free", "sequential"])
-def test_a_host_that_swallowed_a_visit_is_asked_again_when_a_probe_has_cleared_it(routing):
-    options = {"depth": 2, "routing": routing, "later": (0.2, healthy("a"))}
+def test_a_host_that_swallowed_a_visit_is_asked_again_when_a_probe_has_cleared_it():
+    options = {"depth": 2, "later": (0.2, healthy("a"))}
     route, transport, _ = routed({"a": [30.0]}, {"a": [0, 1]}, **options)
     assert outcomes(route) == [("a", "late"), ("a", "answered"), ("a", "answered")]
     assert (route.ending, route.ms) == ("complete", pytest.approx(200))
     assert transport.cancelled == ["a"]
-
-
-def test_a_pipeline_waits_for_its_late_host_and_is_lost_without_it():
-    hosts = {"a": [0, 1], "b": [2, 3]}
-    later = (0.2, healthy("b"))
-    route, _, _ = routed({"b": [0.12]}, hosts, routing="sequential", later=later)
-    assert route.order == (0, 1, 2, 3)
-    route, _, _ = routed({"b": [30.0]}, hosts, routing="sequential", seconds=0.3)
-    assert (route.ending, route.order, route.ms) == ("lost", (0, 1), pytest.approx(295))
-    route, _, _ = routed({"b": [DEAD]}, hosts, routing="sequential")
-    assert (route.ending, route.order, route.ms) == ("lost", (0, 1), 0)
 
 
 def test_one_visit_strikes_once():
@@ -386,7 +372,7 @@ class Watched(Scripted):
             self.open[key] -= 1
 
 
-def answers(hosts, rounds, requests, back=(), *, routing="order-free", limits=HURRIED):
+def answers(hosts, rounds, requests, back=(), *, limits=HURRIED):
     """The results of all requests, and the transport and router."""
 
     async def go():
@@ -403,9 +389,7 @@ def answers(hosts, rounds, requests, back=(), *, routing="order-free", limits=HU
             assert reads["all"] < STEPS, "a request turns in a circle"
             return loop_time()
 
-        router = Router(
-            transport, depth=DEPTH, limits=limits, rounds=rounds, routing=routing, clock=clock
-        )
+        router = Router(transport, depth=DEPTH, limits=limits, rounds=rounds, clock=clock)
         views = [
             HostView(f"h{k}", frozenset(blocks), compute=compute, link=0.001)
             for k, (blocks, compute, _) in enumerate(hosts)
@@ -431,12 +415,11 @@ def answers(hosts, rounds, requests, back=(), *, routing="order-free", limits=HU
     return run_virtual(go())
 
 
-@given(HOSTS, ROUNDS, REQUESTS, BACK, st.sampled_from(ROUTINGS))
+@given(HOSTS, ROUNDS, REQUESTS, BACK)
 @settings(max_examples=200, deadline=None)
-def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back, routing):
+def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back):
     """In time, replayed bit for bit, no block twice on one version or more often than it pays."""
-    results, transport, router = answers(hosts, rounds, requests, back, routing=routing)
-    rounds = rounds if routing == "order-free" else QUEUE
+    results, transport, router = answers(hosts, rounds, requests, back)
     cleared = {f"h{number % len(hosts)}" for _, number in back}
     assert {host for _, host, _ in transport.twice} <= cleared, "a late host was asked again"
     assert router.walks == 0
@@ -454,9 +437,6 @@ def test_requests_side_by_side_keep_the_rules(hosts, rounds, requests, back, rou
         answered = [hop.block for hop in route.hops if hop.outcome == "answered"]
         assert Counter(answered) == Counter(route.order), "an answer was lost"
         assert (route.ending == "complete") == (route.kept == DEPTH)
-        if routing == "sequential":
-            assert route.order == tuple(range(route.kept))
-            assert route.ending in ("complete", "lost")
         late = {hop.block for hop in route.hops if hop.outcome == "late"}
         unasked = [b for b, why in route.skipped.items() if "not answer in time" in why]
         assert set(unasked) <= late, "a host that could run it was not asked"

@@ -412,7 +412,8 @@ def test_metrics():
 
 def test_a_gateway_knows_of_its_hosts_watch_and_audits():
     health = SimpleNamespace(audited=12, disagreed=3)
-    coordinator = SimpleNamespace(watching=True, health=health)
+    children = SimpleNamespace(names=("a",))
+    coordinator = SimpleNamespace(watching=True, health=health, children=children)
 
     async def go(place):
         before = await place.client.get("/healthz")

@@ -60,7 +60,6 @@ def test_texts_and_profiles_of_a_png_are_not_unpacked(monkeypatch):
     monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", unpacked.append)
 
     async def go(place):
-        place.router.routing = "sequential"
         answers = [await place.classify(file) for file in (dear, file_of(picture()))]
         return [answer.json()["top"] for answer in answers]
 

@@ -1,4 +1,4 @@
-"""Plans and simulations against closed forms, and the event loop in virtual time below them."""
+"""Simulations against closed forms, and the event loop in virtual time below them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -15,26 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.ground.errors import UsageError
-from layershuffle.swarm.assignment import BlockFile
-from layershuffle.swarm.faults import SCENARIOS, Fault, FaultKind
+from layershuffle.swarm.judging import ENDED
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.planning import (
-    HostsFile,
-    HostSpec,
-    ModelFacts,
-    most_per_second,
-    plan_for,
-    plan_report,
-)
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
-from layershuffle.swarm.settings import ROUTINGS
-from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import NOTICE_MS, SimulatedDevice
-from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
-from layershuffle.swarm.simulation.run import arrivals, life, simulate
-from layershuffle.swarm.sureness import Stop, Sureness
-from refusals import refuses
+from layershuffle.swarm.sureness import Stop
+from simulation.clock import VirtualTimeLoop
+from simulation.faults import SCENARIOS, Fault, FaultKind
+from simulation.hosts import NOTICE_MS, SimulatedDevice
+from simulation.run import arrivals, life, simulate
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
@@ -69,11 +56,11 @@ def times(outcome):
 # --- closed forms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("pipeline", [False, True])
 @pytest.mark.parametrize("hosts", [1, 3, 12])
-def test_one_client_without_failures(routing, hosts):
+def test_one_client_without_failures(pipeline, hosts):
     """A visit for each block."""
-    outcome = run(spread(hosts), routing=routing, clients=1)
+    outcome = run(spread(hosts), pipeline=pipeline, clients=1)
     assert outcome.figures["visits_per_request"] == DEPTH
     np.testing.assert_allclose(times(outcome), DEPTH * 5.0, atol=1e-9)
     assert outcome.figures["seconds"] == pytest.approx(100 * DEPTH * 5 / 1000)
@@ -127,10 +114,10 @@ def test_what_waits_for_the_same_block_runs_together():
 
 
 def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
-    """Four of twelve die at request 40 of 100; sequential loses 60, order-free none."""
+    """Four of twelve die at request 40 of 100; a pipeline loses 60, order-free none."""
     faults = [Fault(40, f"host-{i}", "crash") for i in (2, 5, 7, 11)]
     options = {"faults": faults, "clients": 1, "top1": TOP1}
-    ordered = run(spread(), routing="sequential", **options)
+    ordered = run(spread(), pipeline=True, **options)
     assert ends(ordered) == [40, 0, 0, 60]
     assert ordered.figures["right_of_requests"] == pytest.approx(0.4 * 85)
     free = run(spread(), **options)
@@ -144,12 +131,14 @@ def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
 
 
 def test_churn_against_the_binomial():
-    """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases."""
-    churn, count = (9, 1), 400
-    options = {"requests": count, "churn": churn, "rate": 0.4, "seed": 5}
-    ordered, free = (
-        run(spread(), routing=routing, **options) for routing in ("sequential", "order-free")
-    )
+    """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases.
+
+    The deadline is too near for waiting, which finds 0.79 if it may wait for 2 s of 1 s.
+    """
+    count = 400
+    limits = Limits(canary_every_ms=1e12, deadline_ms=150)
+    options = {"requests": count, "churn": (90, 10), "rate": 0.04, "seed": 5, "limits": limits}
+    ordered, free = (run(spread(), pipeline=pipeline, **options) for pipeline in (True, False))
     whole = 0.9**DEPTH
     noise = 4 * math.sqrt(whole * (1 - whole) / count)
     for outcome in (ordered, free):
@@ -164,7 +153,8 @@ def test_churn_against_the_binomial():
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 99),
-    routing=st.sampled_from(ROUTINGS),
+    pipeline=st.booleans(),
+    take_over=st.booleans(),
     hosts=st.sampled_from([3, 6, 12]),
     replicas=st.integers(1, 3),
     churned=st.booleans(),
@@ -178,13 +168,14 @@ def test_churn_against_the_binomial():
         max_size=6,
     ),
 )
-def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, faults):
+def test_every_request_ends_once(seed, pipeline, take_over, hosts, replicas, churned, rate, faults):
     outcome = run(
         spread(hosts, replicas),
         limits=Limits(deadline_ms=400, canary_every_ms=300),
         requests=60,
         seed=seed,
-        routing=routing,
+        pipeline=pipeline,
+        take_over=take_over,
         rate=rate if rate else None,
         churn=(0.5, 0.3) if churned else None,
         faults=[Fault(at, f"host-{host}", kind) for at, host, kind in faults],
@@ -195,7 +186,7 @@ def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, 
     assert late == 0
     assert times(outcome)[-1] <= 400 + 1e-6
     assert all(1 <= blocks <= DEPTH for blocks in outcome.blocks)
-    if routing == "sequential":
+    if pipeline:
         assert outcome.blocks.keys() <= {DEPTH}
 
 
@@ -315,15 +306,16 @@ def test_with_a_second_holder_no_request_is_lost(kind, ms):
 def test_requests_end_when_they_are_sure_and_a_pipeline_runs_all_blocks():
     """After 6 or 7 of 12 blocks of 5 ms, as the calibration says on average."""
     outcomes = [
-        run(spread(), 400, clients=1, routing=routing, top1=TOP1, stop=STOP) for routing in ROUTINGS
+        run(spread(), 400, clients=1, pipeline=pipeline, top1=TOP1, stop=STOP)
+        for pipeline in (False, True)
     ]
-    free, pipeline = outcomes
+    free, ordered = outcomes
     assert set(free.blocks) == {6, 7}
     assert free.figures["mean_blocks"] == pytest.approx(6.5, abs=0.1)
     assert round(free.figures["ms_median"], 6) in (30, 35)
     assert ends(free) == [400, 0, 0, 0]
     assert free.figures["right_of_answers"] == 84.0
-    assert (pipeline.blocks, pipeline.figures["right_of_answers"]) == ({12: 400}, 85.0)
+    assert (ordered.blocks, ordered.figures["right_of_answers"]) == ({12: 400}, 85.0)
     # A request that cannot reach so many blocks is answered, and judged, by those that ran.
     dead = [Fault(0, f"host-{i}", "crash") for i in range(1, 12)]
     few = run(spread(), 50, faults=dead, top1=TOP1, stop=STOP).figures
@@ -376,102 +368,11 @@ def test_the_scenarios_of_drills_happen_in_virtual_time(name):
 def test_a_client_that_was_refused_waits_as_retry_after_says():
     """A second without suspects, in which nothing is asked."""
     dead = [Fault(0, name, "crash") for name in spread()]
-    options = {"faults": dead, "routing": "sequential", "clients": 1}
+    options = {"faults": dead, "pipeline": True, "clients": 1}
     outcome = run(spread(), requests=10, top1=TOP1, **options)
     assert outcome.figures["seconds"] == pytest.approx(9 + sum(times(outcome)) / 1000)
     assert (outcome.figures["failed"], outcome.figures["right_of_requests"]) == (100, 0)
     json.dumps(outcome.figures, allow_nan=False)
-
-
-def test_the_report_holds_the_figures():
-    faults = SCENARIOS["third"].faults([*spread()], requests=100)
-    outcomes = [run(spread(), routing=routing, faults=faults, top1=TOP1) for routing in ROUTINGS]
-    rows = [line.split("  ") for line in outcome_report(outcomes).splitlines()]
-    shown = {row[0]: [cell.strip() for cell in row[1:] if cell] for row in rows}
-    for name in ("failed", "ms_p99", "right_of_requests"):
-        assert shown[name] == [f"{outcome.figures[name]:.5g}" for outcome in outcomes]
-    assert outcomes[0].figures["ms_longest"] == times(outcomes[0])[-1]
-    assert " -" in outcome_report([run(spread(), requests=1)])
-
-
-def test_what_cannot_be_simulated():
-    with refuses(UsageError):
-        run(spread(), min_blocks=13)
-
-
-# --- plans ----------------------------------------------------------------------------------------
-
-FILES = tuple(BlockFile(f"block-{number}", 1_000_000) for number in range(DEPTH))
-FACTS = ModelFacts(blocks=FILES, block_ms=5.0, cells={Cell(DEPTH): 96.1})
-
-
-def bound(seconds, memory, blocks=FILES, allowed=None):
-    allowed = np.ones((len(seconds), len(blocks)), bool) if allowed is None else allowed
-    return most_per_second(
-        np.array(seconds), blocks, memory=np.array(memory, float), allowed=allowed
-    )
-
-
-@given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
-def test_with_memory_for_all_the_speeds_add_up(seconds, depth, places):
-    """Each of `depth` files runs `places` places of a request."""
-    blocks = [BlockFile(str(file), 7) for file in range(depth) for _ in range(places)]
-    wanted = sum(1 / time for time in seconds) / (depth * places)
-    assert bound(seconds, [1e9] * len(seconds), blocks) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_memory_bounds_what_a_fast_host_can_do():
-    """It has room for half of the blocks, so the slow one runs the other half."""
-    assert bound([1e-6, 0.01], [6e6, 12e6]) == pytest.approx(100 / 6, rel=1e-6)
-
-
-def test_a_plan_is_bounded_by_its_fullest_host():
-    held = np.array([[block < 9 for block in range(12)], [block >= 9 for block in range(12)]])
-    assert bound([0.01, 0.01], [9e6, 9e6], allowed=held) == pytest.approx(100 / 9, rel=1e-6)
-
-
-def test_from_devices_to_figures():
-    """Four equal hosts: a request alone takes 12 visits, and busy hosts come near the bound."""
-    file = HostsFile(hosts={"pi": HostSpec(count=4, memory_mb=6, link_ms=1, speed=0.5)})
-    planned = plan_for(file, FACTS)
-    holders = [block for device in planned.devices.values() for block in device.blocks]
-    assert sorted(holders) == sorted([*range(12)] * 2), "two of each"
-    assert planned.most == pytest.approx(4 * 100 / 12, rel=1e-6)
-    assert planned.bound == pytest.approx(planned.most, rel=1e-6)
-    # No deadline cuts a request off, and a host takes one visit at a time.
-    patient = {"deadline_ms": 1e9, "hop_floor_ms": 1e9, "hop_cap_ms": 1e9}
-    limits = Limits(**patient, canary_every_ms=1e12)
-    options = {"limits": limits, "max_batch": 1, "requests": 400}
-    alone = simulate(planned.devices, clients=1, **options)
-    assert alone.figures["ms_median"] == pytest.approx(12 * (10 + 1))
-    busy = simulate(planned.devices, clients=24, **options)
-    assert 0.9 * planned.most <= busy.figures["per_second"] <= 1.05 * planned.most
-    text = plan_report(planned, FACTS)
-    assert "at most 33.3 requests/s. No plan can give more than 33.3" in text
-    assert "With all blocks 96.1 %" in text
-    assert "on one host only" not in text
-    sure = Sureness(
-        split="holdout", orders=2, images=9, temperatures=(1.0,) * 12, raw_error=(), error=(),
-        stops=(STOP,), confidence=0.9,
-    )  # fmt: skip
-    text = plan_report(planned, replace(FACTS, sureness=sure))
-    assert "after 6.5 blocks on average: about 61.5 requests/s, 84.0 % right" in text
-
-
-def test_blocks_without_a_second_holder_are_said():
-    planned = plan_for(HostsFile(hosts={"a": HostSpec(memory_mb=13)}), FACTS)
-    assert "12 blocks on one host only" in plan_report(planned, FACTS)
-
-
-def test_what_cannot_be_planned():
-    with refuses(UsageError):
-        plan_for(HostsFile(hosts={"a": HostSpec(memory_mb=11.5)}), FACTS)
-    twice = {"pi": HostSpec(count=2, memory_mb=9), "pi-2": HostSpec(memory_mb=9)}
-    with refuses(UsageError):
-        plan_for(HostsFile(hosts=twice), FACTS)
-    with refuses(UsageError):
-        FACTS.stop(0.9)
 
 
 # --- the event loop -------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_pace_is_the_median_of_usable_hosts_or_the_prior():
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=40), st.integers(0, 9))
 def test_a_changed_swarm_equals_one_built_anew(changes, seed):
-    """The indexes that `put` and `remove` carry on, against a count."""
+    """After any `put` and `remove`."""
     draw, swarm = np.random.default_rng(seed), Swarm()
     conditions = ("healthy", "healthy", "suspect", "shut-out", "draining", "gone")
     for number, kind in changes:
@@ -147,10 +147,10 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
         views = list(swarm.values())
         assert list(swarm) == sorted(swarm)
         assert swarm.pace(LIMITS) == Swarm(reversed(views)).pace(LIMITS)
-        assert list(swarm.suspects) == [v.name for v in views if v.condition == "suspect"]
+        assert [view.name for view in views] == sorted(swarm)
         assert swarm.usable_hosts == sum(v.usable for v in views)
         for block in range(4):
-            held = [v.name for v in views if block in v.blocks | v.loading]
-            assert list(swarm.held(block)) == held
-            usable = [v.name for v in views if v.usable and block in v.blocks]
-            assert list(swarm.usable(block)) == usable
+            assert swarm.held(block) == [v for v in views if block in v.blocks | v.loading]
+            usable = sum(v.usable and block in v.blocks for v in views)
+            assert swarm.copies()[block] == usable
+            assert (block in swarm.lacking(4)) == (usable == 0)

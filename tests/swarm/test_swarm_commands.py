@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import re
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import start
-from layershuffle.swarm.server.operating import Operator, state_directory
+from layershuffle.swarm.server.admin import operator_of, published, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, Times
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.settings import SwarmSettings
@@ -64,13 +63,10 @@ def run(capsys, *words):
         (["swarm", "status", "--address", "http://127.0.0.1:9"], 1, "cannot be reached"),
         (["classify", "x.png", "--address", "http://127.0.0.1:9"], 2, "x.png"),
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
-        (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
         (["swarm", "up", "--hosts", "-3"], 2, "hosts: Input should be greater than or equal to 0"),
         (["swarm", "up", "--copies", "0"], 2, "copies: Input should be greater than or equal to 1"),
         (["swarm", "up", "--memory-mb", "nan"], 2, "memory_mb: Input should be a finite number"),
-        (["swarm", "plan", "x.yaml", "--copies", "0"], 2, 'Invalid value "0" for --copies'),
         (["swarm", "up", "--https-key", "k"], 2, "a certificate and its key"),
-        (["swarm", "drill", "--concurrency", "0"], 2, "Must be >= 1"),
         (["swarm", "up", "--listen", "0.0.0.0"], 2, "without an API key"),
         (["swarm", "up", "--listen", "[::]", "--public", "--ray", "auto"], 2, "cannot dial to"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
@@ -91,7 +87,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
 
 def test_operator_commands_without_a_swarm(capsys, tmp_path):
     (tmp_path / "state").mkdir(mode=0o700)
-    for words in (["drain", "a"], ["readmit", "a"], ["drill"]):
+    for words in (["drain", "a"], ["readmit", "a"]):
         code, _, err = run(capsys, "swarm", *words, "--state", str(tmp_path / "state"))
         assert code == 2
         assert "No swarm of this user runs on this machine" in err
@@ -106,42 +102,6 @@ def test_a_port_in_use_is_told_before_anything_is_started(capsys, tmp_path):
     assert (code, out) == (1, "")
     assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "Next: end what listens there, or name another --port" in err
-
-
-def test_plan_and_simulate(capsys, tmp_path):
-    hosts = tmp_path / "hosts.yaml"
-    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 2}}\n")
-    words = ["swarm", "plan", str(hosts), "--copies"]
-    code, out, _ = run(capsys, *words, "2")
-    assert (code, "on one host only" in out) == (0, False)
-    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5}}\n")
-    code, out, _ = run(capsys, *words, "1")
-    assert (code, "12 blocks on one host only" in out) == (0, True)
-    assert "(linear program)" in out
-    words = ["swarm", "simulate", str(hosts), "--copies", "1", "--requests", "50"]
-    code, first, _ = run(capsys, *words, "--scenario", "third")
-    assert (code, first.startswith("4 hosts, seed 0\n")) == (0, True)
-    shown = {line.split("  ")[0]: line.split()[-2:] for line in first.splitlines()}
-    code, out, _ = run(capsys, *words, "--scenario", "third", "--json")
-    report = json.loads(out)
-    assert (code, report["hosts"], report["seed"]) == (0, 4, 0)
-    free, ordered = [routing["failed"] for routing in report["routings"]]
-    assert shown["failed"] == [f"{free:g}", f"{ordered:g}"]
-    # A pipeline fails from the first quarter to the third, and its last request is not the 38th.
-    assert (free, 30 < ordered < 70) == (0, True)
-    code, _, err = run(capsys, *words, "--min-blocks", "13")
-    assert (code, "ask for at most 12 (--min-blocks)" in err) == (2, True)
-    for wrong in ("", "60", "1 2 3", "inf 0", "0 10", "nan 1", "1 inf"):
-        assert run(capsys, *words, "--churn", *wrong.split())[0] == 2
-    for wrong in ("--requests 0", "--rate 0", "--clients 0", "--scenario thirds"):
-        assert run(capsys, *words, *wrong.split())[0] == 2
-    assert run(capsys, *words, "--confidence", "0.5")[0] == 2
-    ending = json.loads(run(capsys, *words, "--confidence", "0.98", "--json")[1])["routings"]
-    means = [routing["mean_blocks"] for routing in ending]
-    assert means == [pytest.approx(7.47, abs=0.3), 12]
-    code, out, _ = run(capsys, *words, "--churn", "1", "2", "--rate", "5", "--json")
-    spans = [routing["seconds"] for routing in json.loads(out)["routings"]]
-    assert (code, max(spans) < 1.1 * min(spans)) == (0, True), "they met the same failures"
 
 
 def test_a_gateway_starts_without_torch():
@@ -181,7 +141,7 @@ def served(tmp_path, work, *, keys=None):
         gc.unfreeze()
         coordinator, *_ = await opened
         assert gc.get_freeze_count() > 0, "a full collection would hold the gateway up"
-        operator = Operator(state)
+        operator = operator_of(state)
         try:
             await asyncio.to_thread(work, operator, coordinator)
             with pytest.raises(UsageError, match="runs already"):
@@ -194,12 +154,12 @@ def served(tmp_path, work, *, keys=None):
     asyncio.run(go())
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="No swarm of this user runs"):
-        Operator(str(tmp_path / "s"))
+        operator_of(str(tmp_path / "s"))
 
 
 def url_of(operator):
     """The address of the operator's gateway, with a slash at its end."""
-    return f"{str(operator._http.base_url).rstrip('/')}/"
+    return f"{operator.url}/"
 
 
 def condition_until(coordinator, host, wanted):
@@ -213,8 +173,6 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         up = ["swarm", "up", "--model", "dir:/nowhere", "--state", str(tmp_path / "s")]
         code, _, err = run(capsys, *up)
         assert (code, "A swarm of this user runs already" in err) == (2, True)
-        names = ["host-1", "host-2"]
-        assert operator.hosts == names
         assert operator.command("drain", host="host-1") == {"empty": True}
         assert coordinator.router.swarm["host-1"].condition == "draining"
         operator.command("readmit", host="host-1")
@@ -225,27 +183,37 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         (tmp_path / "token").unlink()
         why = httpx.get(f"{url_of(operator)}healthz").json()["why"]
         assert f"the token file {tmp_path / 'token'} is gone" in why
-        operator.command("fault", host="host-2", kind="crash")
-        operator.command("fault", host="host-2", kind="rejoin")
+        operator.command("kill", host="host-2")
+        condition_until(coordinator, "host-2", "gone")
+        operator.command("readmit", host="host-2")
         condition_until(coordinator, "host-2", "healthy")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("drain", host="z")
         with pytest.raises(UsageError, match="no host 'z'"):
             operator.command("readmit", host="z")
         with pytest.raises(UsageError, match="did not start a host 'z'"):
-            operator.command("fault", host="z", kind="crash")
-        with pytest.raises(UsageError, match="kind: Input should be 'crash', 'kill'"):
-            operator.command("fault", host="host-1", kind="explode")
-        with pytest.raises(UsageError, match="fast is unknown"):
-            operator.command("drain", host="host-1", fast=True)
-        with pytest.raises(UsageError, match="The command fault lacks a field"):
-            operator.command("fault", host="host-1")
-        nothing = re.escape(str(tmp_path / "nothing" / "manifest.json"))
-        with pytest.raises(LayerShuffleError, match=rf"This is no manifest.+\({nothing}\)"):
-            operator.command("roll", model=str(tmp_path / "nothing"))
-        export = str(asset("digits-onnx"))
-        assert operator.command("roll", model=export) == {"before": export}
-        assert httpx.get(f"{url_of(operator)}v1/swarm").json()["model"] == export
+            operator.command("kill", host="z")
+        odd = {"host": "host-1", "fast": True}
+        answer = operator._http.post("/operator/drain", json=odd)
+        assert (answer.status_code, "fast is unknown" in answer.text) == (422, True)
+        operator.command("kill", host="host-1")
+        wait_for(lambda: "host-1" not in coordinator.children.pids)
+        with pytest.raises(LayerShuffleError, match="The process of host-1 has ended"):
+            operator.command("kill", host="host-1")
+        readmit = ["swarm", "readmit", "host-1", "--address", operator.url]
+        assert run(capsys, *readmit, "--state", str(tmp_path / "s"))[0] == 0
+        condition_until(coordinator, "host-1", "healthy")
+        key = tmp_path / "operator-key"
+        key.touch(mode=0o600)
+        key.write_text("another-key-of-some-length")
+        drain = ["swarm", "drain", "host-1", "--address", operator.url]
+        code, _, err = run(capsys, *drain, "--operator-key-file", str(key))
+        assert (code, "The operator's key is missing or wrong" in err) == (1, True)
+        key.write_text(published(str(tmp_path / "s"))["key"])
+        code, out, _ = run(capsys, *drain, "--operator-key-file", str(key))
+        assert code == 0
+        again = f"readmit host-1 --address {operator.url} --operator-key-file {key}, or"
+        assert again in out
 
     served(tmp_path, work)
 
@@ -279,8 +247,7 @@ def test_nobody_without_the_key_is_an_operator(tmp_path):
             {}, {"Authorization": f"Bearer {'x' * 32}"}, {"Authorization": f"Bearer {'k' * 16}"},
             {"Host": "127.0.0.1"}, {"Origin": url, "Sec-Fetch-Site": "same-origin"},
         ):  # fmt: skip
-            fault = {"host": "host-1", "kind": "crash"}
-            answer = httpx.post(f"{url}operator/fault", headers=headers, json=fault)
+            answer = httpx.post(f"{url}operator/kill", headers=headers, json={"host": "host-1"})
             assert answer.status_code == 401
             assert "operator's key" in answer.json()["error"]["cause"]
         assert "operator" not in httpx.get(f"{url}openapi.json").text

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +17,13 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.ground.bundled import asset
+from layershuffle.models import load
+from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.server.operating import Operator
+from layershuffle.swarm.judging import asking, judged, sent
+from layershuffle.swarm.labelled import labelled_images
+from layershuffle.swarm.served import ServedModel
+from layershuffle.swarm.server.admin import operator_of, published
 from waiting import HANGS, wait_for, wait_for_address
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -105,23 +109,41 @@ def test_up_serves_and_prints_the_next_command(swarm):
     assert len(session_processes(process.pid)) == 5
 
 
+def healthy_hosts(address):
+    return layershuffle("swarm", "status", "--address", address).stdout.count("healthy")
+
+
 @pytest.mark.alone
 def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     """None fails or is late, and as many answers are right as the calibration lets expect."""
     _, address, state = swarm
-    words = ["--address", address, "--state", state, "--requests", "400", "--scenarios", "third"]
-    done = layershuffle("swarm", "drill", *words, "--deadline-ms", "30000", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(done.stdout)["scenarios"]
-    assert (row["requests"], row["failed"], row["late"]) == (400, 0, 0)
-    assert row["accuracy"]["low"] <= row["accuracy"]["top1"] <= row["accuracy"]["high"]
-    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
+    images = labelled_images(load("bundled:digits-onnx"), "digit-pairs", count=400)
+
+    async def asked():
+        async with AsyncSwarmClient(address, patience=0) as client:
+            ask = asking(client, images, deadline_ms=30_000, patient=True)
+
+            async def kill():
+                await asyncio.to_thread(operator.command, "kill", host="host-3")
+
+            return await sent(ask, 400, before={100: kill})
+
+    with closing(operator_of(state)) as operator:
+        replies = asyncio.run(asked())
+        assert {reply.ended for reply in replies} <= {"answered", "degraded"}
+        verdict = judged(replies, calibration_of(ServedModel(asset("digits-onnx"))))
+        assert verdict.answers == 400
+        assert verdict.low <= verdict.top1 <= verdict.high
+        wait_for(lambda: healthy_hosts(address), holds=lambda count: count == 2)
+        operator.command("readmit", host="host-3")
+        wait_for(lambda: healthy_hosts(address), holds=lambda count: count == 3)
 
 
 def test_a_service_manager_starts_a_killed_gateway_again(swarm):
     """It has the same address and state directory; the hosts of the killed one died with it."""
     process, address, state = swarm
-    gateway, log = Operator(state).process, Path(state).parent / "log"
+    gateway = published(state)["process"]
+    log = Path(state).parent / "log"
     before = {*session_processes(process.pid)} - {process.pid}
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("answers at") == 2)
@@ -132,13 +154,13 @@ def test_a_service_manager_starts_a_killed_gateway_again(swarm):
         )
         answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000, confidence="off")
     assert len(answer.blocks) == 12
-    assert Operator(state).process != gateway
+    assert published(state)["process"] != gateway
     assert not before & {*session_processes(process.pid)}
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    os.kill(Operator(state).process, signal.SIGINT)
+    os.kill(published(state)["process"], signal.SIGINT)
     assert process.wait(HANGS) == 0
     wait_for(lambda: session_processes(process.pid), holds=lambda left: not left)
     # What hosts of other machines know stays.

@@ -1,5 +1,4 @@
-"""A gateway for a month: certificates and keys that change while it serves, files that go away,
-another model that takes over without a failed request."""
+"""A gateway for a month: certificates and keys that change while it serves, files that go away."""
 
 from __future__ import annotations
 
@@ -15,38 +14,23 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from dial_site import TOKEN, hosting, replayed
-from gateway_site import certify, picture, run
-from safetensors.numpy import load, save
+from dial_site import TOKEN, hosting
+from gateway_site import certify, run
 from starlette.applications import Starlette
 
 from layershuffle.cli import main
-from layershuffle.ground.bundled import asset
-from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import operating as upkeep_of
-from layershuffle.swarm.server.admin import roll
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.doors import Https, pinned
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.service import running_service
-from layershuffle.swarm.sureness import probabilities
-from pictures import file_of
-from refusals import refuses
 from waiting import HANGS, until, wait_for
 
 KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
@@ -96,7 +80,7 @@ def kept(place, https=None):
     (place / "state").mkdir()
     for name in ("token", "manifest"):
         (place / name).write_text("a token")
-    files = {"token_file": place / "token", "model": lambda: place / "manifest"}
+    files = {"token_file": place / "token", "model": place / "manifest"}
     return Upkeep(place / "state", **files, https=https)
 
 
@@ -229,6 +213,18 @@ class Saying(logging.Handler):
         self.said.append(record.getMessage())
 
 
+SLOW = Limits(hop_floor_ms=5000, hop_cap_ms=10_000, probe_ms=10_000, deadline_ms=25_000)
+
+
+@asynccontextmanager
+async def opened(model: ServedModel) -> AsyncIterator[tuple[Coordinator, str]]:
+    """A swarm of `model` without hosts, and the address for them."""
+    async with running_service(model, token=TOKEN, limits=SLOW) as (coordinator, _):
+        members = coordinator.members
+        async with listening(Starlette(routes=members.routes()), members=members) as (way, _):
+            yield coordinator, f"ws://127.0.0.1:{way.port}"
+
+
 def test_blocks_are_tested_and_used_once_files_that_were_removed_are_back(tmp_path, caplog):
     """A host has them on its disk; the gateway says once that it cannot compare."""
     place, cache = tmp_path / "model", tmp_path / "cache"
@@ -240,7 +236,7 @@ def test_blocks_are_tested_and_used_once_files_that_were_removed_are_back(tmp_pa
 
     async def main():
         place.rename(tmp_path / "away")
-        async with opened(model) as (_, coordinator, url), hosting(url, cache=cache, name="a"):
+        async with opened(model) as (coordinator, url), hosting(url, cache=cache, name="a"):
             await until(lambda: caplog.messages)
             await asyncio.sleep(1)  # it is tried again five times
             (tmp_path / "away").rename(place)
@@ -250,156 +246,3 @@ def test_blocks_are_tested_and_used_once_files_that_were_removed_are_back(tmp_pa
     (said,) = caplog.messages
     assert said.startswith("A block of a host cannot be tested, so it is not used: ")
     assert said.endswith(f"Where: {place / 'block.onnx'}. Next: export the model again.")
-
-
-# --- rolling upgrades -----------------------------------------------------------------------------
-
-CHANGED = 5
-SLOW = Limits(hop_floor_ms=5000, hop_cap_ms=10_000, probe_ms=10_000, deadline_ms=25_000)
-
-
-def another(directory: Path, **facts: Any) -> Path:
-    """The shipped export with other weights in one block, and other `facts` in its manifest."""
-    shutil.copytree(asset("digits-onnx"), directory)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    name = manifest["blocks"][CHANGED]["weights"]
-    tensors = load((directory / name).read_bytes())
-    content = save({key: np.float32(0.9) * value for key, value in tensors.items()})
-    (directory / name).write_bytes(content)
-    manifest["files"][name] = {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
-    (directory / "manifest.json").write_text(json.dumps({**manifest, **facts}))
-    return directory
-
-
-@asynccontextmanager
-async def opened(model: ServedModel) -> AsyncIterator[tuple[RemoteModel, Coordinator, str]]:
-    """A swarm of `model` without hosts, and the address for them."""
-    async with running_service(model, token=TOKEN, limits=SLOW) as (coordinator, remote_model):
-        members = coordinator.members
-        async with listening(Starlette(routes=members.routes()), members=members) as (way, _):
-            yield remote_model, coordinator, f"ws://127.0.0.1:{way.port}"
-
-
-@asynccontextmanager
-async def served(tmp_path: Path, **how: Any) -> AsyncIterator[Gateway]:
-    """The shipped model on two hosts, beside one without room for a block, and its gateway."""
-    async with (
-        opened(ServedModel(asset("digits-onnx"))) as (remote_model, coordinator, url),
-        hosting(url, cache=tmp_path / "a", name="a", **how),
-        hosting(url, cache=tmp_path / "b", name="b", **how),
-        hosting(url, cache=tmp_path / "c", name="c", memory=1),
-    ):
-        assert not await coordinator.ready(3, within=60)
-        limits = GatewayLimits(rate=1e6, burst=1e6, client_requests=100)
-        yield Gateway(remote_model, coordinator, limits=limits)
-
-
-def chance_of(model: ServedModel, answer: dict[str, Any], image: Any) -> float:
-    """The chance that `model` gives along the way of an answer."""
-    states = [model.stem(image)]
-    for block, version in zip(answer["blocks"], answer["versions"], strict=True):
-        before, newest = states[version], version == len(states) - 1
-        after = asyncio.run(model.compute(block, before))
-        states.append(after if newest else states[-1] + (after - before))
-    heat = SHIPPED_TEMPERATURES[len(set(answer["blocks"])) - 1]
-    return float(probabilities(model.head(states[-1]), heat).max())
-
-
-SHIPPED_TEMPERATURES = json.loads((asset("digits-onnx") / "calibration.json").read_text())[
-    "sureness"
-]["temperatures"]
-
-
-def test_a_roll_and_the_way_back_fail_no_request(tmp_path: Path) -> None:
-    old, new = ServedModel(asset("digits-onnx")), ServedModel(another(tmp_path / "new"))
-    body = asset("digit-pair.png").read_bytes()
-    answers: dict[str, list[dict[str, Any]]] = {}
-
-    async def main() -> None:
-        async with served(tmp_path) as gateway:
-            phase, over = "before", False
-            transport = httpx.ASGITransport(app=create_app(gateway))
-
-            async def client() -> None:
-                async with httpx.AsyncClient(transport=transport, base_url="http://g") as http:
-                    while not over:
-                        begun = phase
-                        answer = await http.post("/v1/classify?confidence=off", content=body)
-                        assert answer.status_code == 200, answer.text
-                        key = begun if phase == begun else "between"
-                        answers.setdefault(key, []).append(answer.json())
-
-            async def some(name: str) -> None:
-                async with asyncio.timeout(60):
-                    while len(answers.get(name, [])) < 8:
-                        await asyncio.sleep(0.01)
-
-            clients = [asyncio.create_task(client()) for _ in range(4)]
-            await some(phase)
-            for model, name in ((new, "new"), (old, "back")):
-                phase = "rolling"
-                await roll(gateway, directory=model.directory)
-                phase = name
-                await some(phase)
-                assert gateway.coordinator.model.directory == model.directory
-                assert {host.name: len(host.blocks) for host in gateway.router.swarm.values()} == {
-                    "a": 12, "b": 12, "c": 0,
-                }  # fmt: skip
-            over = True
-            await asyncio.gather(*clients)
-            assert gateway.coordinator.health.disagreed == 0
-
-    asyncio.run(main())
-    image = batch_of(body, old.manifest.file_view, most_pixels=10_000)
-    for phase, expected in (("before", [old]), ("new", [new]), ("back", [old])):
-        for answer in answers[phase]:
-            assert len(set(answer["blocks"])) == 12
-            chances = [chance_of(model, answer, image) for model in expected]
-            assert answer["chance"] in chances
-    assert chance_of(old, answers["new"][0], image) != answers["new"][0]["chance"]
-    for answer in answers.get("rolling", []) + answers.get("between", []):
-        assert answer["chance"] in [chance_of(model, answer, image) for model in (old, new)]
-
-
-def test_what_cannot_be_rolled_to_changes_nothing(tmp_path: Path) -> None:
-    """Another form of model, and one for which the hosts have no memory."""
-    weights = 134_816
-    names = json.loads((asset("digits-onnx") / "manifest.json").read_text())["class_names"]
-    cases: list[tuple[Path, type[LayerShuffleError]]] = [
-        (another(tmp_path / "names", class_names=names[::-1]), UsageError),
-        (another(tmp_path / "large"), LayerShuffleError),
-    ]
-
-    async def main() -> None:
-        async with served(tmp_path, memory=12 * weights + 1000) as gateway:
-            before = gateway.coordinator.model
-            for directory, error in cases:
-                with refuses(error):
-                    await roll(gateway, directory=directory)
-                assert not gateway.coordinator.members.loads_beside
-                assert gateway.coordinator.model is before
-                state, route = await gateway.router.walk(
-                    before.sample, deadline=gateway.router.clock() + 20
-                )
-                assert len(route.order) == 12
-                wanted = await replayed(before.sample, route)
-                assert state.tobytes() == wanted.tobytes()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_pause_waits_for_requests_under_way(busy: bool) -> None:
-    async def go(place: Any) -> bool:
-        gateway, place.blocks.gate = place.app.state.gateway, asyncio.Event()
-        asked = asyncio.ensure_future(place.classify(file_of(picture()))) if busy else None
-        await until(lambda: place.blocks.visits or not busy)
-        async with gateway.paused(0.05) as quiet:
-            assert quiet is not busy
-        place.blocks.gate.set()
-        if asked is not None:
-            assert (await asked).status_code == 200
-        async with gateway.paused(HANGS) as quiet:
-            return bool(quiet)
-
-    assert run(go)

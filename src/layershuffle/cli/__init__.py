@@ -48,15 +48,11 @@ COMMANDS = {
 }
 SWARM_COMMANDS = {
     "up": ("Serve a model from hosts that dial in.", "serving:UpCommand"),
-    "demo": ("Classify, kill a third of the hosts, classify again.", "drill:DemoCommand"),
+    "demo": ("Classify, kill a third of the hosts, classify again.", "swarm_demo:DemoCommand"),
     "status": ("Show the hosts of a running swarm.", "asking:StatusCommand"),
     "drain": ("Let a host finish its work and take no more.", "asking:DrainCommand"),
-    "roll": ("Serve another export of the model.", "asking:RollCommand"),
     "readmit": ("Start an excluded, drained or dead host.", "asking:ReadmitCommand"),
-    "drill": ("Rehearse failures on a running swarm.", "drill:DrillCommand"),
-    "plan": ("Find which host should hold which blocks.", "planning:PlanCommand"),
-    "simulate": ("Run a plan in virtual time.", "planning:SimulateCommand"),
-    "calibrate": ("Measure what to expect of fewer blocks.", "planning:CalibrateCommand"),
+    "calibrate": ("Measure what to expect of fewer blocks.", "calibrate:CalibrateCommand"),
 }
 
 

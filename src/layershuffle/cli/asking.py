@@ -1,5 +1,5 @@
-"""`layershuffle classify IMAGE...` and `swarm status` ask a running swarm; `swarm drain`, `readmit`
-and `roll` change it, from its own machine."""
+"""`layershuffle classify IMAGE...` and `swarm status` ask a running swarm; `swarm drain` and
+`readmit` change it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import Command, ImageFiles, Reporting
-from layershuffle.cli.serving import state_flag
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import UsageError
@@ -21,7 +20,7 @@ from layershuffle.ground.text import counted, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Expected
-    from layershuffle.swarm.server.operating import CommandName
+    from layershuffle.swarm.server.admin import CommandName
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 
 
@@ -186,24 +185,54 @@ def status_table(swarm: SwarmAnswer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCommand(Command):
-    """A change to the running swarm, by the operator's key."""
+    """A change to a running swarm, by the operator's key."""
 
+    address: str | None = None
+    """Address of the gateway (default: the one of --state, on this machine)."""
+    operator_key_file: Path | None = None
+    """File with the operator's key, for an --address elsewhere; only its owner may read it (mode
+    0600). Default: the key in --state."""
+    authority: Path | None = None
+    """For https: file of the certificate to trust (default: that of the gateway of --state, or the
+    well-known authorities)."""
     state: str | None = None
-    """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
+    """Directory of the gateway on this machine (default: ~/.local/state/layershuffle/swarm)."""
 
-    def command(self, name: CommandName, **fields: str) -> dict[str, Any]:
-        """The swarm's answer to a command. Raises `UsageError` if none runs on this machine."""
+    def command(self, name: CommandName, *, host: str) -> dict[str, Any]:
+        """The gateway's answer to a command.
+
+        Raises `UsageError` without an address if no swarm runs on this machine.
+        """
         require("swarm")
 
-        from layershuffle.swarm.server.operating import Operator
+        from layershuffle.swarm.server.admin import operator_of
 
-        with closing(Operator(self.state)) as operator:
-            return operator.command(name, **fields)
+        operator = operator_of(
+            self.state,
+            address=self.address,
+            key_file=self.operator_key_file,
+            authority=self.authority,
+        )
+        with closing(operator):
+            return operator.command(name, host=host)
+
+    def flags(self) -> str:
+        """The flags of this gateway for the next command, with a leading space."""
+        flags = ""
+        if self.address is not None:
+            flags += f" --address {quote(self.address)}"
+        if self.operator_key_file is not None:
+            flags += f" --operator-key-file {quote(str(self.operator_key_file))}"
+        if self.authority is not None:
+            flags += f" --authority {quote(str(self.authority))}"
+        if self.state is not None:
+            flags += f" --state {quote(self.state)}"
+        return flags
 
 
 @dataclass(frozen=True)
 class DrainCommand(OperatorCommand):
-    """Let a host finish its work and take no more; run this on the machine of the server."""
+    """Let a host finish its work and take no more."""
 
     host: str
     """Name of the host."""
@@ -215,7 +244,7 @@ class DrainCommand(OperatorCommand):
         end = "is empty" if empty else "still has work, which will end at its deadlines"
         print(
             f"Host {self.host} takes no new visits and {end}. "
-            f"Next: layershuffle swarm readmit {quote(self.host)}{state_flag(self.state)}, or take "
+            f"Next: layershuffle swarm readmit {quote(self.host)}{self.flags()}, or take "
             "its machine away"
         )
         return 0
@@ -223,7 +252,7 @@ class DrainCommand(OperatorCommand):
 
 @dataclass(frozen=True)
 class ReadmitCommand(OperatorCommand):
-    """Start an excluded, drained or dead host again; run this on the machine of the server."""
+    """Start an excluded, drained or dead host again."""
 
     host: str
     """Name of the host."""
@@ -232,19 +261,4 @@ class ReadmitCommand(OperatorCommand):
         """Readmit the host; it serves again once its answers were found correct."""
         self.command("readmit", host=self.host)
         print(f"Host {self.host} is starting. Next: layershuffle swarm status --address URL")
-        return 0
-
-
-@dataclass(frozen=True)
-class RollCommand(OperatorCommand):
-    """Serve another export of the model, without a failed request; run this on its machine."""
-
-    directory: Path
-    """Directory of `layershuffle export`, of the same form as the model that is served."""
-
-    def run(self) -> int:
-        """Wait until hosts have loaded it beside the other, and it has taken over."""
-        before = self.command("roll", model=str(self.directory.absolute()))["before"]
-        back = f"layershuffle swarm roll {quote(before)}{state_flag(self.state)}"
-        print(f"{self.directory} is served. To take it back: {back}")
         return 0

@@ -1,11 +1,12 @@
 """`layershuffle swarm up`: a swarm that answers clients until it is stopped.
 
-The server takes the requests of clients, the connections of hosts, and the commands of `drain`,
-`readmit` and `drill` from who has the operator's key.
+The server takes the requests of clients, the connections of hosts, and the commands of who has the
+operator's key.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import signal
@@ -58,12 +59,6 @@ def logged(*, as_json: bool) -> Iterator[None]:
         log.setLevel(logging.NOTSET)
 
 
-def state_flag(state: str | None) -> str:
-    """The flag for the swarm's directory in a printed command, with a leading space; empty for
-    the default directory."""
-    return f" --state {quote(state)}" if state else ""
-
-
 def steps() -> Callable[[str], None]:
     """A function that prints a step of a start with the seconds since this call."""
     begun = time.monotonic()
@@ -72,6 +67,15 @@ def steps() -> Callable[[str], None]:
         print(f"{time.monotonic() - begun:5.1f} s  {step}", flush=True)
 
     return say
+
+
+def qr_code(address: str) -> str:
+    """The QR code of an address as lines of text, for a terminal."""
+    import segno
+
+    text = io.StringIO()
+    segno.make(address, micro=False).terminal(out=text, compact=True)
+    return text.getvalue().rstrip("\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,7 @@ class UpCommand(Command):
 
         `key`: the operator's, "" where it must not be shown.
         """
+        from layershuffle.swarm.server.doors import is_loopback
         from layershuffle.swarm.server.page import join_address
 
         # With all flags that the address needs, so that the printed lines can be copied.
@@ -139,10 +144,11 @@ class UpCommand(Command):
             f"{url} (API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
-            f"  layershuffle swarm drill{address} --requests 300{state_flag(self.settings.state)}",
             f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}{authority}",
             f"A browser tab as a host: {join_address(url, token=token)}",
         ]
         if key:
-            lines.append(f"The page, to break hosts by a click: {url}/#{key}")
+            if not is_loopback(self.settings.listen):
+                lines.append(f"The same for a phone:\n{qr_code(join_address(url, token=token))}")
+            lines.append(f"The page, to kill hosts by a click: {url}/#{key}")
         return "\n".join([*lines, "Ctrl-C ends it, with all its hosts."])

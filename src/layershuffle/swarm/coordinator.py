@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -109,18 +109,6 @@ class Coordinator:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
 
-    def take_over(self, model: ServedModel, tested: Mapping[Member, frozenset[int]]) -> None:
-        """Let hosts serve `model`, whose blocks they hold beside those of the other: of each the
-        `tested` ones at once, the others once they are loaded and tested."""
-        self.model, self._references, self._planned = model, _references_of(model), []
-        for name, member in self.members.items():
-            blocks = tested.get(member, frozenset()) & member.assigned
-            self.health.forget(name, range(model.depth))
-            self.health.expect(name, {block: self._references[block] for block in blocks})
-            left = member.assigned - blocks
-            change = partial(HostView._replace, blocks=blocks, loading=left)
-            self.router.update(name, change)
-
     def is_up(self, member: Member) -> bool:
         """Whether a host serves all blocks that it is to hold: none, if others hold enough."""
         view = self.router.swarm.get(member.name)
@@ -205,15 +193,15 @@ class Coordinator:
 
     async def _admit(self, member: Member, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
-        name, limit, model = member.name, self.router.limits.start_ms / _MILLI, self.model
+        name = member.name
+        limit = self.router.limits.start_ms / _MILLI
         while await self.health.canary(Visit(name, block, limit)):
             if self.router.swarm[name].condition == "shut-out":
                 return
             await asyncio.sleep(_AGAIN)
         # It may have lost the block, or its connection, while it was tested: then it says again
         # that it is ready, and the next test counts.
-        there = self.members.get(name) is member and block in member.ready
-        if there and self.model is model:
+        if self.members.get(name) is member and block in member.ready:
             self.router.update(name, lambda host: _loaded(host, block))
 
     # --- who holds what ---------------------------------------------------------------------------
@@ -277,14 +265,16 @@ class Coordinator:
             await asyncio.sleep(_LOOK / 5)
         return view is None or not view.waiting
 
-    async def leave(self, name: str) -> None:
-        """Drain `name`, and end its process if it is one of the gateway; it stays away until
-        `readmit`."""
-        await self.drain(name)
-        if name in self.children.names:
-            self.children.hold(name)
-            if name in self.children.pids:
-                self.children.signal(name, signal.SIGTERM)
+    def kill(self, name: str) -> None:
+        """Kill the process of a host that this gateway started; it stays dead until `readmit`.
+
+        Raises `UsageError` for any other host, and `LayerShuffleError` if it is dead.
+        """
+        # Hosts that dialled in from elsewhere may be processes of others.
+        if name not in self.children.names:
+            raise UsageError(f"This gateway did not start a host {name!r}")
+        self.children.signal(name, signal.SIGKILL)
+        self.children.hold(name)
 
     def readmit(self, name: str) -> None:
         """Bring back a host that was shut out, drained or ended."""

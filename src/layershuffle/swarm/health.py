@@ -20,7 +20,6 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -65,14 +64,14 @@ class Reference:
 
 
 @dataclass(eq=False, slots=True)
-class _Watched:
-    """A host that is watched: its blocks, the number of its canaries, whether one is under way, and
-    the time of the next one."""
+class HostRecord:
+    """What the health check knows of a host: its blocks, the number of its canaries, whether one is
+    under way, and the time from which the next one is due."""
 
     blocks: dict[int, Reference]
     asked: int = 0
     busy: bool = False
-    alarm: float = 0.0
+    due: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,30 +185,28 @@ class HealthMonitor:
         self.router = router
         self.audited, self.disagreed = 0, 0
         self._chance = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
-        self._watched: dict[str, _Watched] = {}
+        self._records: dict[str, HostRecord] = {}
         self._habits: dict[str, Habit] = {}
         self._questions: dict[tuple[int, str], _Question] = {}
-        self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_watched` says otherwise
         self._audits: set[asyncio.Task[None]] = set()
         self._told = -math.inf
         router.observers.append(self._observe)
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
         """Check these blocks of `host` too, from now on."""
-        if host not in self._watched:
-            self._watched[host] = _Watched({})
-            self._set_alarm(host, self.router.clock())
-        self._watched[host].blocks.update(blocks)
+        if host not in self._records:
+            self._records[host] = HostRecord({}, due=self.router.clock())
+        self._records[host].blocks.update(blocks)
 
     def forget(self, host: str, blocks: Iterable[int]) -> None:
         """Stop checking `blocks` of `host`."""
-        if host in self._watched:
+        if host in self._records:
             for block in blocks:
-                self._watched[host].blocks.pop(block, None)
+                self._records[host].blocks.pop(block, None)
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it left or restarted."""
-        self._watched.pop(host, None)
+        self._records.pop(host, None)
         self._habits.pop(host, None)
 
     async def run(self) -> None:
@@ -217,39 +214,33 @@ class HealthMonitor:
         async with asyncio.TaskGroup() as group:
             while True:
                 for visit in self.due(self.router.clock()):
-                    watched = self._watched[visit.host]
-                    watched.busy = True
+                    record = self._records[visit.host]
+                    record.busy = True
                     # Not by its name: the host may have left before the task begins.
-                    group.create_task(self._turn(visit, watched))
+                    group.create_task(self._turn(visit, record))
                 await asyncio.sleep(_TICK)
 
     def due(self, now: float) -> list[Visit]:
         """The canaries to send now, at most one to each host, whose blocks take turns.
 
         Suspect hosts are asked when they may be probed, healthy and draining ones `canary_every_ms`
-        after the last canary. To look at all of 10,000 hosts 20 times a second would cost more than
-        all their canaries, so the others have an alarm.
+        after the last canary.
         """
-        swarm, limits = self.router.swarm, self.router.limits
-        names = set(swarm.suspects)
-        while self._alarms and self._alarms[0][0] <= now:
-            time, name = heappop(self._alarms)
-            if name in self._watched and self._watched[name].alarm == time:
-                names.add(name)
-                # Set again once it has answered.
-                self._set_alarm(name, now + limits.canary_every_ms / _MILLI)
+        swarm = self.router.swarm
+        limits = self.router.limits
         visits = []
-        for name in sorted(names & self._watched.keys() & swarm.keys()):
-            host, watched = swarm[name], self._watched[name]
-            is_due = host.condition in ("healthy", "draining") or state.probe_due(host, now=now)
-            if is_due and watched.blocks and not watched.busy:
-                block = sorted(watched.blocks)[watched.asked % len(watched.blocks)]
+        for name, record in sorted(self._records.items()):
+            host = swarm.get(name)
+            if host is None or record.busy or not record.blocks:
+                continue
+            if host.condition in ("healthy", "draining"):
+                is_due = now >= record.due
+            else:
+                is_due = state.probe_due(host, now=now)
+            if is_due:
+                block = sorted(record.blocks)[record.asked % len(record.blocks)]
                 visits.append(Visit(name, block, patience(host, swarm, limits=limits)))
         return visits
-
-    def _set_alarm(self, name: str, time: float) -> None:
-        self._watched[name].alarm = time
-        heappush(self._alarms, (time, name))
 
     async def close(self) -> None:
         """Cancel running audits and computations, and start no more audits."""
@@ -261,14 +252,13 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _turn(self, visit: Visit, watched: _Watched) -> None:
+    async def _turn(self, visit: Visit, record: HostRecord) -> None:
         try:
             await self.canary(visit)
         finally:
-            watched.busy, watched.asked = False, watched.asked + 1
-            if self._watched.get(visit.host) is watched:
-                every = self.router.limits.canary_every_ms / _MILLI
-                self._set_alarm(visit.host, self.router.clock() + every)
+            record.busy = False
+            record.asked += 1
+            record.due = self.router.clock() + self.router.limits.canary_every_ms / _MILLI
 
     async def canary(self, visit: Visit) -> str:
         """Test a block of a host now; returns why it has not passed, or "" if it has.
@@ -387,4 +377,4 @@ class HealthMonitor:
             self.router.report(hop._replace(outcome="wrong", why=why))
 
     def _reference_of(self, host: str, block: int) -> Reference | None:
-        return self._watched[host].blocks.get(block) if host in self._watched else None
+        return self._records[host].blocks.get(block) if host in self._records else None

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from layershuffle.ground.settings import Positive, Settings, Share
+from layershuffle.ground.settings import Settings, Share
 
 Milliseconds = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(gt=1)]
@@ -35,10 +35,6 @@ class Limits(Settings):
     """... but not sooner than this ..."""
     hop_cap_ms: Milliseconds = 1000.0
     """... and not later than this."""
-    # A step costs the same in any swarm, and a few choices are nearly as good as all (`policy`).
-    compared: Positive = 48
-    """Holders that a request compares at a step; if there are more, this many are drawn."""
-
     # The pauses double, so that a bad host costs users one hop limit per pause, not one per
     # request.
     suspect_ms: Milliseconds = 50.0

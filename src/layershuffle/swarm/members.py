@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -25,7 +24,6 @@ from websockets.exceptions import InvalidState
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 
-from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.settings import Wire
@@ -38,7 +36,6 @@ STALLED_SECONDS = 4.0
 _MOST_REASON = 100  # bytes; a close frame holds 123
 _MOST_SENT = 4096  # visits of one host, with those that nobody waits for any more
 _GOING_AWAY = 1001  # of WebSocket
-_SLOTS = 1 << 16
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
@@ -72,16 +69,13 @@ class _Sent:
 @dataclass(eq=False, slots=True)
 class Member:
     """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
-    `ready`: those that it has loaded, with its seconds for one image; `beside`: the same of a model
-    that is loaded beside (`Members.load_beside`), and why it cannot; `draining`: it leaves."""
+    `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
 
     name: str
     hello: Mapping[str, Any]
     connection: HostConnection
     assigned: frozenset[int] = frozenset()
     ready: dict[int, float] = field(default_factory=dict)
-    beside: dict[int, float] = field(default_factory=dict)
-    beside_failed: str = ""
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
 
@@ -114,10 +108,8 @@ class Members(Mapping[str, Member]):
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
         self.token = token
-        # By turns: a slot means the same for as long as a connection lasts.
-        self._models, self._turn, self._beside = {0: model}, 0, 0
-        self._turns, self._most_turns = count(1), _SLOTS // model.depth
-        self._depth, self._shape = model.depth, model.shape
+        self._model = model
+        self._shape = model.shape
         tokens, width = model.shape
         self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
         self._members: dict[str, Member] = {}
@@ -141,10 +133,8 @@ class Members(Mapping[str, Member]):
 
     # --- visits -----------------------------------------------------------------------------------
 
-    def visit(
-        self, visit: Visit, state: State, *, form: Wire = "fp32", beside: bool = False
-    ) -> asyncio.Future[Answer]:
-        """The host's answer; see `messages.Transport`. `beside`: of the model of `load_beside`."""
+    def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> asyncio.Future[Answer]:
+        """The host's answer; see `messages.Transport`."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         member = self._members.get(visit.host)
         if member is None:
@@ -153,8 +143,7 @@ class Members(Mapping[str, Member]):
             return answer
         number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
-        slot = (self._beside if beside else self._turn) * self._depth + visit.block
-        header = Header(Kind.VISIT, DTYPES[form], slot, number, len(state), 0, micros)
+        header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
         member.sent[number] = sent = _Sent(header, None if form == "fp32" else state, answer)
         if sent.before is not None:
             # What nobody waits for any more may stay for long, and states are large.
@@ -170,36 +159,8 @@ class Members(Mapping[str, Member]):
         member = self._members[name]
         member.assigned = frozenset(blocks)
         member.ready = {block: s for block, s in member.ready.items() if block in member.assigned}
-        entries = [
-            {**model.entry(block), "slot": turn * self._depth + block}
-            for turn, model in self._models.items()
-            for block in sorted(member.assigned)
-        ]
+        entries = [self._model.entry(block) for block in sorted(member.assigned)]
         self._send(member, wire.text_of("assign", blocks=entries))
-
-    @property
-    def loads_beside(self) -> bool:
-        """Whether hosts load a second model."""
-        return self._beside != self._turn
-
-    def load_beside(self, model: ServedModel | None) -> None:
-        """Let hosts load their blocks of another `model` beside those that they serve; `None`: let
-        them forget these. Raises `UsageError` while they load a third one."""
-        if model is not None and self.loads_beside:
-            raise UsageError("The swarm rolls to another model already", hint="wait until it has")
-        self._beside = self._turn if model is None else next(self._turns) % self._most_turns
-        served = self._models[self._turn]
-        self._models = {self._turn: served} | ({} if model is None else {self._beside: model})
-        for name, member in self._members.items():
-            member.beside, member.beside_failed = {}, ""
-            self.assign(name, member.assigned)
-
-    def take_over(self) -> None:
-        """Serve the model of `load_beside`, and let hosts forget the other."""
-        self._turn = self._beside
-        for member in self._members.values():
-            member.ready = {}  # they say it again, and each block is tested once more
-        self.load_beside(None)
 
     def cut(self, name: str) -> None:
         """End the connection of a host, which may dial in again."""
@@ -293,20 +254,15 @@ class Members(Mapping[str, Member]):
             return
         if kind not in ("ready", "failed"):
             raise WireError(f"a message {kind} from a host")
-        turn, block = divmod(message["slot"], self._depth)
-        if block not in member.assigned or turn not in self._models:
+        block = message["slot"]
+        if block not in member.assigned:
             return  # of an assignment before this one
-        if turn != self._turn:
-            if kind == "failed":
-                member.beside_failed = message["why"]
-            else:
-                member.beside[block] = message["seconds"]
-            return
         if kind == "failed":
             if watcher is not None:
                 watcher.failed(member, block, why=message["why"])
             return
-        again, member.ready[block] = block in member.ready, message["seconds"]
+        again = block in member.ready
+        member.ready[block] = message["seconds"]
         if watcher is not None and not again:
             watcher.loaded(member, block)
 
@@ -356,9 +312,7 @@ class Members(Mapping[str, Member]):
         _, _, token = request.headers.get("authorization", "").partition(" ")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
-        digest = request.path_params["digest"]
-        places = (model.files.get(digest) for model in self._models.values())
-        path: Path | None = next((place for place in places if place is not None), None)
+        path = self._model.files.get(request.path_params["digest"])
         if path is None:
             return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
         return FileResponse(path, media_type="application/octet-stream")

@@ -91,7 +91,7 @@ class Visited(NamedTuple):
     begun_ms: float = 0.0
 
 
-Ending = Literal["complete", "sure", "deadline", "unreachable", "lost"]
+Ending = Literal["complete", "sure", "deadline", "unreachable"]
 WHOLE: tuple[Ending, ...] = ("complete", "sure")
 """Endings of requests that ran all the blocks that they should run."""
 
@@ -102,9 +102,8 @@ class Route:
 
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
     of them read (`core.orders`); `skipped`: the other blocks with the reasons. `ending`: complete,
-    sure (the answer was as sure as asked for), deadline (the time was up), unreachable (no healthy
-    host held a missing block) or lost (fixed-order routing could not continue; the request has
-    failed). `ms`: total milliseconds.
+    sure (the answer was as sure as asked for), deadline (the time was up) or unreachable (no
+    healthy host held a missing block). `ms`: total milliseconds.
     """
 
     depth: int

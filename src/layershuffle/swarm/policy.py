@@ -1,25 +1,15 @@
 """Decides what a request does next: pure functions of its progress, the swarm and the time.
 
-Two routings, so that they can be compared under the same failures:
-
-    order-free   any block that has not run may be next, on the host that is expected to answer
-                 first; several visits at once and second passes as far as the calibration allows
-    sequential   a classical pipeline: block i after block i - 1, on any of its holders, and no
-                 answer without a block
-
-A visit runs one block. Several of them, each with the newest state, are in flight as far as
-`rounds` allows, and what a block adds is included when it arrives: no visit waits for another one.
-A late visit continues, and so does the request: another holder is asked for its block, and the
-first answer counts. A request has at most its equal share of the usable hosts in flight, and sends
-further visits only to idle hosts, because side by side is faster only while hosts would be idle.
+Any block that has not run may be next, on the host that is expected to answer first. A visit runs
+one block. Several of them, each with the newest state, are in flight as far as `rounds` allows, and
+what a block adds is included when it arrives: no visit waits for another one. A late visit
+continues, and so does the request: another host is asked for its block, and the first answer
+counts. A request has at most its equal share of the usable hosts in flight, and sends further
+visits only to idle hosts, because side by side is faster only while hosts would be idle.
 
 A slow host is asked like any other: quick hosts go first, because they answer first, and its blocks
-follow as long as they fit the deadline.
-
-If the missing blocks have more than `Limits.compared` holders, some holders of every block are
-drawn at every step, from the request's own seed, and only these are compared: a few choices are
-nearly as good as all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"),
-and a step costs the same in any swarm.
+follow as long as they fit the deadline. If blocks are missing, those that ran run again as far as
+the calibration allows.
 """
 
 from __future__ import annotations
@@ -28,16 +18,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from layershuffle.core.draws import Stream
 from layershuffle.ground.text import counted
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.rounds import Rounds
-from layershuffle.swarm.settings import Routing
-from layershuffle.swarm.state import HostView, Swarm, expected, hoped_until, lag_of, may_return
+from layershuffle.swarm.state import Swarm, expected, hoped_until, lag_of, may_return
 
-_FEWEST = 2
-"""Least number of holders of every block that are compared."""
 _FAIR = 2.0
 """A limit is fair to the host if it is at least this many times the expected time."""
 
@@ -62,17 +48,14 @@ class RequestProgress:
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
     read. `deadline`: when the answer must be ready, in seconds of the router's clock. `min_blocks`:
     with fewer blocks the request waits, as long as it has time, for hosts that may come back.
-    `seed`: for draws among many holders; it has no effect on `Limits.compared` holders or fewer.
     `under_way`: all visits in flight. `chance`: that the answer after the blocks in `done` is
-    right; in free order the request ends when it reaches `confidence`.
+    right; the request ends when it reaches `confidence`.
     """
 
     depth: int
     deadline: float
     min_blocks: int = 1
-    routing: Routing = "order-free"
     done: list[int] = field(default_factory=list)
-    seed: int = 0
     versions: list[int] = field(default_factory=list)
     under_way: Sequence[UnderWay] = ()
     chance: float = 0.0
@@ -108,48 +91,47 @@ def decide(
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
     version, and none more often than `rounds` allows.
     """
-    free, depth, ran = progress.routing == "order-free", progress.depth, set(progress.done)
+    depth = progress.depth
+    ran = set(progress.done)
     # Head and answer must still fit in after the last visit.
     ends = progress.deadline - limits.reserve_ms / 1000
     left = ends - now
     sure = progress.confidence is not None and progress.chance >= progress.confidence
-    # A pipeline gives no partial answers.
-    late: Ending = "deadline" if free else "lost"
     ended: Ending | None = None
     if len(ran) == depth:
         ended = "complete"
-    elif sure and free and len(ran) >= progress.min_blocks:
+    elif sure and len(ran) >= progress.min_blocks:
         ended = "sure"
     elif left <= 0:
-        ended = late
+        ended = "deadline"
     if ended is not None:
         return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
     begun = ran | busy
     missing = [block for block in range(depth) if block not in begun]
-    first = [block for block in missing if swarm.usable(block)]
+    copies = swarm.copies()
+    first = [block for block in missing if copies[block]]
     if len(busy) >= side_by_side(len(begun) + len(first), swarm, rounds=rounds, walks=walks):
         return Wait(ends, for_hosts=False)
-    if not free:
-        missing = missing[:1]
-        first = [block for block in first if block in missing]
-    visit = _first_answer(progress, swarm, first, left=left, limits=limits)
+    visit = _first_answer(progress, swarm, first, copies=copies, left=left, limits=limits)
     if visit is None and not busy:
         # Its first probe decides whether a host that was late is slow or gone.
-        holders = {name for block in missing for name in swarm.held(block)}
-        hope = max((hoped_until(swarm[name], limits) for name in holders), default=0.0)
+        hope = 0.0
+        for block in missing:
+            for host in swarm.held(block):
+                hope = max(hope, hoped_until(host, limits))
         if hope > now:
             return Wait(min(ends, hope))
-    if free and visit is None and busy <= ran:
+    if visit is None and busy <= ran:
         passes = rounds.cell(len(ran)).passes
-        again = _again(progress, swarm, busy=busy, passes=passes)
-        visit = _first_answer(progress, swarm, again, left=left, limits=limits)
+        again = _again(progress, copies, busy=busy, passes=passes)
+        visit = _first_answer(progress, swarm, again, copies=copies, left=left, limits=limits)
     if visit is not None and visit.expected <= left:
         return visit
     # A visit that would be too late does not end the request while others may be in time.
     if busy:
         return Wait(ends)
-    return late if visit is not None else _nowhere(progress, swarm, missing, ends=ends, now=now)
+    return "deadline" if visit else _nowhere(progress, swarm, missing, ends=ends, now=now)
 
 
 def _nowhere(
@@ -159,17 +141,11 @@ def _nowhere(
 
     With too few blocks it waits for the visits that it gave up, and for holders that may come back.
     """
-    free = progress.routing == "order-free"
-    if free and len(set(progress.done)) >= progress.min_blocks:
+    if len(set(progress.done)) >= progress.min_blocks:
         return "unreachable"
-    holders = (swarm[name] for block in missing for name in swarm.held(block))
-    if progress.under_way or any(
-        # A pipeline fails with a process and does not wait for the next one.
-        may_return(host, now=now, left=ends - now) and (free or host.condition == "suspect")
-        for host in holders
-    ):
-        return Wait(ends)
-    return "unreachable" if free else "lost"
+    holders = [host for block in missing for host in swarm.held(block)]
+    hope = any(may_return(host, now=now, left=ends - now) for host in holders)
+    return Wait(ends) if progress.under_way or hope else "unreachable"
 
 
 def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
@@ -189,10 +165,12 @@ def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
     return len(since) <= max_age and visit.block not in since
 
 
-def _again(progress: RequestProgress, swarm: Swarm, *, busy: set[int], passes: int) -> list[int]:
+def _again(
+    progress: RequestProgress, copies: Counter[int], *, busy: set[int], passes: int
+) -> list[int]:
     """The blocks to run in the current pass, after the first, once the pass before is complete."""
     # A block that no host can run is left out of this pass, or the pass would never end.
-    runs = Counter(block for block in progress.done if block in busy or swarm.usable(block))
+    runs = Counter(block for block in progress.done if block in busy or copies[block])
     passed = min(runs.values(), default=passes)
     if passed >= passes:
         return []
@@ -200,25 +178,36 @@ def _again(progress: RequestProgress, swarm: Swarm, *, busy: set[int], passes: i
 
 
 def _first_answer(
-    progress: RequestProgress, swarm: Swarm, blocks: Sequence[int], *, left: float, limits: Limits
+    progress: RequestProgress,
+    swarm: Swarm,
+    blocks: Sequence[int],
+    *,
+    copies: Counter[int],
+    left: float,
+    limits: Limits,
 ) -> Visit | None:
-    """The visit for one of `blocks` that is expected to answer first, if any host may be asked."""
+    """The visit for one of `blocks` that is expected to answer first, if any host may be asked.
+
+    `copies`: the number of usable hosts of each block.
+    """
     if not blocks:
         return None
-    pace, alone = swarm.pace(limits), all(visit.late for visit in progress.under_way)
-    offers = [
-        # The name breaks ties, so the result is the same in every run.
-        (expected(host, pace=pace), host.name, host)
-        for host in compared(progress, swarm, blocks=blocks, limits=limits)
+    pace = swarm.pace(limits)
+    alone = all(visit.late for visit in progress.under_way)
+    offers = []
+    for host in swarm.values():
+        if not host.usable or host.blocks.isdisjoint(blocks):
+            continue
         # Queueing behind others would gain nothing and delay another request.
-        if alone or not host.waiting
-    ]
+        if alone or not host.waiting:
+            # The name breaks ties, so the result is the same in every run.
+            offers.append((expected(host, pace=pace), host.name, host))
     if not offers:
         return None
     seconds, name, host = min(offers)
     # The rarest block goes first, so that many hosts remain useful until the end.
     held = [block for block in blocks if block in host.blocks]
-    block = min(held, key=lambda block: (len(swarm.usable(block)), block))
+    block = min(held, key=lambda block: (copies[block], block))
     limit = hop_limit(seconds, lag=lag_of(host, pace), left=left, limits=limits)
     # If the deadline cut the limit short, lateness is not the host's fault.
     fair = limit < left or limit >= _FAIR * seconds
@@ -233,28 +222,6 @@ def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> flo
     """
     patience = max(limits.hop_factor * (seconds + lag), limits.hop_floor_ms / 1000)
     return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * seconds), left)
-
-
-def compared(
-    progress: RequestProgress, swarm: Swarm, *, blocks: Sequence[int], limits: Limits
-) -> list[HostView]:
-    """Usable hosts to choose from: the holders of `blocks`, by name.
-
-    If there are more than `limits.compared` of them, an equal number is drawn for each block, with
-    repeats.
-    """
-    holders = [swarm.usable(block) for block in blocks]
-    if sum(map(len, holders)) > limits.compared:
-        # By request and step, so a request draws the same hosts again after waiting, and visits in
-        # flight at once draw different ones.
-        stream = Stream(progress.seed, len(progress.done) + len(progress.under_way))
-        each = max(_FEWEST, limits.compared // len(blocks))
-        # The same numbers for all blocks, so blocks with the same holders draw the same hosts,
-        # which keeps the list short.
-        draws = [stream.below(1 << 64) for _ in range(each)]
-        holders = [[names[draw % len(names)] for draw in draws if names] for names in holders]
-    # Sorted, because the order of a set of names differs between processes.
-    return [swarm[name] for name in sorted(set().union(*holders))]
 
 
 def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
@@ -278,12 +245,13 @@ def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[
 def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
     if ending == "sure":
         return f"the answer was sure after {counted(len(set(progress.done)), 'block')}"
-    holders = [swarm[name] for name in swarm.held(block)]
+    holders = swarm.held(block)
     if not holders:
         return "no host holds it"
     if any(block in host.loading for host in holders):
         return "its host is loading it"
     if not any(host.usable for host in holders):
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
-    late = ending in ("deadline", "lost")
-    return "the deadline was near" if late else "its host did not answer in time"
+    if ending == "deadline":
+        return "the deadline was near"
+    return "its host did not answer in time"

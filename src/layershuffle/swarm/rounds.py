@@ -1,6 +1,6 @@
 """Blocks side by side and second passes, as a swarm runs them without a barrier. No torch.
 
-A request in free order has up to `parallel` visits in flight. Each carries the newest state at its
+A request has up to `parallel` visits in flight. Each carries the newest state at its
 start, and its residual is added when it arrives. So every block reads a state that is up to
 `parallel - 1` steps old. If blocks are missing, the others run again in another pass, which
 begins when the pass before has ended.
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How requests in free order run: as the cell of so many reachable blocks says.
+    """How requests run: as the cell of so many reachable blocks says.
 
     `cells`: by the number of blocks; all others run one after the other, each once. `max_age`: the
     largest age, in versions, of a state whose answer still counts.

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from layershuffle.swarm.messages import (
 )
 from layershuffle.swarm.policy import RequestProgress, UnderWay, Wait, counts, decide
 from layershuffle.swarm.rounds import QUEUE, Rounds
-from layershuffle.swarm.settings import Routing, Wire
+from layershuffle.swarm.settings import Wire
 from layershuffle.swarm.state import HostView, Swarm
 
 _MILLI = 1000.0
@@ -79,8 +78,8 @@ class Walk(RequestProgress):
 class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts.
 
-    `routing` and `rounds` (how many blocks run side by side, and how often, in free order) may be
-    changed at any time; a running request keeps them. Each of `observers` is called with every hop
+    `rounds` (how many blocks run side by side, and how often) may be changed at any time; a running
+    request keeps what it began with. Each of `observers` is called with every hop
     and the states around it (metrics and audits use this). `walks`: the number of running requests.
     """
 
@@ -90,18 +89,21 @@ class Router:
         *,
         depth: int,
         limits: Limits,
-        routing: Routing = "order-free",
         wire: Wire = "fp32",
         rounds: Rounds = QUEUE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.transport, self.depth, self.limits = transport, depth, limits
-        self.routing, self.wire, self.clock = routing, wire, clock
-        self.rounds, self.walks, self.swarm = rounds, 0, Swarm()
+        self.transport = transport
+        self.depth = depth
+        self.limits = limits
+        self.wire: Wire = wire
+        self.clock = clock
+        self.rounds = rounds
+        self.walks = 0
+        self.swarm = Swarm()
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         # Not a set, whose order is another one in every process: they are woken in turn.
         self._watching: dict[Walk, None] = {}
-        self._numbers = count()
 
     def put(self, host: HostView) -> None:
         """Take this for what is known of a host from now on."""
@@ -131,18 +133,15 @@ class Router:
         reasons. `chance(state, blocks)`: that the answer after so many blocks is right; the request
         ends when it reaches `confidence`.
         """
-        free = self.routing == "order-free"
         walk = Walk(
             depth=self.depth,
             deadline=deadline,
             min_blocks=min_blocks,
-            routing=self.routing,
-            seed=next(self._numbers),
             confidence=confidence,
             state=start,
             started=self.clock(),
-            rounds=self.rounds if free else QUEUE,
-            judge=chance if free and confidence is not None else None,
+            rounds=self.rounds,
+            judge=chance if confidence is not None else None,
         )
         self.walks += 1
         try:

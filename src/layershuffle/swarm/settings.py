@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from layershuffle.ground.settings import Above, Positive, Settings
 
-Routing = Literal["order-free", "sequential"]
-ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 Wire = Literal["fp32", "fp16", "int8"]
 DEFAULT_MODEL = "bundled:digits-onnx"
 

@@ -9,16 +9,15 @@ of any one monotonic clock. Conditions:
     draining  it takes no new visits, because it is about to leave
     gone      its process is dead
 
-`Swarm` holds the views of all hosts with indexes over them, so a change costs the same with 10,000
-hosts as with ten. Decisions read it, and never change it.
+`Swarm` holds the views of all hosts. Decisions read it, and never change it.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from layershuffle.swarm.limits import Limits
@@ -71,108 +70,72 @@ class Swarm(Mapping[str, HostView]):
     """All hosts by name, in the order of their names; `put` and `remove` change it."""
 
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
-        self._hosts: dict[str, HostView] = {}
-        self._names: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-        # Sorted, as the names are, so that a decision only looks up the medians.
-        self._times: tuple[list[float], ...] = ([], [], [])
-        for host in hosts:
-            self.put(host)
+        by_name = {host.name: host for host in hosts}
+        self._hosts = dict(sorted(by_name.items()))
 
     def __getitem__(self, name: str) -> HostView:
         return self._hosts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._hosts))
+        return iter(self._hosts)
 
     def __len__(self) -> int:
         return len(self._hosts)
 
+    # Those of `Mapping` look up every name, which takes five times as long.
+    def values(self) -> ValuesView[HostView]:
+        """All hosts."""
+        return self._hosts.values()
+
     def put(self, host: HostView) -> None:
         """Add a host, or replace the one of its name."""
-        before = self._hosts.get(host.name)
+        is_new = host.name not in self._hosts
         self._hosts[host.name] = host
-        self._index(host.name, before, after=host)
+        if is_new:
+            self._hosts = dict(sorted(self._hosts.items()))
 
     def remove(self, name: str) -> None:
         """Forget a host."""
-        self._index(name, self._hosts.pop(name), after=None)
+        del self._hosts[name]
 
-    def held(self, block: int) -> Sequence[str]:
-        """Names of all hosts that hold or load `block`, sorted."""
-        return self._names.get(("held", block), ())
+    def held(self, block: int) -> list[HostView]:
+        """All hosts that hold or load `block`."""
+        return [
+            host for host in self._hosts.values() if block in host.blocks or block in host.loading
+        ]
 
-    def usable(self, block: int) -> Sequence[str]:
-        """Names of the usable hosts that hold `block`, sorted."""
-        return self._names.get(("usable", block), ())
+    def copies(self) -> Counter[int]:
+        """The number of usable hosts of each block."""
+        blocks = (host.blocks for host in self._hosts.values() if host.usable)
+        return Counter(chain.from_iterable(blocks))
 
     def lacking(self, depth: int) -> list[int]:
         """Which of so many blocks no usable host holds."""
-        return [block for block in range(depth) if not self.usable(block)]
-
-    @property
-    def suspects(self) -> Sequence[str]:
-        """Names of the suspect hosts, sorted."""
-        return self._names.get(("suspect", None), ())
+        copies = self.copies()
+        return [block for block in range(depth) if not copies[block]]
 
     @property
     def usable_hosts(self) -> int:
         """The number of usable hosts."""
-        return len(self._names.get(("healthy", None), ()))
+        return sum(host.usable for host in self._hosts.values())
 
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors without such hosts."""
-        compute, link, lag = self._times
+        usable = [host for host in self._hosts.values() if host.usable]
         return Pace(
-            _middle(compute, otherwise=limits.prior_compute_ms / 1000),
-            _middle(link, otherwise=limits.prior_link_ms / 1000),
-            _middle(lag, otherwise=0.0),
+            _median([host.compute for host in usable], otherwise=limits.prior_compute_ms / 1000),
+            _median([host.link for host in usable], otherwise=limits.prior_link_ms / 1000),
+            _median([host.lag for host in usable], otherwise=0.0),
         )
 
-    def _index(self, name: str, before: HostView | None, *, after: HostView | None) -> None:
-        # Most changes are of times alone.
-        if (
-            before is None
-            or after is None
-            or before.condition != after.condition
-            or before.blocks is not after.blocks
-            or before.loading is not after.loading
-        ):
-            was, now = _lists_with(before), _lists_with(after)
-            for which in was - now:
-                del self._names[which][bisect_left(self._names[which], name)]
-            for which in now - was:
-                insort(self._names[which], name)
-        for times, old, new in zip(self._times, _times(before), _times(after), strict=True):
-            if old != new:
-                if old is not None:
-                    del times[bisect_left(times, old)]
-                if new is not None:
-                    insort(times, new)
 
-
-def _lists_with(host: HostView | None) -> set[tuple[str, int | None]]:
-    """The lists of names that a host stands in."""
-    if host is None:
-        return set()
-    lists = {("held", block) for block in host.blocks | host.loading}
-    if host.usable:
-        lists |= {("usable", block) for block in host.blocks}
-    return {*lists, (host.condition, None)}
-
-
-def _times(host: HostView | None) -> tuple[float | None, ...]:
-    """Compute time, link time and lag for the medians; `None` if the host is not usable."""
-    if host is None or not host.usable:
-        return None, None, None
-    return host.compute, host.link, host.lag
-
-
-def _middle(times: Sequence[float], *, otherwise: float) -> float:
-    """Median of sorted `times`; `otherwise` if there are none."""
-    half = len(times) // 2
-    if not times:
+def _median(times: Iterable[float | None], *, otherwise: float) -> float:
+    """Median of the times that are measured; `otherwise` if there are none."""
+    measured = sorted(time for time in times if time is not None)
+    half = len(measured) // 2
+    if not measured:
         return otherwise
-    return times[half] if len(times) % 2 else (times[half - 1] + times[half]) / 2
+    return measured[half] if len(measured) % 2 else (measured[half - 1] + measured[half]) / 2
 
 
 def expected(host: HostView, *, pace: Pace) -> float:
@@ -292,7 +255,7 @@ def retry_after(swarm: Swarm, *, now: float) -> int:
 
     It is what Retry-After says to a client that got no answer.
     """
-    waits = [swarm[name].retry_at - now for name in swarm.suspects]
+    waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
     # Without suspects nothing says when it will be better; a second is a guess.
     return max(1, math.ceil(min(waits, default=1.0)))
 

@@ -27,7 +27,7 @@ let key = sessionStorage.getItem("key") ?? "";
 const operator = window.location.hash.slice(1) || (sessionStorage.getItem("operator") ?? "");
 sessionStorage.setItem("operator", operator);
 window.history.replaceState(null, "", window.location.pathname);
-export const mayBreak = () => operator !== "";
+export const mayKill = () => operator !== "";
 
 // fetch with the operator's key or that of the API, which is asked for once where the server wants one.
 export async function ask(path, options = {}) {

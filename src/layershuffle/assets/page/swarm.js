@@ -2,11 +2,11 @@
 // replayed: a line for every host, with a bar for each visit from its beginning to its end. Bars at
 // one time stand below each other: those visits ran side by side.
 
-import { ask, at, hue, make, mayBreak, say } from "./dom.js";
+import { ask, at, hue, make, mayKill, say } from "./dom.js";
 
 const EVERY = 1000; // ms between two looks, and between two test pairs
 const REPLAY = 900; // ms in which the bars of a request appear, in their order
-const BREAKS = [["crash", "Kill"], ["freeze", "Freeze"], ["slow", "Slow down"], ["rejoin", "Bring back"]];
+const ORDERS = [["kill", "Kill"], ["readmit", "Bring back"]];
 const WORDS = { healthy: "works", suspect: "does not answer", "shut-out": "is shut out", draining: "takes no more", gone: "is dead" };
 
 const cards = new Map();
@@ -20,11 +20,11 @@ const pause = () => new Promise((done) => { setTimeout(done, EVERY); });
 function card(host) {
   const parts = { state: make("span", {}), blocks: make("p", { class: "chips" }), visits: make("p", { class: "note" }) };
   parts.card = make("li", { class: "host" }, make("h3", {}, make("span", {}, host.name), parts.state), parts.blocks, parts.visits);
-  if (mayBreak()) {
-    parts.card.append(make("div", { class: "row", role: "group", "aria-label": `Break ${host.name}` },
-      ...BREAKS.map(([kind, text]) => {
+  if (mayKill() && host.started_here) {
+    parts.card.append(make("div", { class: "row", role: "group", "aria-label": `Kill ${host.name}` },
+      ...ORDERS.map(([order, text]) => {
         const button = make("button", { type: "button" }, text);
-        button.addEventListener("click", () => breakHost(host.name, kind, text));
+        button.addEventListener("click", () => command(host.name, order, text));
         return button;
       })));
   }
@@ -32,27 +32,11 @@ function card(host) {
   return parts;
 }
 
-async function breakHost(host, kind, text) {
+async function command(host, order, text) {
   say(at("status"), `${text}: ${host} ...`);
   try {
-    await ask("operator/fault", { method: "POST", body: JSON.stringify({ host, kind }), headers: { "Content-Type": "application/json" } });
+    await ask(`operator/${order}`, { method: "POST", body: JSON.stringify({ host }), headers: { "Content-Type": "application/json" } });
     say(at("status"), `${text}: ${host}. Done.`);
-  } catch (error) {
-    say(at("status"), error.message);
-  }
-}
-
-// The page that makes a phone a host, as a QR code: it holds the token, so the operator alone sees it.
-async function showCode() {
-  const address = window.location.origin + window.location.pathname;
-  try {
-    const answer = await ask("operator/join", { method: "POST", body: JSON.stringify({ address }), headers: { "Content-Type": "application/json" } });
-    const { address: join, svg } = await answer.json();
-    const code = new DOMParser().parseFromString(svg, "text/html").body.firstChild;
-    at("code").replaceChildren(code, make("figcaption", { class: "note" },
-      "Scan it, or ", make("a", { href: join, target: "_blank" }, "lend a tab of this browser"),
-      ". A phone needs https, and the address of this page must reach this machine from there."));
-    at("code").hidden = false;
   } catch (error) {
     say(at("status"), error.message);
   }
@@ -167,8 +151,7 @@ async function sendPairs(picture) {
 
 export async function watch(facts, picture) {
   ({ depth } = facts);
-  at("break-note").hidden = !mayBreak();
-  at("lend").addEventListener("click", showCode);
+  at("kill-note").hidden = !mayKill();
   at("send").parentElement.hidden = !facts.pairs;
   at("send").addEventListener("change", () => { if (at("send").checked) sendPairs(picture); });
   for (; ; await pause()) {

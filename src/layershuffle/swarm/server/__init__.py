@@ -3,7 +3,7 @@
 `run` accepts connections, `app` holds the routes, `gateway` carries a classification out,
 `admission` bounds what clients take and refuses the rest, `images` decodes, and `schemas` is the
 JSON of the answer. `doors` has keys and certificates, `metrics` what is known of the gateway,
-`admin` the operator's commands, `operating` what lies on the gateway's machine, and `start` puts
+`admin` the operator's commands, `operating` the word on what will fail, and `start` puts
 all of it together.
 
 `page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in

@@ -1,45 +1,44 @@
-"""The operator's commands, on the port of the API, for who has the operator's key.
+"""The operator of a gateway: drain a host, readmit it, kill one that the gateway started itself.
 
-A key and not a socket of its own: the page needs it to break hosts, also behind a proxy, and a
-second server in the process would need a second set of limits.
-
-`roll` takes a running swarm to another model of the same form, without a failed request. Hosts load
-its blocks beside those that they serve, and each block is tested. Then new requests wait until
-those under way have ended, some milliseconds, and all that follow run on the new model. The way
-back is the same: what hosts had is still on their disks.
+The commands come over HTTP, on the port of the API, with the operator's key. A key and not a socket
+of its own: the page needs it to kill hosts, also behind a proxy, and a second server in the process
+would need a second set of limits. The key is made anew at every start and lies, with the address,
+in a directory that no other user may enter (`state_directory`), where the command line finds both.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
+import json
+import os
+import secrets
+import ssl
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import FastAPI
+import httpx
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.faults import FaultKind
-from layershuffle.swarm.health import agrees
-from layershuffle.swarm.members import Member
-from layershuffle.swarm.messages import Visit, VisitError
-from layershuffle.swarm.served import ServedModel
+from layershuffle.ground.files import explained, write_bytes
 from layershuffle.swarm.server.admission import HTTPError, key_of
-from layershuffle.swarm.server.doors import Keys
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.operating import CommandName
-from layershuffle.swarm.server.page import join_address, qr_code
+from layershuffle.swarm.server.doors import Keys, client_context, pinned, secret_in
 
-LOAD_SECONDS = 300.0
-PAUSE_SECONDS = 0.5
-_TRIES = 20
-_LOOK = 0.05  # seconds
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from layershuffle.swarm.server.gateway import Gateway
+
+CommandName = Literal["drain", "readmit", "kill"]
+_FILE = "operator.json"
+_KEY_BYTES = 24
+_TIMEOUT = 60.0  # seconds; a drain answers once no visit is under way, after 30 s at most
+
+
+# --- the gateway's end ----------------------------------------------------------------------------
 
 
 class Fields(BaseModel):
@@ -47,20 +46,15 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    host: str = ""
-    kind: FaultKind | None = None
-    address: str = Field("", max_length=500)
-    model: str = ""
+    host: str
 
 
 def add_operator(app: FastAPI, *, key: str) -> None:
     """Add POST /operator/NAME to the gateway's app, for requests with `key`.
 
-    `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
-    start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
-    fail, by `kind`; `join`: the address, with the
-    token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
-    code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
+    `drain`: let `host` finish its visits and take no more; the answer says in `empty` whether it
+    has finished. `readmit`: start a host again that was shut out, was drained or died. `kill`: kill
+    the process of a host that this gateway started.
     """
     gateway: Gateway = app.state.gateway
     keys = Keys([key])
@@ -74,137 +68,179 @@ def add_operator(app: FastAPI, *, key: str) -> None:
                 hint="`layershuffle swarm up` prints the address of the page with the key in it",
             )
         try:  # not as an argument: FastAPI would read the body of anybody, of any size
-            fields = Fields.model_validate_json(await request.body())
+            host = Fields.model_validate_json(await request.body()).host
         except ValidationError as error:
             problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
             raise RequestValidationError(problems) from error
         try:
-            return await _carry_out(gateway, name=name, fields=fields)
+            return await _carry_out(gateway, host, name=name)
         except UsageError:
             raise
         except LayerShuffleError as error:
-            where, hint = error.place, error.hint or ""
-            raise HTTPError(HTTPStatus.CONFLICT, error.cause, place=where, hint=hint) from error
+            hint = error.hint or ""
+            raise HTTPError(
+                HTTPStatus.CONFLICT, error.cause, place=error.place, hint=hint
+            ) from error
 
     app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 
 
-async def _carry_out(gateway: Gateway, *, name: CommandName, fields: Fields) -> dict[str, Any]:
+async def _carry_out(gateway: Gateway, host: str, *, name: CommandName) -> dict[str, Any]:
     """Carry out a command, and return its answer."""
-    coordinator, router, host = gateway.coordinator, gateway.router, fields.host
+    coordinator = gateway.coordinator
     if name == "drain":
         return {"empty": await coordinator.drain(host)}
-    if name == "readmit":
-        # The router knows a spare only once it is up.
-        if host in router.swarm and router.swarm[host].usable:
-            raise UsageError(
-                f"Host {host} is healthy, so it was not restarted",
-                hint=f"layershuffle swarm drain {host} takes it out of service",
-            )
-        coordinator.readmit(host)
+    if name == "kill":
+        coordinator.kill(host)
         return {}
-    if name == "fault" and fields.kind is not None:
-        # Hosts that joined from elsewhere may be processes of others.
-        if host not in coordinator.children.names:
-            raise UsageError(f"This swarm did not start a host {host!r}")
-        await gateway.faults.inject(host, fields.kind)
-        return {}
-    if name == "join":
-        return qr_code(join_address(fields.address, token=coordinator.members.token))
-    if name == "roll":
-        before = coordinator.model.directory
-        await roll(gateway, directory=Path(fields.model))
-        gateway.model = fields.model
-        return {"before": str(before)}
-    raise UsageError(f"The command {name} lacks a field")
-
-
-async def roll(gateway: Gateway, *, directory: Path) -> None:
-    """Serve the exported model in `directory` from now on.
-
-    Raises `ModelFileError` and `UsageError` for files that are not a model of the same form, and
-    `LayerShuffleError` if hosts cannot load it or requests take too long: all is then as before.
-    """
-    coordinator, model = gateway.coordinator, await asyncio.to_thread(ServedModel, directory)
-    members = coordinator.members
-    _check_form(coordinator.model, model)
-    calibration = calibration_of(model)
-    if gateway.remote_model.temperatures and calibration is None:
+    # The router knows a spare only once it is up.
+    if host in gateway.router.swarm and gateway.router.swarm[host].usable:
         raise UsageError(
-            "This model has no calibration, and the one that is served has",
-            place=directory,
-            hint="layershuffle swarm calibrate MODEL --data SPEC, then export it again",
+            f"Host {host} is healthy, so it was not restarted",
+            hint=f"layershuffle swarm drain {host} takes it out of service",
         )
-    members.load_beside(model)
-    try:
-        tested = await _tested(coordinator, model)
-        for _ in range(_TRIES):
-            async with gateway.paused(PAUSE_SECONDS) as quiet:
-                if not quiet:
-                    continue
-                members.take_over()
-                coordinator.take_over(model, tested)
-                gateway.remote_model.take_over(model, calibration)
-                return
-        raise LayerShuffleError(
-            f"Requests were under way for {PAUSE_SECONDS:g} s, {_TRIES} times",
-            hint="roll again when deadlines are short",
-        )
-    finally:
-        if members.loads_beside:
-            members.load_beside(None)
+    coordinator.readmit(host)
+    return {}
 
 
-def _check_form(before: ServedModel, after: ServedModel) -> None:
-    """Raises `UsageError` for a model that clients or hosts would have to know of."""
-    old, new = before.manifest, after.manifest
-    for what, same in (
-        ("number of blocks", before.depth == after.depth),
-        ("shape of the states", before.shape == after.shape),
-        ("classes", (old.classes, old.class_names) == (new.classes, new.class_names)),
-        ("view of images", old.image_view == new.image_view),
-    ):
-        if not same:
+class Operated:
+    """The operator's file of one gateway, in the directory `state`; it is locked until `close`.
+
+    Raises `UsageError` if a swarm is using the directory.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.key = secrets.token_urlsafe(_KEY_BYTES)
+        self.state = state
+        self._path = state / _FILE
+        self._lock = FileLock(state / "lock", mode=0o600)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
             raise UsageError(
-                f"This model differs in the {what} from the one that is served",
-                place=after.directory,
-                hint="serve it with a gateway of its own: layershuffle swarm up --model DIR",
-            )
+                "A swarm of this user runs already",
+                place=state,
+                hint="end it, or name another --state",
+            ) from error
+
+    def publish(self, url: str, *, certificate: Path | None) -> None:
+        """Write where the gateway is, its process, the key and, for https, its certificate."""
+        facts = {"url": url, "key": self.key, "process": os.getpid()}
+        if certificate is not None:
+            facts["certificate"] = str(certificate.absolute())
+        write_bytes(self._path, json.dumps(facts).encode(), private=True)
+
+    def close(self) -> None:
+        """Remove the file and let another swarm use the directory."""
+        self._path.unlink(missing_ok=True)
+        self._lock.release()
 
 
-async def _tested(coordinator: Coordinator, model: ServedModel) -> dict[Member, frozenset[int]]:
-    """Wait until all hosts have loaded their blocks of `model`; those that answer rightly."""
-    members, router = coordinator.members, coordinator.router
-    tested = defaultdict[Member, frozenset[int]](frozenset)  # a host may have room for none
-    end = router.clock() + LOAD_SECONDS
-    while True:
-        there = [m for m in members.values() if router.swarm[m.name].usable]
-        for member in there:
-            for block in sorted(member.beside.keys() - tested[member]):
-                await _test(coordinator, model, member=member, block=block)
-                tested[member] |= {block}
-        whole = all(m.assigned <= tested[m] for m in there)
-        if whole and len(frozenset[int]().union(*(tested[m] for m in there))) == model.depth:
-            return tested
-        why = next((m.beside_failed for m in there if m.beside_failed), "")
-        if why or router.clock() > end:
+def state_directory(path: str | None = None) -> Path:
+    """The directory where a swarm of this user keeps its address, key and token; it is created if
+    needed.
+
+    Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
+    other users may enter it.
+    """
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
+    with explained(directory, flag="--state"):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # An existing directory keeps its mode and owner.
+    status = directory.stat()
+    if status.st_mode & 0o077 or status.st_uid != os.getuid():
+        raise UsageError(
+            "Other users may enter the swarm's directory and could control it",
+            place=directory,
+            hint=f"chmod 700 {directory}, or remove it if it is not yours",
+        )
+    return directory
+
+
+# --- the operator's end ---------------------------------------------------------------------------
+
+
+class Operator:
+    """Gives commands to a gateway.
+
+    >>> Operator(url, key=key).command("drain", host="pi-1")  # doctest: +SKIP
+    {'empty': True}
+
+    `url`: its address; `key`: the operator's; `tls`: what to trust (default: the well-known
+    authorities).
+    """
+
+    def __init__(self, url: str, *, key: str, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=_TIMEOUT,
+            trust_env=False,  # a proxy cannot reach this machine's loopback
+            verify=True if tls is None else tls,
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def command(self, name: CommandName, *, host: str) -> dict[str, Any]:
+        """The gateway's answer to a command (`add_operator`).
+
+        Raises `UsageError` for one that it refuses, and `LayerShuffleError` if it cannot be carried
+        out or nobody answers.
+        """
+        try:
+            response = self._http.post(f"/operator/{name}", json={"host": host})
+        except httpx.HTTPError as error:
             raise LayerShuffleError(
-                f"Hosts cannot load this model beside the other: {why or 'it takes too long'}",
-                hint="hosts need memory for the blocks of both (--memory)",
-            )
-        await asyncio.sleep(_LOOK)
+                f"The swarm does not answer its operator ({type(error).__name__})",
+                place=self.url,
+                hint="it may have been killed; start it again",
+            ) from error
+        answer: dict[str, Any] = response.json()
+        if response.is_success:
+            return answer
+        kind = UsageError if response.status_code == 422 else LayerShuffleError
+        raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
 
 
-async def _test(
-    coordinator: Coordinator, model: ServedModel, *, member: Member, block: int
-) -> None:
-    limits = coordinator.router.limits
-    visit = Visit(member.name, block, limits.start_ms / 1000)
+def operator_of(
+    state: str | None = None,
+    *,
+    address: str | None = None,
+    key_file: Path | None = None,
+    authority: Path | None = None,
+) -> Operator:
+    """The operator of the gateway of this user on this machine, or of the one at `address`.
+
+    `state`: the directory of the gateway on this machine; `key_file`: the file of the operator's
+    key (default: the key in `state`). Raises `UsageError` if the directory is needed and no swarm
+    uses it, and for a key file that others may read.
+    """
+    tls = None if authority is None else client_context(authority)
+    if address is not None and key_file is not None:
+        key = secret_in(key_file, what="operator key", hint="put the key into it").strip()
+        return Operator(address, key=key, tls=tls)
+    facts = published(state)
+    if tls is None and "certificate" in facts:
+        tls = pinned(Path(facts["certificate"]))
+    return Operator(address or facts["url"], key=facts["key"], tls=tls)
+
+
+def published(state: str | None = None) -> dict[str, Any]:
+    """What the gateway of the directory `state` wrote (`Operated.publish`).
+
+    Raises `UsageError` if no swarm uses the directory.
+    """
+    place = state_directory(state) / _FILE
     try:
-        async with asyncio.timeout(visit.limit):
-            answer = await coordinator.members.visit(visit, model.sample, beside=True)
-    except (VisitError, TimeoutError) as error:
-        raise LayerShuffleError(f"Host {member.name} does not answer for block {block}") from error
-    expected = await model.compute(block, model.sample)
-    if not agrees(answer.state, expected, tolerance=limits.tolerance):
-        raise LayerShuffleError(f"Host {member.name} answers wrongly for block {block}")
+        facts: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            "No swarm of this user runs on this machine",
+            place=place,
+            hint="start one with `layershuffle swarm up`, or name its --state directory",
+        ) from error
+    return facts

@@ -53,8 +53,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         415: "The body is a form, or compressed.",
         422: "An option or the image is wrong.",
         429: "Too many requests; see Retry-After.",
-        503: "The deadline passed before there was an answer, too few blocks could be run, or the "
-        "pipeline broke; see Retry-After.",
+        503: "The deadline passed before there was an answer, or too few blocks could be run; see "
+        "Retry-After.",
     }.items()
 }
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +20,6 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
-from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
 from layershuffle.swarm.remote_model import Classified, RemoteModel
@@ -102,11 +99,6 @@ class Gateway:
         )
         self._walks = asyncio.Semaphore(self.limits.running)
 
-    @cached_property
-    def faults(self) -> FaultInjector:
-        """Injects faults into the hosts, for drills. It wraps their transport at its first use."""
-        return FaultInjector(self.coordinator)
-
     def close(self) -> None:
         """End the decoder threads when their work is done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -121,24 +113,6 @@ class Gateway:
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY",
             )
-
-    @asynccontextmanager
-    async def paused(self, seconds: float) -> AsyncIterator[bool]:
-        """Let no request walk within; false if those that do so now take longer than `seconds`.
-
-        New ones wait for their turn.
-        """
-        turns = 0
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while turns < self.limits.running:
-                        await self._walks.acquire()
-                        turns += 1
-            yield turns == self.limits.running
-        finally:
-            for _ in range(turns):
-                self._walks.release()
 
     async def classify(self, request: Request, options: Options) -> Classification:
         """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
@@ -218,13 +192,12 @@ class Gateway:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.router
         reachable = router.depth - len(router.swarm.lacking(router.depth))
-        cell = Cell(reachable)
-        if router.routing == "order-free":
-            rounds, walks = router.rounds, router.walks + 1
-            # Busy or fast hosts run one visit at a time, whatever the calibration allows.
-            parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=walks)
-            cell = replace(rounds.cell(reachable), parallel=parallel)
-        return self._expected_with(cell if reachable else None)
+        if not reachable:
+            return self._expected_with(None)
+        rounds = router.rounds
+        # Busy or fast hosts run one visit at a time, whatever the calibration allows.
+        parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=router.walks + 1)
+        return self._expected_with(replace(rounds.cell(reachable), parallel=parallel))
 
     def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""

@@ -146,7 +146,7 @@ def page_of(gateway: Gateway) -> list[Route]:
     manifest = gateway.remote_model.model.manifest
     view, here = manifest.file_view, takes_pairs(manifest.file_view, manifest.class_names or ())
 
-    @lru_cache(1)  # after a roll another one
+    @lru_cache(1)
     def loading(model: str) -> asyncio.Future[Workbench]:
         def forget_failure(done: asyncio.Future[Workbench]) -> None:
             if done.cancelled() or done.exception():
@@ -227,11 +227,3 @@ def join_address(gateway: str, *, token: str) -> str:
     """The address of that page at the gateway's. The token stands behind the #, which no request
     carries."""
     return f"{gateway.rstrip('/')}/join#{quote(token, safe='')}"
-
-
-def qr_code(address: str) -> dict[str, str]:
-    """The address, and its QR code as an SVG of one path."""
-    import segno
-
-    code = segno.make(address, micro=False).svg_inline(omitsize=True, light="#fff")
-    return {"address": address, "svg": code}

@@ -19,12 +19,12 @@ from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.on_ray import hosts_on_ray
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admin import add_operator
+from layershuffle.swarm.server.admin import Operated, add_operator, state_directory
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.doors import Https, Keys, is_loopback, secret_in
 from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
+from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.page import join_routes, runtime
 from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.service import beside, running_service
@@ -56,7 +56,8 @@ class Serving:
                 place="--listen",
                 hint="name the address by which they reach this machine",
             )
-        state, self.settings = state_directory(settings.state), settings
+        state = state_directory(settings.state)
+        self.settings = settings
         self.https = Https(certificate, key) if certificate and key else None
         self.operated = Operated(state)
         self.token_file = settings.token_file or state / "host-token"
@@ -111,12 +112,12 @@ async def serve_swarm(
     swarm = running_service(model, token=token, copies=settings.copies, wire=settings.wire)
     async with (
         swarm as (coordinator, remote_model),
-        local_hosts(coordinator, settings.hosts, memory=memory) as children,
+        local_hosts(coordinator, settings.hosts, memory=memory),
     ):
         upkeep = Upkeep(
             operated.state,
             token_file=serving.token_file,
-            model=lambda: coordinator.model.directory / MANIFEST,
+            model=model.directory / MANIFEST,
             https=https,
         )
         if settings.hosts:
@@ -152,8 +153,9 @@ async def serve_swarm(
                     members=coordinator.members,
                 ) as (listener, served),
             ):
-                url, others = listener.url, []
-                operated.publish(url, hosts=children.names, certificate=certificate)
+                url = listener.url
+                others = []
+                operated.publish(url, certificate=certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
                     others = [hosts_on_ray(settings.ray, url=url, token=token, memory=memory)]

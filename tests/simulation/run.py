@@ -1,7 +1,7 @@
 """`simulate`: devices under load and failures, with the real router, in virtual time.
 
-`Router`, `HealthMonitor` and the policy are those of the gateway, the faults those of drills; the
-hosts behind them are simulated, and the event loop's clock jumps (`clock`).
+`Router`, `HealthMonitor` and the policy are those of the gateway; the hosts behind them are
+simulated, and the event loop's clock jumps (`clock`).
 """
 
 from __future__ import annotations
@@ -9,36 +9,39 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from heapq import heapify, heapreplace
 
 import numpy as np
 
-from layershuffle.ground.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.chaos import RESTLESS, ChaosTransport
-from layershuffle.swarm.faults import Fault
+from layershuffle.swarm.assignment import BlockFile, Holder, assign
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.settings import Routing
-from layershuffle.swarm.simulation.clock import VirtualTimeLoop
-from layershuffle.swarm.simulation.hosts import SimulatedDevice, SimulatedHosts
-from layershuffle.swarm.simulation.outcome import (
+from layershuffle.swarm.state import HostView, Swarm, retry_after
+from layershuffle.swarm.sureness import Stop
+from simulation.chaos import RESTLESS, ChaosTransport
+from simulation.clock import VirtualTimeLoop
+from simulation.faults import Fault
+from simulation.hosts import SimulatedDevice, SimulatedHosts
+from simulation.outcome import (
     Ended,
     SimulatedReply,
     SimulationOutcome,
     outcome_of,
 )
-from layershuffle.swarm.state import HostView, Swarm, retry_after
-from layershuffle.swarm.sureness import Stop
+from simulation.pipeline import Pipeline
 
 Churn = tuple[float, float]
 """Mean seconds for which a host is up, and is down. Hosts die and return independently, with
 exponential times, starting in the steady state."""
 _MILLI = 1000.0
 _CANARY_STREAM, _SURE_STREAM = 2, 4
+_GRACE = 0.3  # seconds in which a host may come back before others take its blocks
+_LOAD = 0.5  # seconds until a block is loaded and tested
 _STATE = np.ones((1, 1, 1), dtype=np.float32)  # of one image; honest blocks leave it as it is
 
 
@@ -53,7 +56,8 @@ def simulate(
     requests: int,
     limits: Limits | None = None,
     seed: int = 0,
-    routing: Routing = "order-free",
+    pipeline: bool = False,
+    take_over: bool = False,
     clients: int = 4,
     rate: float | None = None,
     churn: Churn | None = None,
@@ -70,19 +74,15 @@ def simulate(
     Each of `clients` sends its next request when the last one has ended; after a failed one it
     waits as long as Retry-After says. With a `rate` so many requests a second arrive at random
     instead. `faults` happen before requests by number; `churn` goes on by itself; both depend on
-    the seed and not on the routing. `top1`: percent by how the blocks ran; as one after the other
-    for what is not named there. `rounds`: what the router is to run side by side and again.
+    the seed alone. `pipeline`: the baseline answers (`pipeline.Pipeline`), not the router.
+    `take_over`: as at a gateway, the blocks of a host that has been away for 0.3 s go to those that
+    are up, which load them in half a second. `top1`: percent by how the blocks ran; as one after
+    the other for what is not named there. `rounds`: what the router runs side by side and again.
     `stop`: requests end when they are sure, after so many blocks on average (`ends_after`).
     `max_batch`: most images that a host runs together. `delay_ms`: median of the random delay of a
-    visit on a busy machine. Times are those of the swarm alone, without stem and head. Raises
-    `UsageError` for more `min_blocks` than there are.
+    visit on a busy machine. Times are those of the swarm alone, without stem and head.
     """
     depth = 1 + max(block for device in devices.values() for block in device.blocks)
-    if min_blocks > depth:
-        raise UsageError(
-            f"An answer is to have {min_blocks} blocks or more, and the model has {depth}",
-            hint=f"ask for at most {depth} (--min-blocks)",
-        )
 
     async def play() -> SimulationOutcome:
         # Inside the loop, because router and hosts take their clock from it.
@@ -93,7 +93,6 @@ def simulate(
             chaos if faults else hosts,
             depth=depth,
             limits=limits or Limits(),
-            routing=routing,
             rounds=rounds,
             clock=clock,
         )
@@ -101,12 +100,12 @@ def simulate(
         simulation = _Simulation(
             devices, hosts, chaos, router=router, faults=faults, enough=enough, seed=seed
         )
+        simulation.pipeline = Pipeline(router) if pipeline else None
+        simulation.take_over = take_over
         await simulation.run(
             requests, clients=clients, rate=rate, churn=churn, min_blocks=min_blocks
         )
-        return outcome_of(
-            simulation.replies, routing=routing, top1=top1 or {}, sure=stop, visits=hosts.visits
-        )
+        return outcome_of(simulation.replies, top1=top1 or {}, sure=stop, visits=hosts.visits)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(play())
@@ -126,8 +125,15 @@ class _Simulation:
         enough: Sequence[int],
         seed: int,
     ) -> None:
-        self.devices, self.hosts, self.chaos = devices, hosts, chaos
-        self.router, self.enough, self.seed = router, enough, seed
+        self.devices = devices
+        self.hosts = hosts
+        self.chaos = chaos
+        self.router = router
+        self.enough = enough
+        self.seed = seed
+        self.pipeline: Pipeline | None = None
+        self.take_over = False
+        self.blocks = {name: device.blocks for name, device in devices.items()}
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.replies: list[SimulatedReply] = []
         self.restless = set[str]()
@@ -136,7 +142,7 @@ class _Simulation:
         self.health = HealthMonitor(router, seed=seed)
 
     def _view(self, name: str) -> HostView:
-        return HostView(name, self.devices[name].blocks)
+        return HostView(name, self.blocks[name])
 
     async def _expect_all(self) -> None:
         """Begin the health checks of all hosts, spread over the time between two canaries.
@@ -157,7 +163,7 @@ class _Simulation:
             {
                 # The number replaces the digest of the weights.
                 block: Reference(_STATE, _unchanged, str(block))
-                for block in self.devices[name].blocks
+                for block in self.blocks[name]
             },
         )
 
@@ -207,15 +213,21 @@ class _Simulation:
         while self.pending and self.pending[0].at <= number:
             self.inject(self.pending.pop(0))
         deadline_ms = self.router.limits.deadline_ms
-        after, route = await self.router.walk(
-            _STATE,
-            deadline=self.loop.time() + deadline_ms / _MILLI,
-            min_blocks=min_blocks,
-            confidence=1.0 if self.enough else None,
-            chance=lambda _, blocks: float(blocks >= self.enough[number]),
-        )
+        deadline = self.loop.time() + deadline_ms / _MILLI
+        if self.pipeline is not None:
+            after, route = await self.pipeline.walk(_STATE, deadline=deadline)
+            least = self.router.depth
+        else:
+            after, route = await self.router.walk(
+                _STATE,
+                deadline=deadline,
+                min_blocks=min_blocks,
+                confidence=1.0 if self.enough else None,
+                chance=lambda _, blocks: float(blocks >= self.enough[number]),
+            )
+            least = min_blocks
         ended: Ended = "degraded" if route.degraded else "answered"
-        if route.ending == "lost" or route.kept < min_blocks:
+        if route.kept < least:
             ended = "failed"
         elif route.ms > deadline_ms:
             ended = "late"
@@ -229,7 +241,7 @@ class _Simulation:
     def inject(self, fault: Fault) -> None:
         """Make the fault happen."""
         if fault.kind in ("crash", "kill"):
-            self.hosts[fault.host].die()
+            self._stop(fault.host)
             if fault.kind == "kill":
                 pause = self.router.limits.restart_ms / _MILLI
                 self.loop.call_later(pause, self.rejoin, fault.host)
@@ -260,11 +272,50 @@ class _Simulation:
             return
         self._start(name)
 
+    def _stop(self, name: str) -> None:
+        self.hosts[name].die()
+        if self.take_over:
+            self.loop.call_later(_GRACE, self._assign)
+
     def _start(self, name: str) -> None:
         self.hosts[name].start()
         self.router.update(name, lambda _: self._view(name))
         self.health.drop(name)
         self._expect(name)
+        if self.take_over:
+            self._assign()
+
+    def _assign(self) -> None:
+        """Give the blocks to the hosts that are up, as a gateway does."""
+        swarm = self.router.swarm
+        present = [name for name, host in self.hosts.items() if host.alive]
+        holders = [
+            Holder(
+                name,
+                memory=len(self.devices[name].blocks),
+                blocks=self.blocks[name],
+                ready=swarm[name].blocks,
+            )
+            for name in present
+        ]
+        files = [BlockFile(str(block), 1) for block in range(self.router.depth)]
+        for name, blocks in assign(holders, files).items():
+            before = self.blocks[name]
+            if blocks == before:
+                continue
+            self.blocks[name] = blocks
+            ready = swarm[name].blocks & blocks
+            change = partial(HostView._replace, blocks=ready, loading=blocks - ready)
+            self.router.update(name, change)
+            self.health.forget(name, before - blocks)
+            self.loop.call_later(_LOAD, self._load, name)
+
+    def _load(self, name: str) -> None:
+        """What a host was given has been loaded and tested, if it is still up."""
+        if self.hosts[name].alive:
+            change = partial(HostView._replace, blocks=self.blocks[name], loading=frozenset())
+            self.router.update(name, change)
+            self._expect(name)
 
     def _begin_churn(self, churn: Churn) -> list[tuple[float, str, Iterator[float]]]:
         """Stop the hosts that are down at first. Returns a heap of (next change, name, stays).
@@ -290,7 +341,7 @@ class _Simulation:
             await asyncio.sleep(time - self.loop.time())
             host = self.hosts[name]
             if host.alive:
-                host.die()
+                self._stop(name)
             else:
                 self.rejoin(name)
             # Counted from the planned time, so a host's times depend only on its own draws.

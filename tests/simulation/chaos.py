@@ -1,8 +1,8 @@
 """Inject faults: `ChaosTransport` into the hosts of any transport, a real one or a simulated one,
 `FaultInjector` also into the processes of a running swarm.
 
-The transport of a router is wrapped (as torchft's failure injector does), so hosts contain no code
-for drills.
+The transport of a router is wrapped (as torchft's failure injector does), so neither hosts nor
+gateway contain code for faults.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layershuffle.ground.errors import LayerShuffleError
-from layershuffle.swarm.faults import FaultKind
 from layershuffle.swarm.messages import Answer, State, Transport, Visit
 from layershuffle.swarm.settings import Wire
+from simulation.faults import FaultKind
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
@@ -122,13 +122,16 @@ class FaultInjector:
         """
         coordinator, children = self.coordinator, self.coordinator.children
         if kind in ("crash", "kill"):
-            children.signal(name, signal.SIGKILL)
             if kind == "crash":
-                children.hold(name)
+                coordinator.kill(name)
+            else:
+                children.signal(name, signal.SIGKILL)
         elif kind == "freeze":
             children.signal(name, signal.SIGSTOP)
         elif kind == "leave":
-            await coordinator.leave(name)
+            coordinator.check_known(name)
+            children.hold(name)
+            children.signal(name, signal.SIGTERM)
         elif kind == "rejoin":
             self._rejoin(name)
         else:

@@ -1,38 +1,16 @@
-"""The results of a simulation, as numbers and as text; of drills, too, how requests may end."""
+"""The results of a simulation, as numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
-from layershuffle.ground.stats import mean, quantile
-from layershuffle.ground.text import table
+from layershuffle.ground.stats import mean
+from layershuffle.swarm.judging import Ended, ends_and_times
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.settings import Routing
 from layershuffle.swarm.sureness import Stop
-
-Ended = Literal["answered", "degraded", "late", "failed"]
-"""answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its
-deadline. failed: no answer."""
-ENDED: tuple[Ended, ...] = get_args(Ended)
-
-
-def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
-    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
-
-    `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
-    waited for them, too.
-    """
-    ms, ended = [ms for _, ms in replies], Counter(end for end, _ in replies)
-    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
-    return {
-        "requests": len(replies),
-        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
-        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +28,10 @@ class SimulatedReply:
 class SimulationOutcome:
     """The replies of a simulation, sorted by the time of their end, and what they come to.
 
-    `figures`: the rows of the report (`outcome_of`). `blocks`: number of answers by the number of
-    their blocks. `visits`: all visits sent, including canaries and audits.
+    `figures`: shares, times and counts by name (`outcome_of`). `blocks`: number of answers by the
+    number of their blocks. `visits`: all visits sent, including canaries and audits.
     """
 
-    routing: Routing
     replies: Sequence[SimulatedReply] = field(repr=False)
     figures: Mapping[str, float | None]
     blocks: Mapping[int, int]
@@ -64,7 +41,6 @@ class SimulationOutcome:
 def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
-    routing: Routing,
     top1: Mapping[Cell, float],
     sure: Stop | None = None,
     visits: int,
@@ -98,7 +74,6 @@ def outcome_of(
     }
     blocks = Counter(reply.route.kept for reply in answers)
     return SimulationOutcome(
-        routing=routing,
         replies=replies,
         figures=figures,
         blocks=dict(sorted(blocks.items())),
@@ -111,18 +86,3 @@ def _right(routes: Sequence[Route], top1: Mapping[Cell, float]) -> float:
     ran = [cell_of(route.steps) for route in routes if route.order]
     # What was not measured counts as one block after the other.
     return sum(top1.get(cell, top1.get(Cell(cell.kept), 0.0)) for cell in ran)
-
-
-def outcome_report(outcomes: Sequence[SimulationOutcome]) -> str:
-    """Tables with a column for each outcome, headed by its routing."""
-    heads = [outcome.routing for outcome in outcomes]
-    rows = [
-        (name, *("-" if (x := o.figures[name]) is None else f"{x:,.5g}" for o in outcomes))
-        for name in outcomes[0].figures
-    ]
-    used = sorted({kept for outcome in outcomes for kept in outcome.blocks}, reverse=True)
-    # Where nothing was answered every share is 0.
-    pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in outcomes]
-    shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
-    used_blocks = table(("blocks used, % of the answers", *heads), shares)
-    return f"{table(('', *heads), rows)}\n\n{used_blocks}"

@@ -1,5 +1,5 @@
-"""What may happen to the hosts of a swarm: the faults of drills and simulations, and what a drill
-rehearses. It imports nothing, because the command line needs the names for `--help`."""
+"""What may happen to the hosts of a swarm, and the scenarios that simulations and
+`benchmarks/swarm_drill.py` play."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ wrong-but-canaries  all its answers are false, except those to canaries
 cut                 its network fails silently: neither visits nor answers arrive
 lossy               each message takes 200 ms, and of five one is lost and sent again
 restless            its connection ends every second, and it dials in again
-leave               it is drained, then ended
+leave               its process gets SIGTERM: it drains itself, and ends
 rejoin              a crashed, left or shut-out host comes back; the faults of any other one end
 """
 ScenarioName = Literal[

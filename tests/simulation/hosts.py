@@ -2,7 +2,7 @@
 
 A host has one worker. It runs the block of the oldest visit on all visits that wait for it, as the
 real host does. A block leaves the state of a visit unchanged. The faults on the way to a host are
-those of drills (`chaos.ChaosTransport`).
+those of `chaos.ChaosTransport`.
 """
 
 from __future__ import annotations
