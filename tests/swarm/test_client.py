@@ -85,7 +85,7 @@ def test_errors_have_the_gateways_messages():
         ):
             stranger.swarm()
     assert unread.value.status == 422
-    assert unread.value.hint == "send JPEG, PNG, WEBP, BMP, GIF or TIFF"
+    assert unread.value.hint == "send JPEG, PNG or WEBP"
     assert (few.value.status, few.value.retry_after) == (503, 1.0)
     assert "3 of 4 blocks could be run" in str(few.value)
     assert "/v1/classify?" in few.value.place

@@ -226,15 +226,15 @@ class SlowDecoding:
 
     def __init__(self, monkeypatch):
         self.free, self.begun = threading.Event(), []
-        genuine = images.decoded
+        genuine = images.upright
 
-        def decode(image, channels, *, place):
+        def decode(image):
             self.begun.append(image.width)
             if image.width == self.WIDTH:
                 assert self.free.wait(HANGS)
-            return genuine(image, channels, place=place)
+            return genuine(image)
 
-        monkeypatch.setattr(images, "decoded", decode)
+        monkeypatch.setattr(images, "upright", decode)
 
     async def outlasts_its_deadline(self):
         """Wait until a thread decodes, then move the clock beyond the deadline of its request."""
