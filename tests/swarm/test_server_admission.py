@@ -1,4 +1,4 @@
-"""Who may ask, and what a client may take: keys, quotas and rates, deadlines, places, clients that
+"""Who may ask, and what a client may take: keys, deadlines, places, clients that
 go away."""
 
 import asyncio
@@ -6,7 +6,6 @@ import os
 import threading
 import tracemalloc
 
-import numpy as np
 import pytest
 from gateway_site import (
     HOSTS,
@@ -26,7 +25,7 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
-from layershuffle.swarm.server.doors import Keys, Rate, secret_in
+from layershuffle.swarm.server.doors import Keys, secret_in
 from layershuffle.swarm.state import HostView
 from pictures import file_of
 from refusals import refuses
@@ -57,32 +56,6 @@ def test_which_addresses_this_machine_alone_reaches():
     assert not any(map(doors.is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
 
 
-def test_the_rate_against_a_slow_count():
-    """Requests at random times: the client gets through what a plain token bucket lets through."""
-    client = Rate(5, 3)
-    rng = np.random.default_rng(0)
-    now, tokens, passed, waits = 100.0, 3.0, 0, 0
-    for gap in rng.exponential(0.1, 500):
-        now += gap
-        tokens = min(3.0, tokens + gap * 5)
-        wait = client.wait(now)
-        assert (wait == 0) == (tokens >= 1)
-        if wait:
-            waits += 1
-            assert wait == pytest.approx((1 - tokens) / 5)
-        else:
-            tokens -= 1
-            passed += 1
-    assert 100 < passed <= 3 + 5 * (now - 100)
-    assert waits > 100
-
-
-def test_a_clock_that_steps_back_gives_nothing():
-    client = Rate(1, 1)
-    assert client.wait(10.0) == 0
-    assert client.wait(5.0) == 6
-
-
 def test_addresses_of_one_client():
     assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
     assert client_of("10.0.0.2") != client_of("10.0.0.1")
@@ -107,32 +80,9 @@ def test_only_so_many_clients_are_remembered():
     assert client("10.0.0.1") is not first
 
 
-def test_quotas_of_keys():
-    """A key with a quota is told when it may ask again; others, and other questions, are not."""
-
-    async def go(place):
-        async def ask(key, path="/v1/classify"):
-            headers = {"Authorization": f"Bearer {key}"}
-            if path == "/v1/classify":
-                return await place.client.post(path, content=file_of(picture()), headers=headers)
-            return await place.client.get(path, headers=headers)
-
-        answers = [await ask(KEY) for _ in range(3)]
-        looked = await ask(KEY, "/v1/swarm")
-        return answers, looked, [await ask(OTHER) for _ in range(3)]
-
-    answers, looked, others = run(go, keys=[f"{KEY} 2/day", OTHER])
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert answers[2].json()["error"]["cause"] == "The quota of your API key is used up"
-    assert int(answers[2].headers["Retry-After"]) == pytest.approx(43_200, abs=HANGS)
-    assert looked.status_code == 200
-    assert [answer.status_code for answer in others] == [200] * 3
-
-
 @pytest.mark.parametrize(
     "line",
-    [f"{KEY} {quota}" for quota in ("5", "0/day", "5/week", "-1/day", "1/day 2/day")]
-    + ["a-short-key", "schl\u00fcssel-der-lang-ist", "a-key-of-some-length\0"],
+    [f"{KEY} 5/day", "a-short-key", "schl\u00fcssel-der-lang-ist", "a-key-of-some-length\0"],
 )
 def test_lines_of_a_key_file_that_are_none(tmp_path, line):
     keys = tmp_path / "keys"

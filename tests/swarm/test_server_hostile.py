@@ -225,7 +225,7 @@ def test_no_image_takes_more_than_250_megabytes(tmp_path):
 REQUESTS, EVERY = 2000, 100
 KEY = "the-key-of-this-test"
 RIGHT_KEY = (b"authorization", f"Bearer {KEY}".encode())
-LIMITS = GatewayLimits(max_body_bytes=200_000, max_pixels=40_000, body_ms=300, rate=1e6, burst=1e6)
+LIMITS = GatewayLimits(max_body_bytes=200_000, max_pixels=40_000, body_ms=300)
 SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
 GOOD = file_of(picture())
 MODEL = VIT.wrapped()
@@ -344,7 +344,6 @@ def test_two_thousand_hostile_requests(caplog):
 
 
 # --- requests made from the description -----------------------------------------------------------
-PLENTY = GatewayLimits(rate=1e6, burst=1e6)
 # Requests of each operation, valid ones and others, the same ones in every run.
 BOUNDS = settings(
     max_examples=40,
@@ -375,8 +374,8 @@ def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
 
     async def serving(tell):
         async with (
-            site(limits=PLENTY, keys=keys) as place,
-            listening(place.app, limits=PLENTY) as (listener, _),
+            site(keys=keys) as place,
+            listening(place.app) as (listener, _),
         ):
             tell(f"http://127.0.0.1:{listener.port}")
             await asyncio.Event().wait()

@@ -160,8 +160,7 @@ class DemoCommand(Command):
         from layershuffle.swarm.server.app import create_app
         from layershuffle.swarm.server.gateway import Gateway
 
-        # The API without a port, and without a limit on the rate of its one client.
-        limits, router = GatewayLimits(rate=1e5, burst=1e5), coordinator.router
+        limits, router = GatewayLimits(), coordinator.router
         gateway = Gateway(remote, coordinator, limits=limits, model=DEFAULT_MODEL)
         transport = httpx.ASGITransport(app=create_app(gateway))
         victims, rows = SCENARIOS["third"].victims(coordinator.children.names), []

@@ -125,7 +125,7 @@ class UpCommand(Command):
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address, authority = f" --address {url}", ""
-        if serving.https is not None:
+        if serving.tls is not None:
             address += " --authority FILE"
             authority = " --ca FILE"
         if serving.keys:

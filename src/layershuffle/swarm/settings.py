@@ -41,13 +41,13 @@ class SwarmSettings(Settings):
     port: int = 8000
     """Port of the server; 0 takes a free one."""
     https_certificate: Path | None = None
-    """Serve https: the server's certificate (PEM), with the names by which clients call it. It is
-    read again on SIGHUP, as the keys are."""
+    """Serve https: the server's certificate (PEM), with the names by which clients call it. A
+    renewed one counts from the next start; behind a reverse proxy none is needed."""
     https_key: Path | None = None
     """Key of that certificate; only its owner may read it (mode 0600)."""
     keys: Path | None = None
-    """File with the API keys of the clients, one per line, each with a quota if it has one (KEY
-    1000/day); only its owner may read it (mode 0600)."""
+    """File with the API keys of the clients, one per line; only its owner may read it (mode 0600).
+    It is read again on SIGHUP."""
     public: bool = False
     """Answer every client that reaches --listen, without a key."""
     state: str | None = None

@@ -1,6 +1,6 @@
 """What a client may take of the gateway, for the API and the page alike, and how it is refused.
 
-The limits hold for each client (rate, requests under way, share of the threads) and for all of them
+The limits hold for each client (requests under way, share of the threads) and for all of them
 together (bodies in memory, requests open).
 """
 
@@ -28,7 +28,6 @@ from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
 from layershuffle.swarm.messages import NotAnswered, until
-from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
 LOG = logging.getLogger("layershuffle")
@@ -42,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class GatewayLimits(Settings):
-    """Bounds on what clients send, and how often. `Limits` bounds how long the swarm tries."""
+    """Bounds on what clients send, and how much at a time. `Limits` bounds how long it takes."""
 
     max_body_bytes: Positive = 16 << 20
     """Largest body; counted while it arrives, because its announced length may be wrong."""
@@ -77,12 +76,8 @@ class GatewayLimits(Settings):
     client_requests: Positive = 48
     """... and its requests under way, counted from their heads on."""
 
-    rate: Annotated[float, Field(gt=0)] = 100.0
-    """Requests per second that one client address may make in the long run ..."""
-    burst: Annotated[float, Field(ge=1)] = 200.0
-    """... and how many at once after a pause."""
     max_clients: Positive = 10_000
-    """Most client addresses whose rates are remembered; the longest idle is forgotten first."""
+    """Most client addresses that are remembered; the longest idle is forgotten first."""
 
 
 @lru_cache(10_000)
@@ -184,11 +179,11 @@ def _body(cause: str, hint: str, *, reference: str | None = None) -> dict[str, A
 
 
 class Client:
-    """One client: its rate, its requests under way, and its places in a pool of threads (half as
-    many as there are decoders, at least one)."""
+    """One client: its requests under way, and its places in a pool of threads (half as many as
+    there are decoders, at least one)."""
 
     def __init__(self, limits: GatewayLimits) -> None:
-        self.rate, self.requests = Rate(limits.rate, limits.burst), 0
+        self.requests = 0
         self.places = asyncio.Semaphore(max(1, limits.decoders // 2))
 
 
@@ -206,11 +201,6 @@ class Admission:
     def client(self, request: Request) -> Client:
         """The client that a request comes from."""
         return self._clients(client_of(request.client.host if request.client else ""))
-
-    async def admit(self, request: Request) -> None:
-        """Count a request against the rate of its client. Raises `HTTPError` (429)."""
-        if wait := self.client(request).rate.wait(self.clock()):
-            raise busy("Too many requests from your address", wait=wait)
 
     @asynccontextmanager
     async def carried(self, request: Request) -> AsyncIterator[tuple[Client, bytes]]:

@@ -7,6 +7,7 @@ the operator (`admin`).
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,6 @@ from starlette.responses import Response
 from layershuffle._version import __version__
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import LOG, answer_plainly, answer_to, status_of
-from layershuffle.swarm.server.doors import Rate
 from layershuffle.swarm.server.gateway import Gateway, Options
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.page import page_of
@@ -38,7 +38,7 @@ from layershuffle.swarm.state import retry_after
 from layershuffle.text import nearest
 
 _CLASSIFY = "/v1/classify"
-_LOGGED = 0.1, 10  # requests without an answer in the log, a second, and at once
+_LOGGED_AT_ONCE, _LOGGED_EVERY = 10, 10.0  # requests without an answer in the log, and seconds
 _MAX_PROBLEMS = 3  # that a refusal lists
 _IMAGE = {
     "required": True,
@@ -62,10 +62,35 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Quiet:
+    """Lets `burst` lines into the log at once, and one more every `every` seconds.
+
+    This is a token bucket: a line takes a token, and a token comes every `every` seconds.
+    """
+
+    def __init__(self, burst: int, *, every: float) -> None:
+        self._burst = burst
+        self._every = every
+        self._tokens = float(burst)
+        self._looked_at = -math.inf
+
+    def may_speak(self, now: float) -> bool:
+        """Whether a line may be written at `now`, in seconds; if so, it counts."""
+        since = max(0.0, now - self._looked_at)
+        self._tokens = min(self._burst, self._tokens + since / self._every)
+        self._looked_at = max(now, self._looked_at)
+        # Sums of many shares are rounded: a token may lack 1e-16.
+        if self._tokens < 1 - 1e-9:
+            return False
+        self._tokens -= 1
+        return True
+
+
 def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     """The API of `gateway`, which is closed when the server ends, and its page at / if there is to
     be a `page`."""
-    metrics, logged = Metrics(gateway), Rate(*_LOGGED)
+    metrics = Metrics(gateway)
+    logged = Quiet(_LOGGED_AT_ONCE, every=_LOGGED_EVERY)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +110,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
             now, reference = gateway.router.clock(), uuid.uuid4().hex
             wait = retry_after(gateway.router.swarm, now=now)
             # A night without hosts must not fill the disk.
-            if not logged.wait(now):
+            if logged.may_speak(now):
                 text = "Request %s was not answered: %s"
                 LOG.warning(text, reference, encodable(str(error)), extra={"request": reference})
         return answer_to(error, wait=wait, reference=reference)

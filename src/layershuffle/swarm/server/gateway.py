@@ -31,7 +31,6 @@ from layershuffle.swarm.server.admission import (
     Admission,
     GatewayLimits,
     HTTPError,
-    busy,
     key_of,
 )
 from layershuffle.swarm.server.doors import Keys
@@ -112,9 +111,7 @@ class Gateway:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def admit(self, request: Request) -> None:
-        """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
-        # Rates are checked before keys, so that guessing keys is slow too.
-        await self.admission.admit(request)
+        """Check the key of a request. Raises `HTTPError` (401)."""
         if not self.keys.accept(key_of(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
@@ -147,8 +144,6 @@ class Gateway:
         walk, decoding, and the walk.
         """
         clock = self.router.clock
-        if wait := self.keys.wait(key_of(request), now=clock()):
-            raise busy("The quota of your API key is used up", wait=wait)
         self._check(options)
         async with self.admission.carried(request) as (client, body):
             begun = clock()

@@ -91,8 +91,9 @@ def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels:
             raise _too_large(f"{across}x{down} pixels at the model's size", f"{most_pixels}")
         needed = memory_of(image, size=size, resized=(across, down), scans=scans)
         if needed > MOST_BYTES:
-            taken, most = (f"{count / 1e6:.0f} MB" for count in (needed, MOST_BYTES))
-            raise _too_large(f"it takes {taken} to decode and resize", most)
+            raise _too_large(
+                f"it takes {needed / 1e6:.0f} MB to decode and resize", f"{MOST_BYTES / 1e6:.0f} MB"
+            )
 
 
 def memory_of(

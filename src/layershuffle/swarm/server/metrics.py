@@ -162,9 +162,7 @@ class Metrics(Collector):
             ),
         }
         if upkeep is not None:
-            days = None if upkeep.https is None else upkeep.https.days
             gauges |= {
-                "certificate_days": ("Days until it expires.", days),
                 "loop_lag_seconds": ("Longest recent delay of the event loop.", upkeep.lag),
                 "free_bytes": ("Free on the disk of the state directory.", upkeep.free_bytes),
                 "troubles": ("What will fail if nobody acts.", len(upkeep.troubles())),

@@ -3,9 +3,8 @@
 The key is made anew at every start and lies, with the address, in a directory that no other user
 may enter (`state_directory`), where the command line finds both.
 
-A certificate expires, a disk fills, a cleaner removes a directory: none of them stops a gateway
-that runs, and each stops its next start or all new connections. `/healthz`, `/metrics` and the log
-say so before that (`Upkeep`).
+A disk fills, a cleaner removes a directory: neither stops a gateway that runs, and each stops its
+next start. `/healthz`, `/metrics` and the log say so before that (`Upkeep`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from filelock import FileLock, Timeout
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained, write_bytes
-from layershuffle.swarm.server.doors import Https, pinned
+from layershuffle.swarm.server.doors import pinned
 
 CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
 _FILE = "operator.json"
 _KEY_BYTES = 24
 # Seconds; a roll answers when hosts have loaded another model (`admin.LOAD_SECONDS`).
 _TIMEOUT = 330.0
-_SOON_DAYS = 30
 _LEAST_BYTES = 200 << 20  # a model of this swarm and a log of some weeks
 _LOOK = 1.0  # seconds
 _REMIND = 86_400.0
@@ -146,8 +144,8 @@ def state_directory(path: str | None = None) -> Path:
 
 
 class Upkeep:
-    """Watches over the files of a gateway: its directory `state`, its hosts' token, its `https`,
-    and `model`, the manifest of what it serves now.
+    """Watches over the files of a gateway: its directory `state`, its hosts' token, and `model`,
+    the manifest of what it serves now.
 
     `lag`: the longest recent time, in seconds, for which the event loop was late.
     """
@@ -158,9 +156,10 @@ class Upkeep:
         *,
         token_file: Path,
         model: Callable[[], Path],
-        https: Https | None = None,
     ) -> None:
-        self._state, self._token_file, self._model, self.https = state, token_file, model, https
+        self._state = state
+        self._token_file = token_file
+        self._model = model
         self.lag = 0.0
 
     @property
@@ -172,8 +171,7 @@ class Upkeep:
             return None
 
     def troubles(self) -> dict[str, str]:
-        """What will fail if nobody acts, by its kind: state, token, model, disk,
-        certificate."""
+        """What will fail if nobody acts, by its kind: state, token, model, disk."""
         troubles, free = {}, self.free_bytes
         if free is None:
             troubles["state"] = (
@@ -192,14 +190,6 @@ class Upkeep:
             troubles["model"] = (
                 f"the exported model {manifest} is gone: export it there again, or hosts that "
                 "come serve no block"
-            )
-        days = _SOON_DAYS if self.https is None else self.https.days
-        if self.https is not None and days < _SOON_DAYS:
-            place = f"the certificate {self.https.certificate}"
-            troubles["certificate"] = (
-                f"{place} expires in {days:.0f} days: renew it and send SIGHUP"
-                if days > 0
-                else f"{place} has expired: clients cannot connect"
             )
         return troubles
 

@@ -184,6 +184,9 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
     """The app of the page for models in this process; they may not be loaded yet."""
     admission = Admission(limits or GatewayLimits(), clock=time.monotonic)
 
+    async def admit(request: Request) -> None:
+        """Everybody may look."""
+
     async def workbench() -> Workbench:
         return await asyncio.shield(loading)
 
@@ -191,7 +194,7 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
         return (await workbench()).facts()
 
     return Starlette(
-        routes=page_routes(facts, workbench, admission=admission, admit=admission.admit),
+        routes=page_routes(facts, workbench, admission=admission, admit=admit),
         exception_handlers={LayerShuffleError: answer_plainly, ClientDisconnect: answer_plainly},
     )
 

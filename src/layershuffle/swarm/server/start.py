@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -22,7 +24,7 @@ from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.doors import Https, Keys, is_loopback, secret_in
+from layershuffle.swarm.server.doors import Keys, expiry_of, is_loopback, secret_in, server_context
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import Operated, Upkeep, state_directory
 from layershuffle.swarm.server.page import join_routes, runtime
@@ -56,8 +58,12 @@ class Serving:
                 place="--listen",
                 hint="name the address by which they reach this machine",
             )
-        state, self.settings = state_directory(settings.state), settings
-        self.https = Https(certificate, key) if certificate and key else None
+        state = state_directory(settings.state)
+        self.settings = settings
+        self.tls: ssl.SSLContext | None = None
+        if certificate is not None and key is not None:
+            self.tls = server_context(certificate, key)
+            warn_of_expiry(certificate)
         self.operated = Operated(state)
         self.token_file = settings.token_file or state / "host-token"
         self.keys = Keys(file=settings.keys)
@@ -69,7 +75,7 @@ class Serving:
                 "without an API key",
                 hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
             )
-        if self.keys and self.https is None:
+        if self.keys and self.tls is None:
             _log.warning(
                 "API keys, images and answers are sent to and from %s unencrypted: anyone who can "
                 "listen on the way can read them and use the keys. Give the gateway a certificate "
@@ -79,16 +85,27 @@ class Serving:
             )
 
     def reload(self) -> None:
-        """Read API keys and certificate again. What cannot be read stays as it was."""
-        for what, part in (("API keys", self.keys), ("certificate", self.https)):
-            if not part:
-                continue
-            try:
-                part.load()
-            except UsageError as error:
-                _log.error("Of %s those of before stay in use. %s", what, error)
-            else:
-                _log.warning("Read again: %s", what)
+        """Read the API keys again. Where they cannot be read, those of before stay."""
+        if not self.keys:
+            return
+        try:
+            self.keys.load()
+        except UsageError as error:
+            _log.error("Of API keys those of before stay in use. %s", error)
+        else:
+            _log.warning("Read again: API keys")
+
+
+def warn_of_expiry(certificate: Path) -> None:
+    """Say in the log that a certificate has expired, if it has."""
+    expires = expiry_of(certificate)
+    if expires is not None and expires <= datetime.now(UTC):
+        _log.warning(
+            "The certificate %s expired on %s: clients and hosts do not connect. Renew it, and "
+            "start the gateway again",
+            certificate,
+            f"{expires:%Y-%m-%d}",
+        )
 
 
 async def serve_swarm(
@@ -104,7 +121,7 @@ async def serve_swarm(
     once it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot
     be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
-    settings, operated, https = serving.settings, serving.operated, serving.https
+    settings, operated = serving.settings, serving.operated
     # A port that is in use is found before hosts are started.
     GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
     token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
@@ -117,7 +134,6 @@ async def serve_swarm(
             operated.state,
             token_file=serving.token_file,
             model=lambda: coordinator.model.directory / MANIFEST,
-            https=https,
         )
         if settings.hosts:
             lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
@@ -139,7 +155,6 @@ async def serve_swarm(
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
-        certificate = None if https is None else https.certificate
         try:
             async with (
                 beside(upkeep.run()),
@@ -147,13 +162,13 @@ async def serve_swarm(
                     app,
                     host=settings.listen,
                     port=settings.port,
-                    tls=None if https is None else https.context,
+                    tls=serving.tls,
                     trusted=settings.trusted_proxy,
                     members=coordinator.members,
                 ) as (listener, served),
             ):
                 url, others = listener.url, []
-                operated.publish(url, hosts=children.names, certificate=certificate)
+                operated.publish(url, hosts=children.names, certificate=settings.https_certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
                     others = [hosts_on_ray(settings.ray, url=url, token=token, memory=memory)]
