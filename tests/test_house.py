@@ -48,7 +48,7 @@ COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "assignment", "sureness", "faults", "settings"),
+    ("limits", "assignment", "sureness", "faults", "settings", "places"),
     ("messages",),
     ("state", "rounds", "served", "children"),
     ("policy",),

@@ -64,22 +64,6 @@ def test_addresses_of_one_client():
     assert client_of("unix") == "unix"
 
 
-def test_only_so_many_clients_are_remembered():
-    admission = Admission(GatewayLimits(max_clients=10), clock=lambda: 0.0)
-
-    def client(address):
-        return admission.client(Request({"type": "http", "client": (address, 1)}))
-
-    first = client("10.0.0.1")
-    assert client("::ffff:10.0.0.1") is first
-    for number in range(9):
-        client(f"10.1.0.{number}")
-    assert client("10.0.0.1") is first
-    for number in range(10):
-        client(f"10.1.0.{number}")
-    assert client("10.0.0.1") is not first
-
-
 @pytest.mark.parametrize(
     "line",
     [f"{KEY} 5/day", "a-short-key", "schl\u00fcssel-der-lang-ist", "a-key-of-some-length\0"],
@@ -130,7 +114,8 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
         content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
         swarm = (await place.client.get("/v1/swarm")).json()
         waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
-        await until(lambda: place.router.walks)
+        visits = place.blocks.visits
+        await until(lambda: place.blocks.visits > visits)
         place.blocks.faults.clear()
         place.router.update("b", lambda host: HostView("b", host.blocks))
         return few, refused, content, swarm, await waiting
@@ -237,7 +222,7 @@ def test_one_client_leaves_decoders_for_others(monkeypatch):
     assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
 
 
-def test_a_body_is_in_memory_once():
+def test_a_body_is_in_memory_once_until_its_image_is_decoded():
     async def go():
         left = 8
 
@@ -251,16 +236,20 @@ def test_a_body_is_in_memory_once():
         request = Request({"type": "http", "headers": [], "client": ("10.0.0.1", 1)}, receive)
         admission = Admission(GatewayLimits(), clock=asyncio.get_running_loop().time)
         before, _ = tracemalloc.get_traced_memory()
-        async with admission.carried(request) as (_, body):
-            return len(body), tracemalloc.get_traced_memory()[0] - before
+        async with admission.received(request) as received:
+            taken = tracemalloc.get_traced_memory()[0] - before
+            size = len(received.body)
+            received.drop()
+            return size, taken, tracemalloc.get_traced_memory()[0] - before
 
     tracemalloc.start()
     try:
-        size, taken = asyncio.run(go())
+        size, taken, left = asyncio.run(go())
     finally:
         tracemalloc.stop()
     assert size == 8 << 20
     assert taken < 12 << 20
+    assert left < 1 << 20, "its image is decoded"
 
 
 def test_bodies_that_trickle_take_no_places():
@@ -304,3 +293,85 @@ def test_a_client_that_goes_away_ends_its_walk():
 
     limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
     assert run(go, HOSTS, limits=limits) == (499, 200)
+
+
+# --- places that are held by what does not move ---------------------------------------------------
+
+
+async def ask_from(place, address, **options):
+    """The status of an answer to a client at this address, and its seconds."""
+    begun = asyncio.get_running_loop().time()
+    async with place.client_at(address) as client:
+        answer = await classify(client, FILE, **options)
+    return answer.status_code, asyncio.get_running_loop().time() - begun
+
+
+def test_requests_that_wait_for_a_host_shut_nobody_out():
+    """48 requests of one address wait for a block that no host has, and hold no place. Another
+    address is answered at once; and they are, as soon as the host is there."""
+
+    async def go(place):
+        place.router.update("c", lambda host: host._replace(condition="gone", retry_at=1e9))
+        waiting = [
+            asyncio.ensure_future(ask_from(place, "10.0.0.1", min_blocks=DEPTH, deadline_ms=FAR_MS))
+            for _ in range(48)
+        ]
+        # They ran all other blocks.
+        await until(lambda: place.blocks.visits == 48 * (DEPTH - 1) and not place.router.walks)
+        before = place.blocks.visits
+        others = [await ask_from(place, f"10.0.0.{number}") for number in (2, 2, 3)]
+        visits = place.blocks.visits - before
+        assert not any(call.done() for call in waiting)
+        place.router.update("c", lambda host: HostView("c", host.blocks))
+        return others, visits, await asyncio.gather(*waiting)
+
+    limits = {"limits": GatewayLimits(running=4, waiting=64)}
+    swarm = LIMITS.model_copy(update={"max_deadline_ms": FAR_MS})
+    others, visits, answers = run_in_virtual_time(go, HOSTS, swarm=swarm, **limits)
+    assert others == [(200, 0.0)] * 3
+    assert visits == 3 * (DEPTH - 1)
+    assert [status for status, _ in answers] == [200] * 48
+
+
+def test_a_visit_that_is_given_up_holds_no_place():
+    """A host that stands still and answers nothing: its visits are late, and nothing else runs."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        stuck = asyncio.ensure_future(ask_from(place, "10.0.0.1", min_blocks=DEPTH))
+        await until(lambda: place.router.walks)
+        await until(lambda: not place.router.walks)
+        place.blocks.gate.set()
+        other = await ask_from(place, "10.0.0.2", min_blocks=1)
+        return other, (await stuck)[0]
+
+    swarm = LIMITS.model_copy(update={"hop_floor_ms": 50, "hop_cap_ms": 100})
+    other, stuck = run_in_virtual_time(
+        go, {"a": set(range(DEPTH))}, swarm=swarm, limits=GatewayLimits(running=1, waiting=0)
+    )
+    assert other[0] in (200, 503)
+    assert stuck in (200, 503)
+
+
+def test_a_free_place_goes_to_the_address_with_the_fewest():
+    """One address takes half of the places and waits for more; whoever comes is next."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        done = []
+
+        async def ask(address):
+            await ask_from(place, address)
+            done.append(address)
+
+        greedy = [asyncio.ensure_future(ask("10.0.0.1")) for _ in range(8)]
+        await until(lambda: place.blocks.visits == 2)
+        others = [asyncio.ensure_future(ask(f"10.0.0.{number}")) for number in (2, 3)]
+        await until(lambda: place.blocks.visits == 4)
+        place.blocks.gate.set()
+        await asyncio.gather(*greedy, *others)
+        return done
+
+    done = run(go, {"a": set(range(DEPTH))}, limits=GatewayLimits(running=4, waiting=12))
+    assert len(done) == 10
+    assert {"10.0.0.2", "10.0.0.3"} <= set(done[:6])

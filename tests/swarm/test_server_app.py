@@ -480,3 +480,53 @@ def test_retry_after_is_the_next_probe():
     assert retry_after(Swarm(hosts), now=5) == 1
     assert retry_after(Swarm(hosts), now=9) == 1, "at least one"
     assert retry_after(Swarm(hosts[2:]), now=5) == 1
+
+
+# --- gateways without keys ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "statuses"),
+    [
+        ({"host": "127.0.0.1:8000"}, (200, 200)),
+        ({"host": "[::1]:8000"}, (200, 200)),
+        ({"host": "LOCALHOST"}, (200, 200)),
+        ({"host": "10.1.2.3:8000"}, (200, 200)),
+        ({"host": "attacker.example:8000"}, (403, 200)),
+        ({"host": "localhost.attacker.example"}, (403, 200)),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, (200, 200)),
+        ({"host": "swarm.example", "origin": "https://swarm.example"}, (403, 200)),
+        ({"host": "127.0.0.1:8000", "origin": "https://attacker.example"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "origin": "null"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "origin": "http://["}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "same-origin"}, (200, 200)),
+    ],
+    ids=str,
+)
+def test_a_gateway_without_keys_looks_at_host_and_origin(headers, statuses):
+    """A page that visitors open may send requests to what their browser reaches, also by a name
+    that leads there. `statuses`: of a gateway for this machine, and of one for all."""
+
+    async def go(place):
+        asked = await place.client.post("/v1/classify", content=FILE, headers=headers)
+        looked = await place.client.get("/v1/swarm", headers=headers)
+        alive = await place.client.get("/livez", headers=headers)
+        assert alive.status_code == 200
+        assert asked.status_code == looked.status_code
+        return asked
+
+    for local, status in zip((True, False), statuses, strict=True):
+        answer = run(go, local=local)
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["hint"]
+
+
+def test_a_gateway_with_keys_is_called_by_any_name():
+    async def go(place):
+        headers = {"host": "swarm.example", "origin": "https://page.example"}
+        headers["authorization"] = f"Bearer {KEY}"
+        return (await place.client.get("/v1/swarm", headers=headers)).status_code
+
+    assert run(go, keys=[KEY], local=True) == 200

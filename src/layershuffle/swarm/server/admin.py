@@ -30,8 +30,9 @@ from layershuffle.swarm.health import agrees
 from layershuffle.swarm.members import Member
 from layershuffle.swarm.messages import Visit, VisitError
 from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admission import HTTPError, key_of
+from layershuffle.swarm.server.admission import key_of
 from layershuffle.swarm.server.doors import Keys
+from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.gateway import Gateway
 from layershuffle.swarm.server.operating import CommandName
 from layershuffle.swarm.server.page import join_address, qr_code

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from layershuffle._version import __version__
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import LOG, answer_plainly, answer_to, status_of
+from layershuffle.swarm.server.errors import LOG, answer_plainly, answer_to, status_of
 from layershuffle.swarm.server.gateway import Gateway, Options
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.page import page_of
@@ -48,6 +48,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
         401: "The API key is missing or wrong.",
+        403: "Another site's page sent the request, or it names the gateway otherwise.",
         408: "The body took too long to arrive.",
         413: "The body is too large.",
         415: "The body is a form, or compressed.",
@@ -143,13 +144,14 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
-    guarded, errors = [Depends(gateway.admit)], dict(_ERRORS)
+    guarded: list[Any] = [Depends(gateway.admission.admit)]
+    errors = dict(_ERRORS)
     if gateway.keys:
         # For the OpenAPI description: `admit` reads the header itself.
         guarded.append(Depends(HTTPBearer(auto_error=False)))
-    else:
-        del errors[401]
-    refusals = {status: errors[status] for status in errors.keys() & {401, 429}}
+    unwelcome = 401 if gateway.keys else 403
+    del errors[403 if gateway.keys else 401]
+    refusals = {unwelcome: errors[unwelcome]}
 
     @app.post(
         _CLASSIFY,

@@ -67,6 +67,8 @@ class Serving:
         self.operated = Operated(state)
         self.token_file = settings.token_file or state / "host-token"
         self.keys = Keys(file=settings.keys)
+        open_to_others = settings.public or settings.trusted_proxy
+        self.local = is_loopback(settings.listen) and not open_to_others
         if is_loopback(settings.listen):
             return
         if not (self.keys or settings.public):
@@ -145,6 +147,7 @@ async def serve_swarm(
             remote_model,
             coordinator,
             keys=serving.keys,
+            local=serving.local,
             model=settings.model,
             upkeep=upkeep,
             min_accuracy=settings.min_accuracy,
