@@ -5,7 +5,9 @@ import asyncio
 import os
 import threading
 import tracemalloc
+from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 from gateway_site import (
     HOSTS,
@@ -26,6 +28,7 @@ from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
 from layershuffle.swarm.server.doors import Keys, secret_in
+from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.state import HostView
 from pictures import file_of
 from refusals import refuses
@@ -375,3 +378,26 @@ def test_a_free_place_goes_to_the_address_with_the_fewest():
     done = run(go, {"a": set(range(DEPTH))}, limits=GatewayLimits(running=4, waiting=12))
     assert len(done) == 10
     assert {"10.0.0.2", "10.0.0.3"} <= set(done[:6])
+
+
+def test_requests_that_wait_when_the_gateway_ends_are_told_so():
+    """In JSON, with Retry-After; those that come meanwhile are, too."""
+
+    async def go(place):
+        place.router.update("c", lambda host: host._replace(condition="gone", retry_at=1e9))
+        admission = place.app.state.gateway.admission
+        url = "/v1/classify?min_blocks=4&deadline_ms=30000"
+        async with AsyncExitStack() as stack:
+            listener, _ = await stack.enter_async_context(
+                listening(place.app, at_end=admission.end)
+            )
+            base = f"http://127.0.0.1:{listener.port}"
+            client = httpx.AsyncClient(base_url=base, timeout=HANGS)
+            waiting = [asyncio.ensure_future(client.post(url, content=FILE)) for _ in range(2)]
+            await until(lambda: admission.open == 2 and not place.router.walks)
+        return [await answer for answer in waiting]
+
+    for answer in run(go, HOSTS, swarm=LIMITS.model_copy(update={"max_deadline_ms": 30_000})):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
+        assert answer.json()["error"]["cause"] == "The gateway ends"

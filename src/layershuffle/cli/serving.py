@@ -76,7 +76,7 @@ def steps() -> Callable[[str], None]:
 
 @dataclass(frozen=True, kw_only=True)
 class UpCommand(Command):
-    """Serve a model from hosts: API, page, and the place where hosts dial in, on one port.
+    """Serve a model from hosts: API, page, and the place where hosts dial in.
 
     Starts --hosts processes on this machine, which end with it. Hosts on other machines run
     `layershuffle-host ws://THIS:PORT --token-file FILE` and may come and go at any time. Prints the
@@ -131,7 +131,7 @@ class UpCommand(Command):
         if serving.keys:
             address += " --api-key-file FILE"
         hosts = counted(len(coordinator.members), "host")
-        dial = url.replace("http", "ws", 1)
+        dial = serving.hosts_url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
         token = coordinator.members.token if key else "TOKEN"
         lines = [

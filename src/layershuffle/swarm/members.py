@@ -273,9 +273,12 @@ class Members(Mapping[str, Member]):
                 return self._refuse(connection, Close.NAME_IN_USE, why)
             # The same process, on a new connection: the old one is dead, and may not know it.
             before.connection.close(_GOING_AWAY, "it has dialled in again")
-        self._members[name] = self._connections[connection] = Member(name, hello, connection)
+        member = Member(name, hello, connection)
+        self._members[name] = member
+        self._connections[connection] = member
+        connection.keep()
         if self.watcher is not None:
-            self.watcher.joined(self._members[name])
+            self.watcher.joined(member)
 
     def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -370,7 +373,8 @@ class HostConnection(asyncio.Protocol):
     uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
     long as all else that the gateway does for a visit, so this one calls them, and sends at once.
 
-    `accepted` is called with the address of the other end.
+    `accepted` is called with the address of the other end, once it is a host: whoever does not know
+    the token stays a stranger, whose silent connection makes room for others.
     `unread_since`: since when, in seconds of the event loop, the host does not read what is sent;
     `None` while it does.
     """
@@ -383,7 +387,13 @@ class HostConnection(asyncio.Protocol):
         self._asked_since: float | None = None
         self._pinging: asyncio.TimerHandle | None = None
         self.address = ""
+        self._peer: Any = None
         self.unread_since: float | None = None
+
+    def keep(self) -> None:
+        """It is a host's: it may be silent for any time."""
+        if self._peer:
+            self._accepted(self._peer)
 
     def send(self, content: str | bytes) -> None:
         """Send a message; to a connection that is closing nothing is sent."""
@@ -408,9 +418,8 @@ class HostConnection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        self.address = peer[0] if peer else ""
-        self._accepted(peer)
+        self._peer = transport.get_extra_info("peername")
+        self.address = self._peer[0] if self._peer else ""
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""

@@ -40,6 +40,9 @@ class SwarmSettings(Settings):
     Without --https-certificate nothing is encrypted on the way there."""
     port: int = 8000
     """Port of the server; 0 takes a free one."""
+    hosts_port: int | None = None
+    """A port for hosts alone, so that clients never hold the places of hosts that dial in (default:
+    hosts dial in at --port, where tabs do in any case); 0 takes a free one."""
     https_certificate: Path | None = None
     """Serve https: the server's certificate (PEM), with the names by which clients call it. A
     renewed one counts from the next start; behind a reverse proxy none is needed."""

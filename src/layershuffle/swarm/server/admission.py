@@ -29,6 +29,11 @@ from layershuffle.swarm.server.doors import Keys, is_loopback
 from layershuffle.swarm.server.errors import HTTPError, busy
 
 BODY_HINT = "send one image as the body, neither as a form nor compressed: curl --data-binary @FILE"
+ENDING_SECONDS = 3.0
+"""Seconds that requests under way get when the gateway is told to end. The server drops all that
+are left two seconds later."""
+RETURN_SECONDS = 5.0
+"""Seconds after which a gateway that a service manager starts again has its hosts back."""
 _MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
 _T = TypeVar("_T")
@@ -137,6 +142,8 @@ class Admission:
         self.keys = keys or Keys()
         self.open = 0
         self._local = local
+        self._ends: set[asyncio.Timeout] = set()
+        self._is_ending = False
         self._requests: Counter[str] = Counter()
         self._bytes = Shares(limits.held_bytes)
         self._decoders = Places(limits.decoders)
@@ -187,15 +194,16 @@ class Admission:
         received = Received(client, self._bytes)
         try:
             self._check_room(client)  # before a body is received in vain
-            await self._read(request, received)
-            # Not before: a body that arrives slowly takes no place.
-            self._check_room(client)
-            self.open += 1
-            try:
-                async with _unless_gone(request):
-                    yield received
-            finally:
-                self.open -= 1
+            async with self._until_the_end():
+                await self._read(request, received)
+                # Not before: a body that arrives slowly takes no place.
+                self._check_room(client)
+                self.open += 1
+                try:
+                    async with _unless_gone(request):
+                        yield received
+                finally:
+                    self.open -= 1
         finally:
             received.drop()
             self._requests[client] -= 1
@@ -240,6 +248,33 @@ class Admission:
             yield place
         finally:
             place.leave()
+
+    def end(self) -> None:
+        """The gateway ends: requests that have no answer in a few seconds are told so."""
+        self._is_ending = True
+        for end in self._ends:
+            end.reschedule(asyncio.get_running_loop().time() + ENDING_SECONDS)
+
+    @asynccontextmanager
+    async def _until_the_end(self) -> AsyncIterator[None]:
+        """Raises `HTTPError` (503) within, some seconds after the gateway was told to end."""
+        when = asyncio.get_running_loop().time() + ENDING_SECONDS if self._is_ending else None
+        try:
+            async with asyncio.timeout_at(when) as end:
+                self._ends.add(end)
+                try:
+                    yield
+                finally:
+                    self._ends.discard(end)
+        except TimeoutError as error:
+            if not end.expired():
+                raise
+            raise HTTPError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The gateway ends",
+                hint="ask another gateway, or this one again once it is back",
+                retry_after=RETURN_SECONDS,
+            ) from error
 
     def _check_room(self, client: str) -> None:
         """Raises `HTTPError` (429) if a request of a client could neither run nor wait."""

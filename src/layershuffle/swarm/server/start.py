@@ -34,12 +34,15 @@ from layershuffle.swarm.settings import SwarmSettings
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 _PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
+HOSTS = GatewayLimits(connections=4096, client_connections=4096)
+"""Bounds of a port on which hosts dial in, and nobody else has anything to ask."""
 _log = logging.getLogger(__name__)
 
 
 class Serving:
     """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
+    `hosts_url`: where hosts of other machines dial in, once the gateway is open.
     Raises `UsageError` for a certificate without its key, for an address that other machines reach
     without a key of the API, for one that nodes of Ray do not, and if a swarm uses the state
     directory.
@@ -60,6 +63,7 @@ class Serving:
             )
         state = state_directory(settings.state)
         self.settings = settings
+        self.hosts_url = ""
         self.tls: ssl.SSLContext | None = None
         if certificate is not None and key is not None:
             self.tls = server_context(certificate, key)
@@ -124,8 +128,10 @@ async def serve_swarm(
     be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
     settings, operated = serving.settings, serving.operated
-    # A port that is in use is found before hosts are started.
-    GatewaySocket(settings.listen, port=settings.port, limits=GatewayLimits()).close()
+    # Ports that are in use are found before hosts are started.
+    for port in (settings.port, settings.hosts_port):
+        if port is not None:
+            GatewaySocket(settings.listen, port=port, limits=GatewayLimits()).close()
     token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
     swarm = running_service(model, token=token, copies=settings.copies, wire=settings.wire)
     async with (
@@ -161,6 +167,7 @@ async def serve_swarm(
         try:
             async with (
                 beside(upkeep.run()),
+                port_of_hosts(coordinator, serving) as hosts_url,
                 listening(
                     app,
                     host=settings.listen,
@@ -168,19 +175,48 @@ async def serve_swarm(
                     tls=serving.tls,
                     trusted=settings.trusted_proxy,
                     members=coordinator.members,
+                    at_end=gateway.admission.end,
                 ) as (listener, served),
             ):
-                url, others = listener.url, []
+                url = listener.url
+                serving.hosts_url = hosts_url or url
+                others = []
                 operated.publish(url, hosts=children.names, certificate=settings.https_certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
-                    others = [hosts_on_ray(settings.ray, url=url, token=token, memory=memory)]
+                    others.append(
+                        hosts_on_ray(
+                            settings.ray, url=serving.hosts_url, token=token, memory=memory
+                        )
+                    )
                 async with beside(*others):
                     ready(coordinator, url, operated.key)
                     # Shielded, because the block above ends it without a word of cancelled tasks.
                     await asyncio.shield(served)
         finally:
             operated.close()
+
+
+@asynccontextmanager
+async def port_of_hosts(coordinator: Coordinator, serving: Serving) -> AsyncIterator[str | None]:
+    """The address of the port for hosts alone, which is open within; `None` without --hosts-port.
+
+    Many hosts may share an address, behind a router of theirs. Who does not know their token is
+    silent until it is refused, and makes room for them.
+    """
+    settings = serving.settings
+    if settings.hosts_port is None:
+        yield None
+        return
+    async with listening(
+        Starlette(routes=coordinator.members.routes()),
+        host=settings.listen,
+        port=settings.hosts_port,
+        limits=HOSTS,
+        tls=serving.tls,
+        members=coordinator.members,
+    ) as (listener, _):
+        yield listener.url
 
 
 @asynccontextmanager
@@ -194,8 +230,7 @@ async def local_hosts(
     certificate is made for it, and nobody outside can crowd it.
     """
     app = Starlette(routes=coordinator.members.routes())
-    ways = GatewayLimits(connections=4096, client_connections=4096)
-    async with listening(app, limits=ways, members=coordinator.members) as (listener, _):
+    async with listening(app, limits=HOSTS, members=coordinator.members) as (listener, _):
         coordinator.children = children = Children(
             tuple(f"host-{number + 1}" for number in range(hosts)),
             url=f"ws://127.0.0.1:{listener.port}",
