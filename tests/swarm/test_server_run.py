@@ -15,6 +15,7 @@ import httpx
 import pytest
 from dial_site import BUSY, Site, dialled, digits
 from gateway_site import certify
+from websockets.exceptions import ConnectionClosed
 
 from layershuffle.cli.serving import UpCommand
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -23,6 +24,7 @@ from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening
 from layershuffle.swarm.server.start import Serving, serve_swarm
 from layershuffle.swarm.settings import SwarmSettings
+from layershuffle_host.wire import Close
 from refusals import refuses
 from waiting import until
 
@@ -496,3 +498,44 @@ def test_hosts_have_a_port_of_their_own(tmp_path):
             await asyncio.wait({task})
 
     asyncio.run(go())
+
+
+def test_the_token_of_hosts_rotates(tmp_path, caplog):
+    """Two count at a time, and the new one is handed out; one that is gone is refused."""
+    settings = SwarmSettings(state=str(tmp_path / "s"), hosts=0, port=0, page=False)
+    serving = Serving(settings)
+    file = serving.token_file
+
+    async def enters(url, token):
+        """Whether a host gets in, by its code of closing."""
+        place = SimpleNamespace(url=url.replace("http", "ws"))
+        async with dialled(place) as host:
+            await host.hello(token=token, name=token[:3], instance=token)
+            try:
+                await host.assigned()
+            except ConnectionClosed as error:
+                return error.rcvd.code
+        return None
+
+    async def go():
+        opened = asyncio.get_running_loop().create_future()
+        told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
+        task = asyncio.create_task(serve_swarm(serving, digits(), **told))
+        coordinator, url, _ = await asyncio.wait_for(opened, PATIENCE)
+        try:
+            old = coordinator.members.token
+            new = "new-token-of-this-test"
+            entered = [(await enters(url, old), await enters(url, new))]
+            for tokens in ([new, old], [new], [new, old, "third-token"]):
+                file.write_text("\n".join(tokens))
+                serving.reload()
+                assert coordinator.members.token == new
+                entered.append((await enters(url, old), await enters(url, new)))
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        return entered
+
+    refused = Close.BAD_TOKEN
+    assert asyncio.run(go()) == [(None, refused), (None, None), (refused, None), (refused, None)]
+    assert "Of host tokens those of before stay in use. The file holds 3 tokens" in caplog.text

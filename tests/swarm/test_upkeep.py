@@ -96,6 +96,13 @@ def test_what_goes_away_is_said_and_what_is_back_is_not(tmp_path, monkeypatch):
     assert upkeep.troubles() == {}
     (tmp_path / "token").rename(tmp_path / "away")
     assert list(upkeep.troubles()) == ["token"]
+
+    async def health(place):
+        return (await place.client.get("/healthz")).text
+
+    shown = run(health, upkeep=upkeep)
+    assert "the token file is gone" in shown
+    assert str(tmp_path) not in shown, "strangers learn no paths"
     shutil.rmtree(tmp_path / "state")
     (tmp_path / "manifest").unlink()
     assert sorted(upkeep.troubles()) == ["model", "state", "token"]
@@ -127,7 +134,8 @@ def test_a_trouble_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
 
     asyncio.run(go())
     first, second = [record.getMessage() for record in caplog.records]
-    assert first.startswith(f"The token file {tmp_path / 'token'} is gone: put it back")
+    assert first.startswith("The token file is gone: put it back")
+    assert first.endswith(f"Where: {tmp_path / 'token'}")
     assert second == "There is no trouble with the token any more"
 
 

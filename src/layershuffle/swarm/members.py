@@ -108,12 +108,13 @@ class MemberWatcher(Protocol):
 class Members(Mapping[str, Member]):
     """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
 
-    `token`: what hosts have to know; `most_bytes`: of the largest message of a host, an answer of
-    one image, which anybody may fill before saying hello. Use it from one event loop only.
+    `tokens`: hosts have to know one of them, `token` at first; `most_bytes`: of the largest message
+    of a host, an answer of one image, which anybody may fill before saying hello. Use it from one
+    event loop only.
     """
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
-        self.token = token
+        self.tokens: tuple[str, ...] = (token,)
         # By turns: a slot means the same for as long as a connection lasts.
         self._models, self._turn, self._beside = {0: model}, 0, 0
         self._turns, self._most_turns = count(1), _SLOTS // model.depth
@@ -134,6 +135,16 @@ class Members(Mapping[str, Member]):
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def token(self) -> str:
+        """The token that new hosts are given."""
+        return self.tokens[0]
+
+    def knows(self, token: str) -> bool:
+        """Whether this is one of the tokens; a wrong one takes as long as a right one."""
+        matches = [hmac.compare_digest(token.encode(), valid.encode()) for valid in self.tokens]
+        return any(matches)
 
     def routes(self) -> list[BaseRoute]:
         """The ASGI routes of hosts: the files. Their connections pass ASGI by."""
@@ -263,7 +274,7 @@ class Members(Mapping[str, Member]):
             return self._refuse(connection, Close.BROKEN, "the first message is no hello")
         if why := wire.version_refused(hello["protocol"]):
             return self._refuse(connection, Close.VERSION, why)
-        if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
+        if not self.knows(hello["token"]):
             why = "another token: copy the host-token of this gateway"
             return self._refuse(connection, Close.BAD_TOKEN, why)
         name = hello["name"]
@@ -357,7 +368,7 @@ class Members(Mapping[str, Member]):
     async def _file(self, request: Request) -> Response:
         """A file of the model, or the part of it that a Range names."""
         _, _, token = request.headers.get("authorization", "").partition(" ")
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not self.knows(token):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
         digest = request.path_params["digest"]
         places = (model.files.get(digest) for model in self._models.values())

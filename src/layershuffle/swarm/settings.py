@@ -32,7 +32,7 @@ class SwarmSettings(Settings):
     """Megabytes of weights that each host of this machine, or of Ray, takes."""
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
-    directory of --state)."""
+    directory of --state). Two lines while it rotates, the new token first; read again on SIGHUP."""
     wire: Wire = "fp32"
     """Number format of states on the wire."""
     listen: str = "127.0.0.1"

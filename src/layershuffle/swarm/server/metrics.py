@@ -98,7 +98,7 @@ class Metrics(Collector):
         if not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
-            reasons += gateway.upkeep.troubles().values()
+            reasons += [trouble.text for trouble in gateway.upkeep.troubles().values()]
         return Health(
             # One block is enough for an answer, though a poor one, and answers need no watch.
             ok=len(missing) < router.depth,

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from os.path import isfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 from filelock import FileLock, Timeout
@@ -143,6 +143,13 @@ def state_directory(path: str | None = None) -> Path:
     return directory
 
 
+class Trouble(NamedTuple):
+    """What will fail if nobody acts: `text` for everybody who asks, `place` for the log alone."""
+
+    text: str
+    place: Path
+
+
 class Upkeep:
     """Watches over the files of a gateway: its directory `state`, its hosts' token, and `model`,
     the manifest of what it serves now.
@@ -170,39 +177,48 @@ class Upkeep:
         except OSError:
             return None
 
-    def troubles(self) -> dict[str, str]:
+    def troubles(self) -> dict[str, Trouble]:
         """What will fail if nobody acts, by its kind: state, token, model, disk."""
-        troubles, free = {}, self.free_bytes
+        troubles = {}
+        free = self.free_bytes
         if free is None:
-            troubles["state"] = (
-                f"the state directory {self._state} is gone: drain, readmit and drill do not find "
-                "this gateway until it is started again"
+            troubles["state"] = Trouble(
+                "the state directory is gone: drain and readmit do not find this gateway until it "
+                "is started again",
+                self._state,
             )
         elif free < _LEAST_BYTES:
-            troubles["disk"] = f"the disk of {self._state} has {free / 1e6:.0f} MB left"
+            troubles["disk"] = Trouble(
+                f"the disk of the state directory has {free / 1e6:.0f} MB left", self._state
+            )
         # Not by `Path`, which raises an error where a directory above may not be entered.
         if not isfile(self._token_file):
-            troubles["token"] = (
-                f"the token file {self._token_file} is gone: put it back before the next start, "
-                "or no host of another machine gets in"
+            troubles["token"] = Trouble(
+                "the token file is gone: put it back before the next start, or no host of another "
+                "machine gets in",
+                self._token_file,
             )
-        if not isfile(manifest := self._model()):
-            troubles["model"] = (
-                f"the exported model {manifest} is gone: export it there again, or hosts that "
-                "come serve no block"
+        manifest = self._model()
+        if not isfile(manifest):
+            troubles["model"] = Trouble(
+                "the exported model is gone: export it there again, or hosts that come serve no "
+                "block",
+                manifest,
             )
         return troubles
 
     async def run(self) -> None:
         """Measure the lag, and log each trouble when it begins and every day."""
-        loop, logged = asyncio.get_running_loop(), dict[str, float]()
+        loop = asyncio.get_running_loop()
+        logged: dict[str, float] = {}
         while True:
             begun = loop.time()
             troubles = self.troubles()
             for kind, trouble in troubles.items():
                 if begun - logged.get(kind, -_REMIND) >= _REMIND:
                     logged[kind] = begun
-                    _log.warning("%s", trouble[0].upper() + trouble[1:])
+                    text = trouble.text[0].upper() + trouble.text[1:]
+                    _log.warning("%s. Where: %s", text, trouble.place)
             for kind in logged.keys() - troubles:
                 del logged[kind]
                 _log.warning("There is no trouble with the %s any more", kind)

@@ -19,6 +19,7 @@ from layershuffle.files import write_bytes
 from layershuffle.manifest import MANIFEST
 from layershuffle.swarm.children import Children
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.members import Members
 from layershuffle.swarm.on_ray import hosts_on_ray
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
@@ -36,13 +37,15 @@ _ANY_ADDRESS = ("0.0.0.0", "::")
 _PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
 HOSTS = GatewayLimits(connections=4096, client_connections=4096)
 """Bounds of a port on which hosts dial in, and nobody else has anything to ask."""
+_MOST_TOKENS = 2
 _log = logging.getLogger(__name__)
 
 
 class Serving:
     """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
-    `hosts_url`: where hosts of other machines dial in, once the gateway is open.
+    `hosts_url`: where hosts of other machines dial in, and `members` those that do, once the
+    gateway is open.
     Raises `UsageError` for a certificate without its key, for an address that other machines reach
     without a key of the API, for one that nodes of Ray do not, and if a swarm uses the state
     directory.
@@ -64,6 +67,7 @@ class Serving:
         state = state_directory(settings.state)
         self.settings = settings
         self.hosts_url = ""
+        self.members: Members | None = None
         self.tls: ssl.SSLContext | None = None
         if certificate is not None and key is not None:
             self.tls = server_context(certificate, key)
@@ -91,15 +95,24 @@ class Serving:
             )
 
     def reload(self) -> None:
-        """Read the API keys again. Where they cannot be read, those of before stay."""
-        if not self.keys:
-            return
+        """Read the API keys and the tokens of hosts again. What cannot be read stays as it was."""
+        if self.keys:
+            self._load("API keys", self.keys.load)
+        if self.members is not None:
+            self._load("host tokens", self._load_tokens)
+
+    def _load(self, what: str, load: Callable[[], None]) -> None:
         try:
-            self.keys.load()
+            load()
         except UsageError as error:
-            _log.error("Of API keys those of before stay in use. %s", error)
+            _log.error("Of %s those of before stay in use. %s", what, error)
         else:
-            _log.warning("Read again: API keys")
+            _log.warning("Read again: %s", what)
+
+    def _load_tokens(self) -> None:
+        assert self.members is not None
+        own = self.members.tokens[-1]
+        self.members.tokens = (*tokens_in(self.token_file), own)
 
 
 def warn_of_expiry(certificate: Path) -> None:
@@ -112,6 +125,13 @@ def warn_of_expiry(certificate: Path) -> None:
             certificate,
             f"{expires:%Y-%m-%d}",
         )
+
+
+def try_ports(settings: SwarmSettings) -> None:
+    """Raises `LayerShuffleError` for a port that is in use, before hosts are started."""
+    for port in (settings.port, settings.hosts_port):
+        if port is not None:
+            GatewaySocket(settings.listen, port=port, limits=GatewayLimits()).close()
 
 
 async def serve_swarm(
@@ -128,12 +148,10 @@ async def serve_swarm(
     be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
     settings, operated = serving.settings, serving.operated
-    # Ports that are in use are found before hosts are started.
-    for port in (settings.port, settings.hosts_port):
-        if port is not None:
-            GatewaySocket(settings.listen, port=port, limits=GatewayLimits()).close()
-    token, memory = token_in(serving.token_file), int(1e6 * settings.memory_mb)
-    swarm = running_service(model, token=token, copies=settings.copies, wire=settings.wire)
+    try_ports(settings)
+    tokens = tokens_in(serving.token_file)
+    memory = int(1e6 * settings.memory_mb)
+    swarm = running_service(model, token=tokens[0], copies=settings.copies, wire=settings.wire)
     async with (
         swarm as (coordinator, remote_model),
         local_hosts(coordinator, settings.hosts, memory=memory) as children,
@@ -143,6 +161,8 @@ async def serve_swarm(
             token_file=serving.token_file,
             model=lambda: coordinator.model.directory / MANIFEST,
         )
+        members = coordinator.members
+        members.tokens = (*tokens, members.tokens[-1])
         if settings.hosts:
             lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
             if lacking:
@@ -159,7 +179,7 @@ async def serve_swarm(
             min_accuracy=settings.min_accuracy,
         )
         app = create_app(gateway, page=settings.page)
-        app.router.routes += [*coordinator.members.routes(), *join_routes(runtime())]
+        app.router.routes += [*members.routes(), *join_routes(runtime())]
         add_operator(app, key=operated.key)
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
@@ -174,21 +194,20 @@ async def serve_swarm(
                     port=settings.port,
                     tls=serving.tls,
                     trusted=settings.trusted_proxy,
-                    members=coordinator.members,
+                    members=members,
                     at_end=gateway.admission.end,
                 ) as (listener, served),
             ):
                 url = listener.url
-                serving.hosts_url = hosts_url or url
+                dial = hosts_url or url
+                serving.hosts_url = dial
+                serving.members = members
                 others = []
                 operated.publish(url, hosts=children.names, certificate=settings.https_certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
-                    others.append(
-                        hosts_on_ray(
-                            settings.ray, url=serving.hosts_url, token=token, memory=memory
-                        )
-                    )
+                    token = tokens[0]
+                    others = [hosts_on_ray(settings.ray, url=dial, token=token, memory=memory)]
                 async with beside(*others):
                     ready(coordinator, url, operated.key)
                     # Shielded, because the block above ends it without a word of cancelled tasks.
@@ -229,12 +248,16 @@ async def local_hosts(
     They dial in at a port of their own on the loopback network, which is open while they run: no
     certificate is made for it, and nobody outside can crowd it.
     """
-    app = Starlette(routes=coordinator.members.routes())
-    async with listening(app, limits=HOSTS, members=coordinator.members) as (listener, _):
+    members = coordinator.members
+    # A token of their own, so that they come back whatever becomes of the one in the file.
+    own = secrets.token_hex(32)
+    members.tokens = (*members.tokens, own)
+    app = Starlette(routes=members.routes())
+    async with listening(app, limits=HOSTS, members=members) as (listener, _):
         coordinator.children = children = Children(
             tuple(f"host-{number + 1}" for number in range(hosts)),
             url=f"ws://127.0.0.1:{listener.port}",
-            token=coordinator.members.token,
+            token=own,
             memory=memory,
             limits=coordinator.router.limits,
         )
@@ -245,11 +268,20 @@ async def local_hosts(
                 coordinator.members.watcher = None  # that they leave now is no news
 
 
-def token_in(path: Path) -> str:
-    """The token in a file, which is made if it is not there.
+def tokens_in(path: Path) -> tuple[str, ...]:
+    """The tokens in a file, one a line, which is made if it is not there.
 
-    Raises `UsageError` for a file that others may read.
+    Two while they rotate: hosts may know either, and new ones are given the first. Raises
+    `UsageError` for a file that others may read, and for one with more.
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
-    return secret_in(path, what="token", hint="name another --token-file, or remove it").strip()
+    text = secret_in(path, what="token", hint="name another --token-file, or remove it")
+    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if len(tokens) > _MOST_TOKENS:
+        raise UsageError(
+            f"The file holds {len(tokens)} tokens",
+            place=path,
+            hint="keep the new one, and below it the one of before while hosts still have it",
+        )
+    return tokens
