@@ -151,7 +151,7 @@ def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
         guarded.append(Depends(HTTPBearer(auto_error=False)))
     unwelcome = 401 if gateway.keys else 403
     del errors[403 if gateway.keys else 401]
-    refusals = {unwelcome: errors[unwelcome]}
+    refusals: dict[int | str, dict[str, Any]] = {unwelcome: errors[unwelcome]}
 
     @app.post(
         _CLASSIFY,
