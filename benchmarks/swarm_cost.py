@@ -39,7 +39,7 @@ from layershuffle.swarm.server.start import local_hosts
 from layershuffle.swarm.service import running_service
 from layershuffle.swarm.settings import DEFAULT_MODEL
 
-CLIENTS, PLENTY = 2, 100_000.0
+CLIENTS = 2
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}
 ANSWERS = {1: Bound("at_least", 250), 4: Bound("at_least", 220), 6: Bound("at_least", 200)}
 WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
@@ -113,7 +113,7 @@ async def swarm_of(
 @asynccontextmanager
 async def gateway_of(coordinator: Coordinator, remote_model: RemoteModel) -> AsyncIterator[int]:
     """The port of a gateway to a swarm, which listens inside."""
-    limits = GatewayLimits(rate=PLENTY, burst=PLENTY)
+    limits = GatewayLimits()
     gateway = Gateway(remote_model, coordinator, limits=limits)
     async with listening(create_app(gateway), limits=limits) as (listener, _):
         gc.collect()

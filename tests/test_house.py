@@ -38,7 +38,7 @@ COMMANDS = ("cli", "__main__")
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "assignment", "sureness", "settings"),
+    ("limits", "assignment", "sureness", "settings", "places"),
     ("messages",),
     ("state", "rounds", "served", "children"),
     ("policy",),

@@ -8,22 +8,25 @@ import re
 import shutil
 import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from dial_site import BUSY, Site, dialled
 from gateway_site import certify, picture, run, site, started
 
 from layershuffle import cli
 from layershuffle.cli.serving import UpCommand
-from layershuffle.swarm.server.doors import Https, pinned
+from layershuffle.swarm.members import Members
+from layershuffle.swarm.server.doors import pinned
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
 from layershuffle_host.__main__ import parser
 from pictures import file_of
-from waiting import HANGS, wait_for
+from waiting import HANGS, until, wait_for
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 
@@ -137,12 +140,9 @@ def test_probes_ask_what_the_gateway_answers() -> None:
     assert run(go) == {"/livez": 200, "/readyz": 200}
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_gateway_has_every_metric_of_alerts_and_dashboard(tmp_path: Path) -> None:
-    certify(tmp_path)
     (token := tmp_path / "token").write_text("a token")
-    https = Https(tmp_path / "cert.pem", tmp_path / "key.pem")
-    upkeep = Upkeep(tmp_path, token_file=token, model=token, https=https)
+    upkeep = Upkeep(tmp_path, token_file=token, model=token)
 
     async def go(place: Any) -> str:
         await place.classify(file_of(picture()))
@@ -204,15 +204,19 @@ http {
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_nginx_passes_requests_on_and_answers_what_is_not_http(tmp_path: Path) -> None:
-    """By the lines of docs/deploy.md; only addresses and the place of the files are others."""
+def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_path: Path) -> None:
+    """By deploy/nginx.conf; only addresses and the place of the certificate are others."""
     certify(tmp_path)
-    page = (DEPLOY.parent / "docs/deploy.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^```\n(limit_req_zone.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
 
     async def serving(tell: Any) -> None:
-        async with site() as place, listening(place.app, trusted=["127.0.0.1"]) as (listener, _):
-            tell(listener.port)
+        hosts = Site(BUSY, 1)
+        async with (
+            site() as place,
+            listening(place.app, trusted=["127.0.0.1"]) as (clients, _),
+            listening(hosts, members=hosts.members) as (dialled_at, _),
+        ):
+            tell((clients.port, dialled_at.port, hosts.members))
             await asyncio.Event().wait()
 
     def exchanged(sent: bytes) -> str:
@@ -225,19 +229,29 @@ def test_nginx_passes_requests_on_and_answers_what_is_not_http(tmp_path: Path) -
             secured.sendall(sent)
             return b"".join(iter(lambda: secured.recv(1 << 16), b"")).decode()
 
-    with started(serving) as gateway, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    async def dial(members: Members) -> None:
+        """A host says hello through nginx."""
+        place: Any = SimpleNamespace(url=f"wss://127.0.0.1:{port_of_hosts}")
+        async with dialled(place, ssl=pinned(tmp_path / "cert.pem")) as host:
+            await host.hello(name="far")
+            await until(lambda: "far" in members)
+
+    with started(serving) as (gateway, hosts, members):
+        with ExitStack() as free:
+            ends = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            port, port_of_hosts = (end.getsockname()[1] for end in ends)
         for before, after in (
             ("/etc/ssl/swarm.pem", str(tmp_path / "cert.pem")),
             ("/etc/ssl/swarm.key", str(tmp_path / "key.pem")),
             ("listen 443", f"listen 127.0.0.1:{port}"),
+            ("listen 8443", f"listen 127.0.0.1:{port_of_hosts}"),
             ("127.0.0.1:8000", f"127.0.0.1:{gateway}"),
+            ("127.0.0.1:8001", f"127.0.0.1:{hosts}"),
         ):
-            assert lines.count(before) == 1
+            assert before in lines
             lines = lines.replace(before, after)
         text = NGINX.replace("LINES", lines).replace("PLACE", str(tmp_path))
         (tmp_path / "nginx.conf").write_text(text)
-        free.close()
         words = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
         with subprocess.Popen(words, stderr=subprocess.DEVNULL) as nginx:
             try:
@@ -246,6 +260,7 @@ def test_nginx_passes_requests_on_and_answers_what_is_not_http(tmp_path: Path) -
                 head = f"POST /v1/classify HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
                 answer = exchanged(head.encode() + body)
                 broken = [exchanged(b"GARBAGE\r\n\r\n"), exchanged(b"GET / HTTP/1.1\r\nx\r\n\r\n")]
+                asyncio.run(dial(members))
             finally:
                 nginx.terminate()
     assert answer.startswith("HTTP/1.1 200 ")
@@ -253,3 +268,10 @@ def test_nginx_passes_requests_on_and_answers_what_is_not_http(tmp_path: Path) -
         assert refusal.startswith("HTTP/1.1 400 ")
         error = json.loads(refusal.partition("\r\n\r\n")[2])["error"]
         assert error["cause"] == "The request is not HTTP"
+
+
+@pytest.mark.skipif(shutil.which("caddy") is None, reason="needs caddy")
+def test_caddy_takes_its_file() -> None:
+    words = ["caddy", "validate", "--adapter", "caddyfile", "--config", str(DEPLOY / "Caddyfile")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANGS)
+    assert done.returncode == 0, done.stderr

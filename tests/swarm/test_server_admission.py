@@ -1,12 +1,13 @@
-"""Who may ask, and what a client may take: keys, quotas and rates, deadlines, places, clients that
+"""Who may ask, and what a client may take: keys, deadlines, places, clients that
 go away."""
 
 import asyncio
 import os
 import threading
 import tracemalloc
+from contextlib import AsyncExitStack
 
-import numpy as np
+import httpx
 import pytest
 from gateway_site import (
     HOSTS,
@@ -26,7 +27,8 @@ from layershuffle.ground.errors import UsageError
 from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server import doors, images
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
-from layershuffle.swarm.server.doors import Keys, Rate, secret_in
+from layershuffle.swarm.server.doors import Keys, secret_in
+from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.state import HostView
 from pictures import file_of
 from refusals import refuses
@@ -57,32 +59,6 @@ def test_which_addresses_this_machine_alone_reaches():
     assert not any(map(doors.is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
 
 
-def test_the_rate_against_a_slow_count():
-    """Requests at random times: the client gets through what a plain token bucket lets through."""
-    client = Rate(5, 3)
-    rng = np.random.default_rng(0)
-    now, tokens, passed, waits = 100.0, 3.0, 0, 0
-    for gap in rng.exponential(0.1, 500):
-        now += gap
-        tokens = min(3.0, tokens + gap * 5)
-        wait = client.wait(now)
-        assert (wait == 0) == (tokens >= 1)
-        if wait:
-            waits += 1
-            assert wait == pytest.approx((1 - tokens) / 5)
-        else:
-            tokens -= 1
-            passed += 1
-    assert 100 < passed <= 3 + 5 * (now - 100)
-    assert waits > 100
-
-
-def test_a_clock_that_steps_back_gives_nothing():
-    client = Rate(1, 1)
-    assert client.wait(10.0) == 0
-    assert client.wait(5.0) == 6
-
-
 def test_addresses_of_one_client():
     assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
     assert client_of("10.0.0.2") != client_of("10.0.0.1")
@@ -91,48 +67,9 @@ def test_addresses_of_one_client():
     assert client_of("unix") == "unix"
 
 
-def test_only_so_many_clients_are_remembered():
-    admission = Admission(GatewayLimits(max_clients=10), clock=lambda: 0.0)
-
-    def client(address):
-        return admission.client(Request({"type": "http", "client": (address, 1)}))
-
-    first = client("10.0.0.1")
-    assert client("::ffff:10.0.0.1") is first
-    for number in range(9):
-        client(f"10.1.0.{number}")
-    assert client("10.0.0.1") is first
-    for number in range(10):
-        client(f"10.1.0.{number}")
-    assert client("10.0.0.1") is not first
-
-
-def test_quotas_of_keys():
-    """A key with a quota is told when it may ask again; others, and other questions, are not."""
-
-    async def go(place):
-        async def ask(key, path="/v1/classify"):
-            headers = {"Authorization": f"Bearer {key}"}
-            if path == "/v1/classify":
-                return await place.client.post(path, content=file_of(picture()), headers=headers)
-            return await place.client.get(path, headers=headers)
-
-        answers = [await ask(KEY) for _ in range(3)]
-        looked = await ask(KEY, "/v1/swarm")
-        return answers, looked, [await ask(OTHER) for _ in range(3)]
-
-    answers, looked, others = run(go, keys=[f"{KEY} 2/day", OTHER])
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert answers[2].json()["error"]["cause"] == "The quota of your API key is used up"
-    assert int(answers[2].headers["Retry-After"]) == pytest.approx(43_200, abs=HANGS)
-    assert looked.status_code == 200
-    assert [answer.status_code for answer in others] == [200] * 3
-
-
 @pytest.mark.parametrize(
     "line",
-    [f"{KEY} {quota}" for quota in ("5", "0/day", "5/week", "-1/day", "1/day 2/day")]
-    + ["a-short-key", "schl\u00fcssel-der-lang-ist", "a-key-of-some-length\0"],
+    [f"{KEY} 5/day", "a-short-key", "schl\u00fcssel-der-lang-ist", "a-key-of-some-length\0"],
 )
 def test_lines_of_a_key_file_that_are_none(tmp_path, line):
     keys = tmp_path / "keys"
@@ -180,7 +117,8 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
         content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
         swarm = (await place.client.get("/v1/swarm")).json()
         waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
-        await until(lambda: place.router.walks)
+        visits = place.blocks.visits
+        await until(lambda: place.blocks.visits > visits)
         place.blocks.faults.clear()
         place.router.update("b", lambda host: HostView("b", host.blocks))
         return few, refused, content, swarm, await waiting
@@ -226,15 +164,15 @@ class SlowDecoding:
 
     def __init__(self, monkeypatch):
         self.free, self.begun = threading.Event(), []
-        genuine = images.decoded
+        genuine = images.upright
 
-        def decode(image, channels, *, place):
+        def decode(image):
             self.begun.append(image.width)
             if image.width == self.WIDTH:
                 assert self.free.wait(HANGS)
-            return genuine(image, channels, place=place)
+            return genuine(image)
 
-        monkeypatch.setattr(images, "decoded", decode)
+        monkeypatch.setattr(images, "upright", decode)
 
     async def outlasts_its_deadline(self):
         """Wait until a thread decodes, then move the clock beyond the deadline of its request."""
@@ -287,7 +225,7 @@ def test_one_client_leaves_decoders_for_others(monkeypatch):
     assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
 
 
-def test_a_body_is_in_memory_once():
+def test_a_body_is_in_memory_once_until_its_image_is_decoded():
     async def go():
         left = 8
 
@@ -301,16 +239,20 @@ def test_a_body_is_in_memory_once():
         request = Request({"type": "http", "headers": [], "client": ("10.0.0.1", 1)}, receive)
         admission = Admission(GatewayLimits(), clock=asyncio.get_running_loop().time)
         before, _ = tracemalloc.get_traced_memory()
-        async with admission.carried(request) as (_, body):
-            return len(body), tracemalloc.get_traced_memory()[0] - before
+        async with admission.received(request) as received:
+            taken = tracemalloc.get_traced_memory()[0] - before
+            size = len(received.body)
+            received.drop()
+            return size, taken, tracemalloc.get_traced_memory()[0] - before
 
     tracemalloc.start()
     try:
-        size, taken = asyncio.run(go())
+        size, taken, left = asyncio.run(go())
     finally:
         tracemalloc.stop()
     assert size == 8 << 20
     assert taken < 12 << 20
+    assert left < 1 << 20, "its image is decoded"
 
 
 def test_bodies_that_trickle_take_no_places():
@@ -354,3 +296,108 @@ def test_a_client_that_goes_away_ends_its_walk():
 
     limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
     assert run(go, HOSTS, limits=limits) == (499, 200)
+
+
+# --- places that are held by what does not move ---------------------------------------------------
+
+
+async def ask_from(place, address, **options):
+    """The status of an answer to a client at this address, and its seconds."""
+    begun = asyncio.get_running_loop().time()
+    async with place.client_at(address) as client:
+        answer = await classify(client, FILE, **options)
+    return answer.status_code, asyncio.get_running_loop().time() - begun
+
+
+def test_requests_that_wait_for_a_host_shut_nobody_out():
+    """48 requests of one address wait for a block that no host has, and hold no place. Another
+    address is answered at once; and they are, as soon as the host is there."""
+
+    async def go(place):
+        place.router.update("c", lambda host: host._replace(condition="gone", retry_at=1e9))
+        waiting = [
+            asyncio.ensure_future(ask_from(place, "10.0.0.1", min_blocks=DEPTH, deadline_ms=FAR_MS))
+            for _ in range(48)
+        ]
+        # They ran all other blocks.
+        await until(lambda: place.blocks.visits == 48 * (DEPTH - 1) and not place.router.walks)
+        before = place.blocks.visits
+        others = [await ask_from(place, f"10.0.0.{number}") for number in (2, 2, 3)]
+        visits = place.blocks.visits - before
+        assert not any(call.done() for call in waiting)
+        place.router.update("c", lambda host: HostView("c", host.blocks))
+        return others, visits, await asyncio.gather(*waiting)
+
+    limits = {"limits": GatewayLimits(running=4, waiting=64)}
+    swarm = LIMITS.model_copy(update={"max_deadline_ms": FAR_MS})
+    others, visits, answers = run_in_virtual_time(go, HOSTS, swarm=swarm, **limits)
+    assert others == [(200, 0.0)] * 3
+    assert visits == 3 * (DEPTH - 1)
+    assert [status for status, _ in answers] == [200] * 48
+
+
+def test_a_visit_that_is_given_up_holds_no_place():
+    """A host that stands still and answers nothing: its visits are late, and nothing else runs."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        stuck = asyncio.ensure_future(ask_from(place, "10.0.0.1", min_blocks=DEPTH))
+        await until(lambda: place.router.walks)
+        await until(lambda: not place.router.walks)
+        place.blocks.gate.set()
+        other = await ask_from(place, "10.0.0.2", min_blocks=1)
+        return other, (await stuck)[0]
+
+    swarm = LIMITS.model_copy(update={"hop_floor_ms": 50, "hop_cap_ms": 100})
+    other, stuck = run_in_virtual_time(
+        go, {"a": set(range(DEPTH))}, swarm=swarm, limits=GatewayLimits(running=1, waiting=0)
+    )
+    assert other[0] in (200, 503)
+    assert stuck in (200, 503)
+
+
+def test_a_free_place_goes_to_the_address_with_the_fewest():
+    """One address takes half of the places and waits for more; whoever comes is next."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        done = []
+
+        async def ask(address):
+            await ask_from(place, address)
+            done.append(address)
+
+        greedy = [asyncio.ensure_future(ask("10.0.0.1")) for _ in range(8)]
+        await until(lambda: place.blocks.visits == 2)
+        others = [asyncio.ensure_future(ask(f"10.0.0.{number}")) for number in (2, 3)]
+        await until(lambda: place.blocks.visits == 4)
+        place.blocks.gate.set()
+        await asyncio.gather(*greedy, *others)
+        return done
+
+    done = run(go, {"a": set(range(DEPTH))}, limits=GatewayLimits(running=4, waiting=12))
+    assert len(done) == 10
+    assert {"10.0.0.2", "10.0.0.3"} <= set(done[:6])
+
+
+def test_requests_that_wait_when_the_gateway_ends_are_told_so():
+    """In JSON, with Retry-After; those that come meanwhile are, too."""
+
+    async def go(place):
+        place.router.update("c", lambda host: host._replace(condition="gone", retry_at=1e9))
+        admission = place.app.state.gateway.admission
+        url = "/v1/classify?min_blocks=4&deadline_ms=30000"
+        async with AsyncExitStack() as stack:
+            listener, _ = await stack.enter_async_context(
+                listening(place.app, at_end=admission.end)
+            )
+            base = f"http://127.0.0.1:{listener.port}"
+            client = httpx.AsyncClient(base_url=base, timeout=HANGS)
+            waiting = [asyncio.ensure_future(client.post(url, content=FILE)) for _ in range(2)]
+            await until(lambda: admission.open == 2 and not place.router.walks)
+        return [await answer for answer in waiting]
+
+    for answer in run(go, HOSTS, swarm=LIMITS.model_copy(update={"max_deadline_ms": 30_000})):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
+        assert answer.json()["error"]["cause"] == "The gateway ends"

@@ -17,6 +17,7 @@ from layershuffle.models import image_view
 from layershuffle.swarm.messages import VisitError
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.app import Quiet
 from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.server.run import listening
 from layershuffle.swarm.state import HostView, Swarm, retry_after
@@ -249,16 +250,20 @@ def test_keys_guard_all_but_the_health():
     run(go, keys=[KEY, OTHER])
 
 
-def test_a_client_beyond_its_rate_gets_retry_after():
-    async def go(place):
-        statuses = [(await place.client.get("/v1/swarm")).status_code for _ in range(4)]
-        last = await place.client.get("/v1/swarm")
-        return statuses, last, (await place.client.get("/healthz")).status_code
-
-    statuses, last, health = run(go, limits=GatewayLimits(rate=0.001, burst=3))
-    assert statuses == [200, 200, 200, 429]
-    assert 900 < int(last.headers["retry-after"]) <= 1000
-    assert health == 200
+def test_refusals_in_the_log_against_a_slow_count():
+    """Lines at random times: as many are written as a plain token bucket lets through."""
+    quiet = Quiet(3, every=0.2)
+    rng = np.random.default_rng(0)
+    now, tokens, written = 100.0, 3.0, 0
+    for gap in rng.exponential(0.1, 500):
+        now += gap
+        tokens = min(3.0, tokens + gap * 5)
+        spoken = quiet.may_speak(now)
+        assert spoken == (tokens >= 1)
+        tokens -= spoken
+        written += spoken
+    assert 100 < written <= 3 + 5 * (now - 100)
+    assert not any(quiet.may_speak(5.0) for _ in range(9)), "a clock that steps back gives nothing"
 
 
 # --- options and bodies ---------------------------------------------------------------------------
@@ -321,18 +326,31 @@ def test_wrong_bodies_are_refused():
 
 def test_images_of_all_formats_are_taken_whatever_the_body_is_called():
     """`curl --data-binary @FILE` says that it sends fields of a form."""
-    called = ["", "image/png", "application/x-www-form-urlencoded", "\xff;;", "text/html", "x/y"]
+    kinds = {
+        "": ("PNG", {}),
+        "image/png": ("WEBP", {"lossless": True}),
+        "application/x-www-form-urlencoded": ("PNG", {}),
+        "\xff;;": ("JPEG", {}),
+        "text/html": ("WEBP", {}),
+    }
 
     async def go(place):
         answers = []
-        for name, kind in zip(called, ("PNG", "BMP", "TIFF", "WEBP", "JPEG", "GIF"), strict=True):
-            headers, file = {"content-type": name.encode("latin-1")}, file_of(picture(), kind)
+        for name, (kind, options) in kinds.items():
+            headers, file = (
+                {"content-type": name.encode("latin-1")},
+                file_of(picture(), kind, **options),
+            )
             answers.append(await place.client.post("/v1/classify", content=file, headers=headers))
-        return answers
+        bitmap = await place.client.post("/v1/classify", content=file_of(picture(), "BMP"))
+        return answers, bitmap
 
-    png, bmp, tiff, *lossy = [answer.json()["top"] for answer in run(go, {"a": range(DEPTH)})]
-    assert png == bmp == tiff
-    assert len(lossy) == 3
+    answers, bitmap = run(go, {"a": range(DEPTH)})
+    png, webp, form, *lossy = [answer.json()["top"] for answer in answers]
+    assert png == webp == form
+    assert len(lossy) == 2
+    assert bitmap.status_code == 422
+    assert bitmap.json()["error"]["hint"] == "send JPEG, PNG or WEBP"
 
 
 @pytest.mark.parametrize(
@@ -463,3 +481,53 @@ def test_retry_after_is_the_next_probe():
     assert retry_after(Swarm(hosts), now=5) == 1
     assert retry_after(Swarm(hosts), now=9) == 1, "at least one"
     assert retry_after(Swarm(hosts[2:]), now=5) == 1
+
+
+# --- gateways without keys ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "statuses"),
+    [
+        ({"host": "127.0.0.1:8000"}, (200, 200)),
+        ({"host": "[::1]:8000"}, (200, 200)),
+        ({"host": "LOCALHOST"}, (200, 200)),
+        ({"host": "10.1.2.3:8000"}, (200, 200)),
+        ({"host": "attacker.example:8000"}, (403, 200)),
+        ({"host": "localhost.attacker.example"}, (403, 200)),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, (200, 200)),
+        ({"host": "swarm.example", "origin": "https://swarm.example"}, (403, 200)),
+        ({"host": "127.0.0.1:8000", "origin": "https://attacker.example"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "origin": "null"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "origin": "http://["}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"}, (403, 403)),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "same-origin"}, (200, 200)),
+    ],
+    ids=str,
+)
+def test_a_gateway_without_keys_looks_at_host_and_origin(headers, statuses):
+    """A page that visitors open may send requests to what their browser reaches, also by a name
+    that leads there. `statuses`: of a gateway for this machine, and of one for all."""
+
+    async def go(place):
+        asked = await place.client.post("/v1/classify", content=FILE, headers=headers)
+        looked = await place.client.get("/v1/swarm", headers=headers)
+        alive = await place.client.get("/livez", headers=headers)
+        assert alive.status_code == 200
+        assert asked.status_code == looked.status_code
+        return asked
+
+    for local, status in zip((True, False), statuses, strict=True):
+        answer = run(go, local=local)
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["hint"]
+
+
+def test_a_gateway_with_keys_is_called_by_any_name():
+    async def go(place):
+        headers = {"host": "swarm.example", "origin": "https://page.example"}
+        headers["authorization"] = f"Bearer {KEY}"
+        return (await place.client.get("/v1/swarm", headers=headers)).status_code
+
+    assert run(go, keys=[KEY], local=True) == 200

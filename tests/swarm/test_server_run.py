@@ -1,18 +1,30 @@
 """Connections: how many one address holds, and when those that wait for their client are cut."""
 
 import asyncio
+import json
 import select
 import socket
 import ssl
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from types import SimpleNamespace
 
+import httpx
 import pytest
-from gateway_site import certify, site
+from dial_site import BUSY, Site, dialled, digits
+from gateway_site import certify
+from websockets.exceptions import ConnectionClosed
 
+from layershuffle.cli.serving import UpCommand
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.admission import GatewayLimits
 from layershuffle.swarm.server.doors import client_context, server_context
 from layershuffle.swarm.server.run import GatewaySocket, listening
+from layershuffle.swarm.server.start import Serving, serve_swarm
+from layershuffle.swarm.settings import SwarmSettings
+from layershuffle_host.wire import Close
 from refusals import refuses
 from waiting import until
 
@@ -161,60 +173,41 @@ def test_a_client_that_reads_nothing_loses_its_place(requests):
     assert asyncio.run(go())
 
 
-def test_one_address_leaves_connections_for_others():
-    """Those beyond are closed at once; one that closes makes room; others are let in, up to all."""
-    limits = GatewayLimits(head_ms=600_000, client_connections=2, connections=3)
-
-    async def go():
-        async with AsyncExitStack() as stack, listening(plain, limits=limits) as (listener, _):
-
-            async def connect(address):
-                way = connected(listener.port, local_addr=(address, 0))
-                return await stack.enter_async_context(way)
-
-            first = await connect("127.0.0.1")
-            assert await answered(*await connect("127.0.0.1"))
-            await closed((await connect("127.0.0.1"))[0])
-            assert await answered(*await connect("127.0.0.2"))
-            await closed((await connect("127.0.0.3"))[0])
-            assert await answered(*first)
-            first[1].close()
-            await until(lambda: len(listener.open) <= 2)
-            return await answered(*await connect("127.0.0.1"))
-
-    assert asyncio.run(go())
-
-
 @pytest.mark.parametrize("trusted", [(), ("127.0.0.1",), ("fd00::/8", "127.0.0.0/8")], ids=str)
 def test_the_word_of_a_proxy_on_the_client(trusted):
     """Of a trusted proxy alone, whose connections are bounded in total only; what a client behind
     it writes into the header before is not believed."""
-    limits = GatewayLimits(rate=0.001, burst=1, client_connections=1)
+    limits = GatewayLimits(client_connections=1)
+    clients = []
+
+    async def noting(scope, receive, send):
+        if scope["type"] == "http":
+            clients.append(scope["client"][0])
+        await plain(scope, receive, send)
 
     async def ask(port, forwarded):
-        head = HEAD.replace(b"/healthz", b"/v1/swarm")
         async with connected(port) as (reader, writer):
-            writer.write(head[:-2] + b"X-Forwarded-For: " + forwarded + b"\r\n\r\n")
+            writer.write(HEAD[:-2] + b"X-Forwarded-For: " + forwarded + b"\r\n\r\n")
             async with asyncio.timeout(PATIENCE):
-                return int((await reader.readline()).split()[1])
+                await reader.readuntil(b"\r\n\r\n")
 
     async def go():
         async with (
-            site(limits=limits) as place,
-            listening(place.app, limits=limits, trusted=trusted) as (listener, _),
+            listening(noting, limits=limits, trusted=trusted) as (listener, _),
             AsyncExitStack() as stack,
         ):
-            port, statuses = listener.port, []
+            port = listener.port
             for forwarded in (b"10.0.0.1", b"10.0.0.2", b"10.9.9.9, 10.0.0.2"):
-                statuses.append(await ask(port, forwarded))
+                await ask(port, forwarded)
                 await until(lambda: not listener.open)
             if trusted:  # two at one time, of one address
                 for _ in range(2):
                     await stack.enter_async_context(connected(port))
                 await until(lambda: len(listener.open) == 2)
-            return statuses
 
-    assert asyncio.run(go()) == ([200, 200, 429] if trusted else [200, 429, 429])
+    asyncio.run(go())
+    believed = ["10.0.0.1", "10.0.0.2", "10.0.0.2"]
+    assert clients == (believed if trusted else ["127.0.0.1"] * 3)
 
 
 def test_a_proxy_that_is_none_is_refused():
@@ -299,3 +292,250 @@ def test_four_addresses_that_never_read_keep_nobody_else_out():
     served, left = asyncio.run(go())
     assert served > 0
     assert left <= 1
+
+
+# --- connections that do nothing ------------------------------------------------------------------
+
+
+def test_the_longest_silent_connection_makes_room():
+    """Of its address, or of all; never one whose request runs, and never a host's."""
+    limits = GatewayLimits(head_ms=600_000, client_connections=2, connections=3)
+    begun, free = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope, receive, send):
+        if scope.get("path") == "/slow":
+            begun.set()
+            await free.wait()
+        await plain(scope, receive, send)
+
+    async def go():
+        async with AsyncExitStack() as stack, listening(slow, limits=limits) as (listener, _):
+
+            async def connect(address):
+                way = connected(listener.port, local_addr=(address, 0))
+                return await stack.enter_async_context(way)
+
+            busy = await connect("127.0.0.1")
+            busy[1].write(HEAD.replace(b"/healthz", b"/slow"))
+            await begun.wait()
+            first = await connect("127.0.0.1")
+            await until(lambda: len(listener.open) == 2)
+            second = await connect("127.0.0.1")
+            await closed(first[0])
+            third = await connect("127.0.0.2")
+            await until(lambda: len(listener.open) == 3)
+            fourth = await connect("127.0.0.3")
+            await closed(second[0])
+            assert await answered(*third)
+            listener.keep(fourth[1].get_extra_info("sockname"))
+            fifth = await connect("127.0.0.4")
+            await closed(third[0])
+            listener.keep(fifth[1].get_extra_info("sockname"))
+            await closed((await connect("127.0.0.5"))[0])
+            free.set()
+            async with asyncio.timeout(PATIENCE):
+                assert (await busy[0].readline()).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(go())
+
+
+def test_five_addresses_of_silent_connections_shut_nobody_out():
+    """They open a new one for each that is closed; a client gets through, and a host, which stays;
+    strangers who dial in as hosts do and say nothing hold no place either."""
+    limits = GatewayLimits(head_ms=600_000, client_connections=16, connections=64)
+
+    async def go():
+        place = Site(BUSY, 1)
+        async with (
+            listening(place, limits=limits, members=place.members) as (listener, _),
+            AsyncExitStack() as stack,
+        ):
+            place.url = f"ws://127.0.0.1:{listener.port}"
+            opened = 0
+
+            async def crowd(address):
+                nonlocal opened
+                mine = []
+                upgrade = b"GET /v1/host HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\n"
+                upgrade += b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+                while True:
+                    way = connected(listener.port, local_addr=(address, 0))
+                    mine.append(await stack.enter_async_context(way))
+                    opened += 1
+                    if opened % 2:
+                        mine[-1][1].write(upgrade)
+                    while len(mine) > 15:
+                        mine.pop(0)[1].close()
+
+            crowding = [asyncio.ensure_future(crowd(f"127.0.4.{n}")) for n in range(1, 6)]
+            await until(lambda: opened > 200)
+            async with dialled(place) as host:
+                await host.hello()
+                await until(lambda: "odd" in place.members)
+                before = opened
+                for _ in range(20):
+                    local = {"local_addr": ("127.0.0.200", 0)}
+                    async with connected(listener.port, **local) as (reader, writer):
+                        writer.write(HEAD)
+                        async with asyncio.timeout(PATIENCE):
+                            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+                await until(lambda: opened > before + 200)
+                assert "odd" in place.members
+            for task in crowding:
+                task.cancel()
+            await asyncio.gather(*crowding, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def test_a_request_whose_body_could_end_in_two_places_is_refused_and_its_connection_closed():
+    asked = []
+
+    async def noting(scope, receive, send):
+        if scope["type"] == "http":
+            asked.append(scope["path"])
+        await plain(scope, receive, send)
+
+    async def go():
+        async with (
+            listening(noting) as (listener, _),
+            connected(listener.port) as (reader, writer),
+        ):
+            writer.write(
+                b"POST /one HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /two HTTP/1.1\r\nHost: a\r\n\r\n"
+            )
+            async with asyncio.timeout(PATIENCE):
+                return await reader.read()
+
+    answer = asyncio.run(go())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"connection: close" in head.lower()
+    assert "Transfer-Encoding" in json.loads(body)["error"]["cause"]
+    assert asked == []
+
+
+WITHOUT_DESCRIPTORS = """
+import asyncio, logging, os, resource, socket, sys
+from layershuffle.swarm.server.run import listening
+
+logging.basicConfig(format="LOG %(message)s", level=logging.WARNING)
+
+async def plain(scope, receive, send):
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+async def main():
+    async with listening(plain) as (listener, _):
+        print(listener.port, flush=True)
+        await asyncio.sleep(0.5)  # the spare descriptor
+        most = len(os.listdir("/proc/self/fd")) + 10
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        print("limited", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the descriptors in /proc")
+def test_without_file_descriptors_it_answers_and_complains_once_a_second():
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process, ExitStack() as stack:  # fmt: skip
+        port = int(process.stdout.readline())
+        assert process.stdout.readline() == "limited\n"
+        begun = time.monotonic()
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+        statuses = []
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+                client.sendall(HEAD)
+                statuses.append(client.recv(12))
+        seconds = time.monotonic() - begun
+        _, log = process.communicate("\n", timeout=PATIENCE)
+    assert statuses == [b"HTTP/1.1 200"] * 5
+    lines = log.splitlines()
+    assert 1 <= len(lines) <= 1 + seconds
+    assert set(lines) == {
+        "LOG No file descriptor is left for connections: raise the limit (ulimit -n)"
+    }
+
+
+def test_hosts_have_a_port_of_their_own(tmp_path):
+    """There is nothing on it but hosts and their files; tabs dial at the page's own address."""
+    settings = SwarmSettings(state=str(tmp_path / "s"), hosts=0, port=0, hosts_port=0, page=False)
+    serving = Serving(settings)
+
+    async def go():
+        opened = asyncio.get_running_loop().create_future()
+        told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
+        task = asyncio.create_task(serve_swarm(serving, digits(), **told))
+        coordinator, url, _ = await asyncio.wait_for(opened, PATIENCE)
+        try:
+            token = coordinator.members.token
+            assert serving.hosts_url != url
+            text = UpCommand(settings=settings).described(coordinator, url, serving=serving)
+            assert f"layershuffle-host {serving.hosts_url.replace('http', 'ws')} " in text
+            for number, address in enumerate((serving.hosts_url, url)):
+                place = SimpleNamespace(url=address.replace("http", "ws"))
+                async with dialled(place) as host:
+                    await host.hello(token=token, name=f"h{number}", instance=str(number))
+                    await until(lambda name=f"h{number}": name in coordinator.members)
+            async with httpx.AsyncClient(base_url=serving.hosts_url) as client:
+                for path in ("/v1/swarm", "/livez", "/", "/operator/drain"):
+                    assert (await client.get(path)).status_code == 404
+                digest = next(iter(digits().files))
+                headers = {"Authorization": f"Bearer {token}"}
+                assert (await client.get(f"/v1/files/{digest}", headers=headers)).status_code == 200
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    asyncio.run(go())
+
+
+def test_the_token_of_hosts_rotates(tmp_path, caplog):
+    """Two count at a time, and the new one is handed out; one that is gone is refused."""
+    settings = SwarmSettings(state=str(tmp_path / "s"), hosts=0, port=0, page=False)
+    serving = Serving(settings)
+    file = serving.token_file
+
+    async def enters(url, token):
+        """Whether a host gets in, by its code of closing."""
+        place = SimpleNamespace(url=url.replace("http", "ws"))
+        async with dialled(place) as host:
+            await host.hello(token=token, name=token[:3], instance=token)
+            try:
+                await host.assigned()
+            except ConnectionClosed as error:
+                return error.rcvd.code
+        return None
+
+    async def go():
+        opened = asyncio.get_running_loop().create_future()
+        told = {"say": lambda _: None, "ready": lambda *facts: opened.set_result(facts)}
+        task = asyncio.create_task(serve_swarm(serving, digits(), **told))
+        coordinator, url, _ = await asyncio.wait_for(opened, PATIENCE)
+        try:
+            old = coordinator.members.token
+            new = "new-token-of-this-test"
+            entered = [(await enters(url, old), await enters(url, new))]
+            for tokens in ([new, old], [new], [new, old, "third-token"]):
+                file.write_text("\n".join(tokens))
+                serving.reload()
+                assert coordinator.members.token == new
+                entered.append((await enters(url, old), await enters(url, new)))
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        return entered
+
+    refused = Close.BAD_TOKEN
+    assert asyncio.run(go()) == [(None, refused), (None, None), (refused, None), (refused, None)]
+    assert "Of host tokens those of before stay in use. The file holds 3 tokens" in caplog.text

@@ -182,7 +182,7 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         # A cleaner of old files: the hosts of this machine come back, and it is said.
         (tmp_path / "token").unlink()
         why = httpx.get(f"{url_of(operator)}healthz").json()["why"]
-        assert f"the token file {tmp_path / 'token'} is gone" in why
+        assert "the token file is gone" in why
         operator.command("kill", host="host-2")
         condition_until(coordinator, "host-2", "gone")
         operator.command("readmit", host="host-2")

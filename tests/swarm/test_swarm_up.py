@@ -17,6 +17,7 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.ground.bundled import asset
 from layershuffle.models import load
 from layershuffle.swarm.calibration import calibration_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError

@@ -1,4 +1,4 @@
-"""A gateway for a month: certificates and keys that change while it serves, files that go away."""
+"""A gateway for a month: certificates that expire, keys that change, files that go away."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -22,15 +21,17 @@ from gateway_site import certify, run
 from starlette.applications import Starlette
 
 from layershuffle.cli import main
-from layershuffle.ground.errors import UsageError
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server import operating as upkeep_of
-from layershuffle.swarm.server.doors import Https, pinned
+from layershuffle.swarm.server.doors import expiry_of
 from layershuffle.swarm.server.operating import Upkeep
 from layershuffle.swarm.server.run import listening
+from layershuffle.swarm.server.start import Serving
 from layershuffle.swarm.service import running_service
+from layershuffle.swarm.settings import SwarmSettings
 from waiting import HANGS, until, wait_for
 
 KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
@@ -50,61 +51,28 @@ def renew(place, days):
         )
 
 
-@pytest.fixture
-def https(tmp_path):
-    certify(tmp_path)
-    return Https(tmp_path / "cert.pem", tmp_path / "key.pem")
-
-
 @needs_openssl
-def test_a_certificate_is_read_again_and_a_broken_one_changes_nothing(https, tmp_path, monkeypatch):
-    assert https.days == pytest.approx(2, abs=0.01)
-    renew(tmp_path, 90)
-    assert https.days == pytest.approx(2, abs=0.01), "what is shown counts, not the file"
-    https.load()
-    assert https.days == pytest.approx(90, abs=0.01)
-    before = https.days
-    for name, content in [("cert.pem", "no certificate"), ("key.pem", "no key")]:
-        kept = (tmp_path / name).read_text()
-        (tmp_path / name).write_text(content)
-        with pytest.raises(UsageError, match="cannot be used"):
-            https.load()
-        (tmp_path / name).write_text(kept)
-        assert https.days == pytest.approx(before, abs=0.01)
-    renew(tmp_path, -1)
-    https.load()
-    assert https.days == pytest.approx(-1, abs=0.01)
+@pytest.mark.parametrize("days", [20_000, 90, -1])
+def test_an_expired_certificate_is_said_at_the_start(days, tmp_path, caplog):
+    """Its date has two digits for the year until 2049, and four from then on."""
+    certify(tmp_path)
+    renew(tmp_path, days)
+    expires = expiry_of(tmp_path / "cert.pem")
+    assert expires.timestamp() == pytest.approx(time.time() + 86_400 * days, abs=HANGS)
+    certificate = {"https_certificate": tmp_path / "cert.pem", "https_key": tmp_path / "key.pem"}
+    Serving(SwarmSettings(state=str(tmp_path / "state"), **certificate)).operated.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"{tmp_path / 'cert.pem'} expired on" in message for message in messages] == [True] * (
+        days < 0
+    )
 
 
-def kept(place, https=None):
+def kept(place):
     (place / "state").mkdir()
     for name in ("token", "manifest"):
         (place / name).write_text("a token")
     files = {"token_file": place / "token", "model": place / "manifest"}
-    return Upkeep(place / "state", **files, https=https)
-
-
-@needs_openssl
-@pytest.mark.parametrize(
-    ("days", "words"),
-    [(90, ""), (31, ""), (29, "expires in 29 days"), (-1, "has expired: clients cannot connect")],
-)
-def test_a_certificate_is_said_thirty_days_ahead(https, tmp_path, days, words):
-    renew(tmp_path, days)
-    https.load()
-    upkeep = kept(tmp_path, https)
-
-    async def go(place):
-        answers = [await place.client.get(path) for path in ("/healthz", "/metrics")]
-        return answers[0], answers[1].text.splitlines()
-
-    health, metrics = run(go, upkeep=upkeep)
-    assert health.status_code == 200
-    assert words in health.json()["why"]
-    assert bool(upkeep.troubles()) is bool(words)
-    (line,) = [line for line in metrics if line.startswith("layershuffle_certificate_days ")]
-    assert float(line.split()[1]) == pytest.approx(days, abs=0.01)
-    assert f"layershuffle_troubles {float(bool(words))}" in metrics
+    return Upkeep(place / "state", **files)
 
 
 def test_what_goes_away_is_said_and_what_is_back_is_not(tmp_path, monkeypatch):
@@ -112,6 +80,13 @@ def test_what_goes_away_is_said_and_what_is_back_is_not(tmp_path, monkeypatch):
     assert upkeep.troubles() == {}
     (tmp_path / "token").rename(tmp_path / "away")
     assert list(upkeep.troubles()) == ["token"]
+
+    async def health(place):
+        return (await place.client.get("/healthz")).text
+
+    shown = run(health, upkeep=upkeep)
+    assert "the token file is gone" in shown
+    assert str(tmp_path) not in shown, "strangers learn no paths"
     shutil.rmtree(tmp_path / "state")
     (tmp_path / "manifest").unlink()
     assert sorted(upkeep.troubles()) == ["model", "state", "token"]
@@ -143,31 +118,22 @@ def test_a_trouble_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
 
     asyncio.run(go())
     first, second = [record.getMessage() for record in caplog.records]
-    assert first.startswith(f"The token file {tmp_path / 'token'} is gone: put it back")
+    assert first.startswith("The token file is gone: put it back")
+    assert first.endswith(f"Where: {tmp_path / 'token'}")
     assert second == "There is no trouble with the token any more"
 
 
-@needs_openssl
-def test_sighup_reads_certificate_and_keys_without_a_restart(https, tmp_path):
-    """Over a real socket: a connection sees the new certificate, and the old key stops working. A
-    key file that is broken changes nothing."""
-    del https
+def test_sighup_reads_keys_without_a_restart(tmp_path):
+    """The old key stops working. A key file that is broken changes nothing."""
     keys, state = tmp_path / "keys", tmp_path / "state"
     keys.touch(mode=0o600)
     keys.write_text(KEY)
-    renew(tmp_path, 50)
 
     def asked(key):
-        """The status of an answer, and the days of the certificate that came with it."""
+        """The status of an answer."""
         url = json.loads((state / "operator.json").read_text())["url"]
         headers = {"Authorization": f"Bearer {key}"}
-        with (
-            httpx.Client(verify=pinned(tmp_path / "cert.pem"), timeout=HANGS) as client,
-            client.stream("GET", f"{url}/v1/swarm", headers=headers) as answer,
-        ):
-            shown = answer.extensions["network_stream"].get_extra_info("ssl_object")
-            expires = ssl.cert_time_to_seconds(shown.getpeercert()["notAfter"])
-        return answer.status_code, round((expires - time.time()) / 86_400)
+        return httpx.get(f"{url}/v1/swarm", headers=headers, timeout=HANGS).status_code
 
     def hung_up(words):
         os.kill(os.getpid(), signal.SIGHUP)
@@ -177,9 +143,8 @@ def test_sighup_reads_certificate_and_keys_without_a_restart(https, tmp_path):
         try:
             wait_for((state / "operator.json").exists)
             seen.append([asked(KEY), asked(OTHER)])
-            renew(tmp_path, 60)
             keys.write_text(OTHER)
-            hung_up("Read again: certificate")
+            hung_up("Read again: API keys")
             seen.append([asked(OTHER), asked(KEY)])
             keys.write_text("short")
             hung_up("Of API keys those of before stay in use")
@@ -190,8 +155,7 @@ def test_sighup_reads_certificate_and_keys_without_a_restart(https, tmp_path):
     seen, said = [], []
     log = logging.getLogger("layershuffle.swarm.server.start")
     log.addHandler(handler := Saying(said))
-    files = ["--https-certificate", tmp_path / "cert.pem", "--https-key", tmp_path / "key.pem"]
-    words = ["--hosts", "0", "--port", "0", "--no-page", "--keys", keys, "--state", state, *files]
+    words = ["--hosts", "0", "--port", "0", "--no-page", "--keys", keys, "--state", state]
     try:
         with ThreadPoolExecutor() as pool:
             checked = pool.submit(checks)
@@ -199,7 +163,7 @@ def test_sighup_reads_certificate_and_keys_without_a_restart(https, tmp_path):
             checked.result()
     finally:
         log.removeHandler(handler)
-    assert seen == [[(200, 50), (401, 50)], [(200, 60), (401, 60)], [(200, 60), (401, 60)]]
+    assert seen == [[200, 401]] * 3
 
 
 class Saying(logging.Handler):

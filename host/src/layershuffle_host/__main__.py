@@ -63,7 +63,11 @@ def main(words: Sequence[str] | None = None) -> int:
     async def serve() -> None:
         host = Host(
             given.urls,
-            token=given.token_file.read_text(encoding="utf-8-sig").strip(),
+            # A gateway's file has two lines while its token rotates; the first is the new one.
+            token=given.token_file.read_text(encoding="utf-8-sig")
+            .strip()
+            .partition("\n")[0]
+            .strip(),
             name=given.name,
             memory=given.memory,
             threads=given.threads,

@@ -49,7 +49,7 @@ class ServerOptions(Reporting):
             if len(keys) != 1:
                 cause = f"The file holds {len(keys)} keys"
                 raise UsageError(cause, place=self.api_key_file, hint="keep one")
-            key = keys[0].split()[0]  # without its quota
+            key = keys[0]
         return {"api_key": key, "authority": self.authority}
 
 

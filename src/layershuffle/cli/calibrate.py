@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import ComputingCommand, Reporting
-from layershuffle.ground.text import counted_as, table
+from layershuffle.ground.text import table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration
@@ -69,11 +69,10 @@ def _calibrated(calibration: Calibration) -> str:
         measured = (f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
         rows.append((str(row.kept), *measured, str(cell.parallel), str(cell.passes), then))
     columns = ("blocks", "top-1 %", "95 % interval", "side by side", "passes", "then, %")
-    independent = counted_as(row.effective for row in calibration.rows)
     lines = [
         table(columns, rows),
         f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "
-        f"{independent}, {calibration.orders} orders each",
+        f"{calibration.orders} orders each",
     ]
     if (sure := calibration.sureness) is not None:
         lines += [

@@ -80,7 +80,7 @@ def qr_code(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UpCommand(Command):
-    """Serve a model from hosts: API, page, and the place where hosts dial in, on one port.
+    """Serve a model from hosts: API, page, and the place where hosts dial in.
 
     Starts --hosts processes on this machine, which end with it. Hosts on other machines run
     `layershuffle-host ws://THIS:PORT --token-file FILE` and may come and go at any time. Prints the
@@ -130,13 +130,13 @@ class UpCommand(Command):
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address, authority = f" --address {url}", ""
-        if serving.https is not None:
+        if serving.tls is not None:
             address += " --authority FILE"
             authority = " --ca FILE"
         if serving.keys:
             address += " --api-key-file FILE"
         hosts = counted(len(coordinator.members), "host")
-        dial = url.replace("http", "ws", 1)
+        dial = serving.hosts_url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
         token = coordinator.members.token if key else "TOKEN"
         lines = [

@@ -75,13 +75,11 @@ class DemoCommand(Command):
 
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.judging import COLUMNS, asking, cells, judged, sent
-        from layershuffle.swarm.server.admission import GatewayLimits
         from layershuffle.swarm.server.app import create_app
         from layershuffle.swarm.server.gateway import Gateway
 
-        # The API without a port, and without a limit on the rate of its one client.
-        limits = GatewayLimits(rate=1e5, burst=1e5)
-        gateway = Gateway(remote, coordinator, limits=limits, model=DEFAULT_MODEL)
+        # The API without a port.
+        gateway = Gateway(remote, coordinator, model=DEFAULT_MODEL)
         transport = httpx.ASGITransport(app=create_app(gateway))
         victims = coordinator.children.names[-_KILLED:]
         rows = []

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ DECODE_ERRORS = (
     struct.error,
     zlib.error,
 )
+_PIECE = 1 << 20  # pixels of 16 bits that are scaled at a time
 SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
 
 # Pillow decodes these by another program, or not at all.
@@ -115,6 +117,12 @@ def decoded(image: Image.Image, channels: int, *, place: str | Path | None) -> I
 
     Raises DataError if its pixel range is unknown, and one of `DECODE_ERRORS` if it is damaged.
     """
+    return to_mode(upright(image), channels, place=place)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """An opened image, decoded and turned as its EXIF orientation says; the same object if there is
+    nothing to turn. Raises one of `DECODE_ERRORS` if it is damaged."""
     # Pillow opens files lazily; some formats hold their EXIF data behind the pixels.
     image.load()
     # ImageOps.exif_transpose writes the other EXIF tags again, and fails where one is damaged:
@@ -123,9 +131,9 @@ def decoded(image: Image.Image, channels: int, *, place: str | Path | None) -> I
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except DECODE_ERRORS:
         turn = None
-    if turn is not None:
-        image = image.transpose(turn)
-    return to_mode(image, channels, place=place)
+    if turn is None:
+        return image
+    return image.transpose(turn)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:
@@ -138,14 +146,24 @@ def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> I
                 place=place,
                 hint="convert the image to 8 or 16 bits per channel",
             )
-        # 65535 / 257 = 255
-        image = Image.fromarray(((values.astype(np.int64) + 128) // 257).astype(np.uint8))
+        image = Image.fromarray(_eight_bits(values))
     if image.mode in ("P", "PA"):
         # A direct P -> RGB warns about palettes whose transparency is given as bytes.
         image = image.convert("RGBA")
-    if channels == 1 and image.mode not in ("L", "1", "LA", "La"):
+    if channels == 1 and image.mode not in ("L", "1", "LA", "La", "RGB"):
         image = image.convert("RGB")  # CMYK -> L exists, but skips the colour conversion
     return image.convert(pillow_mode(channels))
+
+
+def _eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Whole numbers from 0 to 65535, of any shape, divided by 257 and rounded: 0 to 255."""
+    rounded = np.empty(values.size, np.uint8)
+    flat = values.reshape(-1)
+    # Piece by piece: all at once takes 16 bytes a pixel.
+    for start in range(0, values.size, _PIECE):
+        piece = flat[start : start + _PIECE].astype(np.int64)
+        rounded[start : start + _PIECE] = (piece + 128) // 257
+    return rounded.reshape(values.shape)
 
 
 def pillow_mode(channels: int) -> str:

@@ -1,4 +1,4 @@
-"""Clients of a swarm's gateways, blocking and for asyncio. They need httpx, but no torch.
+"""Clients of a swarm's gateways, for asyncio and without it. They need httpx, but no torch.
 
 with SwarmClient("http://127.0.0.1:8000") as swarm:
     print(swarm.classify("cat.jpg").top[0].label)
@@ -10,9 +10,10 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import httpx
@@ -28,7 +29,7 @@ _TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longe
 _PATIENCE = 10.0  # seconds for which a request is repeated that was refused for the moment
 _FOR_THE_MOMENT = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
-_C = TypeVar("_C", httpx.Client, httpx.AsyncClient)
+_T = TypeVar("_T")
 
 
 class SwarmError(LayerShuffleError):
@@ -64,9 +65,18 @@ class ClassifyOptions(TypedDict, total=False):
     """Classes in the answer, at most."""
 
 
-class SwarmClient:
+class ClientOptions(TypedDict, total=False):
+    """Options of a client, which `AsyncSwarmClient` explains."""
+
+    api_key: str | None
+    authority: str | Path | None
+    patience: float
+    transport: httpx.AsyncBaseTransport | None
+
+
+class AsyncSwarmClient:
     """The gateways at `urls`, of which the first that answers is asked; every method raises
-    `SwarmError`. Close it, or use it in a `with`.
+    `SwarmError`. Close it, or use it in an `async with`.
 
     `authority`: for https, a file with the only certificates to trust (default: those that httpx
     trusts). `patience`: seconds for which a request is repeated that all refuse for the moment, as
@@ -81,70 +91,20 @@ class SwarmClient:
         api_key: str | None = None,
         authority: str | Path | None = None,
         patience: float = _PATIENCE,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self._gateways = _gateways(
-            httpx.Client, urls, api_key=api_key, authority=authority, transport=transport
-        )
-        self._patience, self._first = patience, 0
-
-    def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
-        """The classes of an image."""
-        return self._ask(Classification, **_classify_request(image, options))
-
-    def swarm(self) -> SwarmAnswer:
-        """The current state of the swarm."""
-        return self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
-
-    def close(self) -> None:
-        """Close the connections."""
-        for gateway in self._gateways:
-            gateway.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _ask(self, kind: type[_A], **request: Any) -> _A:
-        turns = _Turns(len(self._gateways), self._first, patience=self._patience)
-        while True:
-            gateway = self._gateways[turns.gateway]
-            try:
-                with _swarm_errors(gateway.base_url):
-                    answer = _read(gateway.request(**request), kind)
-            except SwarmError as error:
-                time.sleep(turns.after(error))
-            else:
-                self._first = turns.gateway
-                return answer
-
-
-class AsyncSwarmClient:
-    """`SwarmClient` for asyncio: the same methods, awaited; `async with` closes it."""
-
-    def __init__(
-        self,
-        *urls: str,
-        api_key: str | None = None,
-        authority: str | Path | None = None,
-        patience: float = _PATIENCE,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._gateways = _gateways(
-            httpx.AsyncClient, urls, api_key=api_key, authority=authority, transport=transport
-        )
-        self._patience, self._first = patience, 0
+        self._gateways = _gateways(urls, api_key=api_key, authority=authority, transport=transport)
+        self._patience = patience
+        self._first = 0
 
     async def classify(
         self, image: ImageLike, **options: Unpack[ClassifyOptions]
     ) -> Classification:
-        """See `SwarmClient.classify`."""
+        """The classes of an image."""
         return await self._ask(Classification, **_classify_request(image, options))
 
     async def swarm(self) -> SwarmAnswer:
-        """See `SwarmClient.swarm`."""
+        """The current state of the swarm."""
         return await self._ask(SwarmAnswer, method="GET", url="/v1/swarm")
 
     async def close(self) -> None:
@@ -170,6 +130,53 @@ class AsyncSwarmClient:
             else:
                 self._first = turns.gateway
                 return answer
+
+
+class SwarmClient:
+    """An `AsyncSwarmClient` for programs without asyncio: the same options and methods, which wait
+    for their answers. Close it, or use it in a `with`.
+
+    Its event loop runs in a thread of its own, so it works in a notebook as well, and from several
+    threads at once.
+    """
+
+    def __init__(self, *urls: str, **options: Unpack[ClientOptions]) -> None:
+        self._client = AsyncSwarmClient(*urls, **options)
+        self._loop = asyncio.new_event_loop()
+        # A daemon, so that a program ends that does not close it.
+        self._thread = Thread(target=self._loop.run_forever, name="swarm-client", daemon=True)
+        self._thread.start()
+
+    def classify(self, image: ImageLike, **options: Unpack[ClassifyOptions]) -> Classification:
+        """The classes of an image."""
+        return self._wait(self._client.classify(image, **options))
+
+    def swarm(self) -> SwarmAnswer:
+        """The current state of the swarm."""
+        return self._wait(self._client.swarm())
+
+    def close(self) -> None:
+        """Close the connections, once."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wait(self, answer: Coroutine[Any, Any, _T]) -> _T:
+        """The result of a coroutine that runs on the loop; Ctrl-C ends it."""
+        future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
 
 class _Turns:
@@ -201,13 +208,12 @@ class _Turns:
 
 
 def _gateways(
-    kind: type[_C],
     urls: Sequence[str],
     *,
     api_key: str | None,
     authority: str | Path | None,
-    transport: Any,
-) -> list[_C]:
+    transport: httpx.AsyncBaseTransport | None,
+) -> list[httpx.AsyncClient]:
     """An httpx client for each address."""
     if not urls:
         raise UsageError("There is no gateway to ask", hint="name its address")
@@ -239,7 +245,7 @@ def _gateways(
                 hint="write https://..., or leave the authority out",
             )
         try:
-            gateway = kind(
+            gateway = httpx.AsyncClient(
                 base_url=url,
                 headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
                 timeout=_TIMEOUT,
@@ -297,7 +303,10 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
     except (httpx.HTTPError, UnicodeError) as error:  # a name with an empty label, or a long one
         cause = f"The gateway cannot be reached ({error or type(error).__name__})"
         hint = "check the address; layershuffle swarm up starts a gateway on this machine"
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        if "certificate has expired" in str(error):
+            cause = "The gateway's certificate has expired"
+            hint = "renew it, and start the gateway again"
+        elif "CERTIFICATE_VERIFY_FAILED" in str(error):
             cause = f"The gateway's certificate is not trusted ({error})"
             hint = (
                 "name the certificate of its authority (--authority FILE), and the gateway by a "

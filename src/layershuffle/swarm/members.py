@@ -102,12 +102,13 @@ class MemberWatcher(Protocol):
 class Members(Mapping[str, Member]):
     """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
 
-    `token`: what hosts have to know; `most_bytes`: of the largest message of a host, an answer of
-    one image, which anybody may fill before saying hello. Use it from one event loop only.
+    `tokens`: hosts have to know one of them, `token` at first; `most_bytes`: of the largest message
+    of a host, an answer of one image, which anybody may fill before saying hello. Use it from one
+    event loop only.
     """
 
     def __init__(self, model: ServedModel, *, token: str) -> None:
-        self.token = token
+        self.tokens: tuple[str, ...] = (token,)
         self._model = model
         self._shape = model.shape
         tokens, width = model.shape
@@ -126,6 +127,16 @@ class Members(Mapping[str, Member]):
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def token(self) -> str:
+        """The token that new hosts are given."""
+        return self.tokens[0]
+
+    def knows(self, token: str) -> bool:
+        """Whether this is one of the tokens; a wrong one takes as long as a right one."""
+        matches = [hmac.compare_digest(token.encode(), valid.encode()) for valid in self.tokens]
+        return any(matches)
 
     def routes(self) -> list[BaseRoute]:
         """The ASGI routes of hosts: the files. Their connections pass ASGI by."""
@@ -224,7 +235,7 @@ class Members(Mapping[str, Member]):
             return self._refuse(connection, Close.BROKEN, "the first message is no hello")
         if why := wire.version_refused(hello["protocol"]):
             return self._refuse(connection, Close.VERSION, why)
-        if not hmac.compare_digest(hello["token"].encode(), self.token.encode()):
+        if not self.knows(hello["token"]):
             why = "another token: copy the host-token of this gateway"
             return self._refuse(connection, Close.BAD_TOKEN, why)
         name = hello["name"]
@@ -234,9 +245,12 @@ class Members(Mapping[str, Member]):
                 return self._refuse(connection, Close.NAME_IN_USE, why)
             # The same process, on a new connection: the old one is dead, and may not know it.
             before.connection.close(_GOING_AWAY, "it has dialled in again")
-        self._members[name] = self._connections[connection] = Member(name, hello, connection)
+        member = Member(name, hello, connection)
+        self._members[name] = member
+        self._connections[connection] = member
+        connection.keep()
         if self.watcher is not None:
-            self.watcher.joined(self._members[name])
+            self.watcher.joined(member)
 
     def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -310,7 +324,7 @@ class Members(Mapping[str, Member]):
     async def _file(self, request: Request) -> Response:
         """A file of the model, or the part of it that a Range names."""
         _, _, token = request.headers.get("authorization", "").partition(" ")
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not self.knows(token):
             return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
         path = self._model.files.get(request.path_params["digest"])
         if path is None:
@@ -324,7 +338,8 @@ class HostConnection(asyncio.Protocol):
     uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
     long as all else that the gateway does for a visit, so this one calls them, and sends at once.
 
-    `accepted` is called with the address of the other end.
+    `accepted` is called with the address of the other end, once it is a host: whoever does not know
+    the token stays a stranger, whose silent connection makes room for others.
     `unread_since`: since when, in seconds of the event loop, the host does not read what is sent;
     `None` while it does.
     """
@@ -337,7 +352,13 @@ class HostConnection(asyncio.Protocol):
         self._asked_since: float | None = None
         self._pinging: asyncio.TimerHandle | None = None
         self.address = ""
+        self._peer: Any = None
         self.unread_since: float | None = None
+
+    def keep(self) -> None:
+        """It is a host's: it may be silent for any time."""
+        if self._peer:
+            self._accepted(self._peer)
 
     def send(self, content: str | bytes) -> None:
         """Send a message; to a connection that is closing nothing is sent."""
@@ -362,9 +383,8 @@ class HostConnection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        self.address = peer[0] if peer else ""
-        self._accepted(peer)
+        self._peer = transport.get_extra_info("peername")
+        self.address = self._peer[0] if self._peer else ""
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""

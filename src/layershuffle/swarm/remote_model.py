@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from layershuffle.swarm.calibration import Calibration, rounds_of, useful_blocks
 from layershuffle.swarm.messages import NotAnswered, Route, State, until
+from layershuffle.swarm.places import HeldPlace
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.sureness import probabilities
@@ -93,10 +94,12 @@ class RemoteModel:
         deadline: float,
         min_blocks: int | None = None,
         confidence: float | None = None,
+        place: HeldPlace | None = None,
     ) -> Classified:
         """Classify an `image` `[1, channels, height, width]`, prepared for the model's view.
 
-        `deadline`: in seconds of the router's clock. With too few blocks for half of the accuracy
+        `deadline`: in seconds of the router's clock; `place`: what it leaves while it waits for
+        hosts. With too few blocks for half of the accuracy
         it waits for hosts that may come back, but still answers in time. It ends with fewer blocks
         once the chance of being right reaches `confidence`, which needs temperatures. Raises
         `NotAnswered` for fewer than `min_blocks` blocks, which it then waits for instead, and
@@ -125,6 +128,7 @@ class RemoteModel:
             min_blocks=min_blocks or self._useful,
             confidence=confidence,
             chance=chance,
+            place=place,
         )
         try:
             check_enough(route, min_blocks=min_blocks or 1)

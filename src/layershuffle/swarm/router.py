@@ -26,6 +26,7 @@ from layershuffle.swarm.messages import (
     Visited,
     VisitError,
 )
+from layershuffle.swarm.places import HeldPlace
 from layershuffle.swarm.policy import RequestProgress, UnderWay, Wait, counts, decide
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.settings import Wire
@@ -57,14 +58,15 @@ class PendingVisit(UnderWay):
 class Walk(RequestProgress):
     """A running request: its state, its progress, its visits so far and those in flight.
 
-    `judge`: the chance that the answer for a state after so many blocks is right. While it waits,
-    `woken` is not done.
+    `judge`: the chance that the answer for a state after so many blocks is right; `place`: what it
+    leaves while nothing of it is under way. While it waits, `woken` is not done.
     """
 
     state: State
     started: float
     rounds: Rounds
     judge: Callable[[State, int], float] | None
+    place: HeldPlace | None
     hops: list[Visited] = field(default_factory=list)
     under_way: list[PendingVisit] = field(default_factory=list)
     woken: asyncio.Future[None] | None = None
@@ -79,8 +81,8 @@ class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts.
 
     `rounds` (how many blocks run side by side, and how often) may be changed at any time; a running
-    request keeps what it began with. Each of `observers` is called with every hop
-    and the states around it (metrics and audits use this). `walks`: the number of running requests.
+    request keeps what it began with. Each of `observers` is called with every hop and the states
+    around it (metrics and audits use this).
     """
 
     def __init__(
@@ -99,17 +101,26 @@ class Router:
         self.wire: Wire = wire
         self.clock = clock
         self.rounds = rounds
-        self.walks = 0
         self.swarm = Swarm()
+        self._moving: set[Walk] = set()
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         # Not a set, whose order is another one in every process: they are woken in turn.
         self._watching: dict[Walk, None] = {}
 
+    @property
+    def walks(self) -> int:
+        """The number of requests of which something is under way."""
+        return len(self._moving)
+
     def put(self, host: HostView) -> None:
         """Take this for what is known of a host from now on."""
+        before = self.swarm.get(host.name)
         self.swarm.put(host)
+        # Times change with every visit, and a request that waits for hosts needs none of them.
+        same = before is not None and _presence(before) == _presence(host)
         for walk in self._watching:
-            walk.wake()
+            if walk in self._moving or not same:
+                walk.wake()
 
     def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
         """Apply a pure change to one host, if it is still known."""
@@ -124,6 +135,7 @@ class Router:
         min_blocks: int = 1,
         confidence: float | None = None,
         chance: Callable[[State, int], float] | None = None,
+        place: HeldPlace | None = None,
     ) -> tuple[State, Route]:
         """Run the blocks that can be reached; return the state after them, and the route.
 
@@ -131,7 +143,8 @@ class Router:
         the router's clock; `min_blocks`: with fewer blocks, the request waits for hosts that may
         come back. Failing hosts raise no exception: the route names the skipped blocks with the
         reasons. `chance(state, blocks)`: that the answer after so many blocks is right; the request
-        ends when it reaches `confidence`.
+        ends when it reaches `confidence`. `place`: what the request leaves to others while nothing
+        of it is under way.
         """
         walk = Walk(
             depth=self.depth,
@@ -142,14 +155,15 @@ class Router:
             started=self.clock(),
             rounds=self.rounds,
             judge=chance if confidence is not None else None,
+            place=place,
         )
-        self.walks += 1
+        self._moving.add(walk)
         try:
             route = self._route(walk, await self._ending(walk))
         finally:
             for call in walk.under_way:
                 self._drop(call)
-            self.walks -= 1
+            self._moving.discard(walk)
         return walk.state, route
 
     async def _ending(self, walk: Walk) -> Ending:
@@ -205,11 +219,23 @@ class Router:
         alarm = loop.call_later(max(0.0, until - self.clock()), walk.wake)
         if action.for_hosts:
             self._watching[walk] = None
+        # Visits that were given up may still answer, but nobody can say when.
+        idle = action.for_hosts and all(call.late for call in walk.under_way)
+        if idle:
+            self._moving.discard(walk)
+            if walk.place is not None:
+                walk.place.leave()
         try:
             await walk.woken
         finally:
             alarm.cancel()
             self._watching.pop(walk, None)
+        if idle:
+            if walk.place is not None:
+                ends = walk.deadline - self.limits.reserve_ms / _MILLI
+                # Without a place there is time left to end it, and no more.
+                await walk.place.come_back(seconds=ends - self.clock())
+            self._moving.add(walk)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         return Route(
@@ -303,6 +329,11 @@ class Router:
         walk.hops.append(hop)
         for observe in self.observers:
             observe(hop, call.before, after)
+
+
+def _presence(host: HostView) -> tuple[object, ...]:
+    """What a request that waits for hosts has to know of one: whether it is there, or may be."""
+    return host.condition, host.blocks, host.loading, host.retry_at, host.strikes
 
 
 def refuse_odd(answer: Answer, *, before: State, ms: float) -> None:

@@ -30,7 +30,7 @@ class SwarmSettings(Settings):
     """Megabytes of weights that each host of this machine, or of Ray, takes."""
     token_file: Path | None = None
     """File with what hosts have to know; it is made if it is not there (default: host-token in the
-    directory of --state)."""
+    directory of --state). Two lines while it rotates, the new token first; read again on SIGHUP."""
     wire: Wire = "fp32"
     """Number format of states on the wire."""
     listen: str = "127.0.0.1"
@@ -38,14 +38,17 @@ class SwarmSettings(Settings):
     Without --https-certificate nothing is encrypted on the way there."""
     port: int = 8000
     """Port of the server; 0 takes a free one."""
+    hosts_port: int | None = None
+    """A port for hosts alone, so that clients never hold the places of hosts that dial in (default:
+    hosts dial in at --port, where tabs do in any case); 0 takes a free one."""
     https_certificate: Path | None = None
-    """Serve https: the server's certificate (PEM), with the names by which clients call it. It is
-    read again on SIGHUP, as the keys are."""
+    """Serve https: the server's certificate (PEM), with the names by which clients call it. A
+    renewed one counts from the next start; behind a reverse proxy none is needed."""
     https_key: Path | None = None
     """Key of that certificate; only its owner may read it (mode 0600)."""
     keys: Path | None = None
-    """File with the API keys of the clients, one per line, each with a quota if it has one (KEY
-    1000/day); only its owner may read it (mode 0600)."""
+    """File with the API keys of the clients, one per line; only its owner may read it (mode 0600).
+    It is read again on SIGHUP."""
     public: bool = False
     """Answer every client that reaches --listen, without a key."""
     state: str | None = None

@@ -1,9 +1,9 @@
 """The swarm's HTTP server: it answers requests with classes and the route. Import the modules.
 
-`run` accepts connections, `app` holds the routes, `gateway` carries a classification out,
-`admission` bounds what clients take and refuses the rest, `images` decodes, and `schemas` is the
-JSON of the answer. `doors` has keys and certificates, `metrics` what is known of the gateway,
-`admin` the operator's commands, `operating` the word on what will fail, and `start` puts
+`run` accepts connections, `app` holds the routes, `admission` checks keys and gives out places,
+`gateway` carries a classification out, `images` decodes, `schemas` is the JSON of the answer, and
+`errors` what becomes of errors. `doors` has keys and certificates, `metrics` what is known of the
+gateway, `admin` the operator's commands, `operating` the word on what will fail, and `start` puts
 all of it together.
 
 `page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in

@@ -1,48 +1,50 @@
-"""What a client may take of the gateway, for the API and the page alike, and how it is refused.
+"""Who may ask, and what a request may take: the one place where keys and places are given out.
 
-The limits hold for each client (rate, requests under way, share of the threads) and for all of them
-together (bodies in memory, requests open).
+A request passes in one direction: `admit` (its key, or where it comes from), `received` (its body),
+`compute` (a thread that decodes), `walking` (a place among those that run). What there is of each
+is shared between addresses (`places`), so that none of them shuts out the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
-import math
-import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from http import HTTPStatus
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
 
-from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.ground.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
-from layershuffle.swarm.messages import NotAnswered, until
-from layershuffle.swarm.server.doors import Rate
-from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
+from layershuffle.swarm.messages import until
+from layershuffle.swarm.places import HeldPlace, Places, Shares
+from layershuffle.swarm.server.doors import Keys, is_loopback
+from layershuffle.swarm.server.errors import HTTPError, busy
 
-LOG = logging.getLogger("layershuffle")
 BODY_HINT = "send one image as the body, neither as a form nor compressed: curl --data-binary @FILE"
-_CLIENT_GONE = 499  # nginx's status; nobody reads it
-_LONGEST = 500  # characters of a cause: some causes quote the client
+ENDING_SECONDS = 3.0
+"""Seconds that requests under way get when the gateway is told to end. The server drops all that
+are left two seconds later."""
+RETURN_SECONDS = 5.0
+"""Seconds after which a gateway that a service manager starts again has its hosts back."""
 _MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
-_SOON = 1.0  # seconds after which a client may try a busy gateway again
 _T = TypeVar("_T")
 
 
 class GatewayLimits(Settings):
-    """Bounds on what clients send, and how often. `Limits` bounds how long the swarm tries."""
+    """Bounds on what clients send, and how much at a time. `Limits` bounds how long it takes.
+
+    No address can have more of the bodies in memory, of the decoders, of the requests that run, and
+    of those that wait, than are free beside its own (`places`).
+    """
 
     max_body_bytes: Positive = 16 << 20
     """Largest body; counted while it arrives, because its announced length may be wrong."""
@@ -54,35 +56,29 @@ class GatewayLimits(Settings):
     """Most pixels of an image, checked before it is decoded, and again for what it is resized to.
     25 million are 75 MB once decoded."""
     decoders: Positive = 2
-    """Most images that are decoded at one time; at most half of them of one client."""
+    """Most images that are decoded at one time."""
 
     min_deadline_ms: Milliseconds = 50.0
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
 
     running: Positive = 32
-    """Most requests that walk the swarm at one time."""
+    """Most requests of which something is under way in the swarm at one time. Those that wait for a
+    host to come back take no place."""
     waiting: Annotated[int, Field(ge=0)] = 64
     """Most further requests, complete with their bodies, that may wait for their turn; clients of
     others are told to try later."""
     connections: Positive = 512
-    """Most open connections; further ones are closed at once."""
+    """Most open connections; a further one takes the place of the one that is silent the
+    longest."""
     head_ms: Milliseconds = 10_000.0
     """Longest time from the opening of a connection, and from every answer, to the next request's
     complete head; also the longest time of a TLS handshake."""
 
-    # A quarter of the connections, and half of the requests that may run or wait: no single address
-    # can take every place.
     client_connections: Positive = 128
     """Open connections of one client address ..."""
     client_requests: Positive = 48
-    """... and its requests under way, counted from their heads on."""
-
-    rate: Annotated[float, Field(gt=0)] = 100.0
-    """Requests per second that one client address may make in the long run ..."""
-    burst: Annotated[float, Field(ge=1)] = 200.0
-    """... and how many at once after a pause."""
-    max_clients: Positive = 10_000
-    """Most client addresses whose rates are remembered; the longest idle is forgotten first."""
+    """... and its requests under way, counted from their heads on: as many as may run (16) and wait
+    (32) if nobody else asks."""
 
 
 @lru_cache(10_000)
@@ -102,178 +98,191 @@ def key_of(request: Request) -> bytes:
     return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-class HTTPError(LayerShuffleError):
-    """The refusal of a request; `retry_after` in seconds, where a later try may help."""
+class Received:
+    """The body of a request, of a client. Its bytes count, in `shares`, until it is dropped."""
 
-    def __init__(
-        self,
-        status: HTTPStatus,
-        cause: str,
-        *,
-        hint: str,
-        place: str | Path | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(cause, place=place, hint=hint)
-        self.status, self.retry_after = status, retry_after
+    def __init__(self, client: str, shares: Shares) -> None:
+        self.client = client
+        self.body = b""
+        self._shares = shares
+        self._counted = 0
 
+    def count(self, size: int) -> None:
+        """So many more bytes have come. Raises `HTTPError` (429) if the memory is full."""
+        if size and not self._shares.fits(self.client, size):
+            raise busy("The bodies of other requests fill the memory")
+        self._shares.take(self.client, size)
+        self._counted += size
 
-def busy(cause: str, *, wait: float = _SOON) -> HTTPError:
-    """The refusal (429) of a client that may try again after `wait` seconds."""
-    return HTTPError(
-        HTTPStatus.TOO_MANY_REQUESTS,
-        cause,
-        hint="wait as long as Retry-After says, and send less at a time",
-        retry_after=wait,
-    )
-
-
-def answer_to(
-    error: Exception, *, wait: float | None = None, reference: str | None = None
-) -> Response:
-    """The response to a request that was refused, cannot be answered, or failed unexpectedly.
-
-    `wait`: seconds after which another try may help, where `error` does not say it; `reference`:
-    the id of the request in the log.
-    """
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_GONE)
-    if isinstance(error, HTTPException):  # a wrong path or method
-        hint = "see /openapi.json for the paths and methods"
-        body = _body(str(error.detail), hint)
-        return JSONResponse(body, error.status_code, error.headers)
-    status, headers = status_of(error), {}
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
-        # The cause of an internal failure may name files and hosts: the client gets only an id.
-        reference = uuid.uuid4().hex
-        LOG.error("Request %s failed", reference, exc_info=error, extra={"request": reference})
-        hint = "give the operator this id: it is in the log"
-        return JSONResponse(_body("The gateway failed", hint, reference=reference), status)
-    if isinstance(error, HTTPError):
-        wait = error.retry_after
-    if wait is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(wait)))  # whole seconds
-    if status == HTTPStatus.UNAUTHORIZED:
-        headers["WWW-Authenticate"] = "Bearer"
-    place = f" ({error.place})" if error.place else ""
-    body = _body(error.cause + place, error.hint or "", reference=reference)
-    return JSONResponse(body, status, headers)
-
-
-async def answer_plainly(request: Request, error: Exception) -> Response:
-    """`answer_to` as the handler of an app."""
-    del request
-    return answer_to(error)
-
-
-def status_of(error: Exception) -> HTTPStatus:
-    """The HTTP status for `error`: 422 for a request that can be read but not carried out, 500 for
-    unexpected errors."""
-    if isinstance(error, HTTPError):
-        return error.status
-    if isinstance(error, NotAnswered):
-        return HTTPStatus.SERVICE_UNAVAILABLE
-    if isinstance(error, UsageError | DataError):
-        return HTTPStatus.UNPROCESSABLE_ENTITY
-    return HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-def _body(cause: str, hint: str, *, reference: str | None = None) -> dict[str, Any]:
-    problem = Problem(cause=cause[:_LONGEST], hint=hint, id=reference)
-    return ErrorAnswer(error=problem).model_dump(mode="json")
-
-
-class Client:
-    """One client: its rate, its requests under way, and its places in a pool of threads (half as
-    many as there are decoders, at least one)."""
-
-    def __init__(self, limits: GatewayLimits) -> None:
-        self.rate, self.requests = Rate(limits.rate, limits.burst), 0
-        self.places = asyncio.Semaphore(max(1, limits.decoders // 2))
+    def drop(self) -> None:
+        """Its image is decoded, or the request has ended: it leaves the memory."""
+        self.body = b""
+        self._shares.give_back(self.client, self._counted)
+        self._counted = 0
 
 
 class Admission:
-    """Lets requests in, as many at a time as the limits allow. `clock`: that of all deadlines;
-    `open`: requests whose bodies are in and that have no answer yet. For one event loop."""
+    """Lets requests in, as many at a time as the limits allow. For one event loop.
 
-    def __init__(self, limits: GatewayLimits, *, clock: Callable[[], float]) -> None:
-        self.limits, self.clock = limits, clock
-        self.open = self._held_bytes = 0
-        # Bounded, because an attacker may come from ever new addresses. Who is forgotten has as
-        # many places again; who can bring that about has as many addresses anyway.
-        self._clients = lru_cache(limits.max_clients)(lambda _name: Client(limits))
+    `clock`: that of all deadlines; `keys`: the API keys, none for a gateway that is open to all;
+    `local`: such a gateway is for this machine alone, so it is called by an address or as
+    localhost. `open`: requests whose bodies are in and that have no answer yet.
+    """
 
-    def client(self, request: Request) -> Client:
-        """The client that a request comes from."""
-        return self._clients(client_of(request.client.host if request.client else ""))
+    def __init__(
+        self,
+        limits: GatewayLimits,
+        *,
+        clock: Callable[[], float],
+        keys: Keys | None = None,
+        local: bool = False,
+    ) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.keys = keys or Keys()
+        self.open = 0
+        self._local = local
+        self._ends: set[asyncio.Timeout] = set()
+        self._is_ending = False
+        self._requests: Counter[str] = Counter()
+        self._bytes = Shares(limits.held_bytes)
+        self._decoders = Places(limits.decoders)
+        self._walks = Places(limits.running, waiting=limits.waiting)
 
     async def admit(self, request: Request) -> None:
-        """Count a request against the rate of its client. Raises `HTTPError` (429)."""
-        if wait := self.client(request).rate.wait(self.clock()):
-            raise busy("Too many requests from your address", wait=wait)
+        """Check the key of a request or, where there are none, which page sent it.
+
+        Raises `HTTPError`: 401, or 403 for a page of another site and for another name of a local
+        gateway, by which such a page would reach it (DNS rebinding).
+        """
+        if self.keys:
+            if not self.keys.accept(key_of(request)):
+                raise HTTPError(
+                    HTTPStatus.UNAUTHORIZED,
+                    "The API key is missing or wrong",
+                    hint="send it as Authorization: Bearer KEY",
+                )
+            return
+        host = _name_in(f"//{request.headers.get('host', '')}")
+        # Without a name, as of HTTP/1.0, it is no browser that was led here by one.
+        if self._local and host and not (_is_address(host) or is_loopback(host)):
+            raise HTTPError(
+                HTTPStatus.FORBIDDEN,
+                "This gateway is for its own machine, and was called by another name",
+                hint="call it as 127.0.0.1 or localhost; one that others reach has --keys or "
+                "--public, and one behind a proxy --trusted-proxy",
+            )
+        origin = request.headers.get("origin")
+        elsewhere = request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site")
+        if elsewhere or (origin is not None and _name_in(origin) != host):
+            raise HTTPError(
+                HTTPStatus.FORBIDDEN,
+                "Another site's page sent this request",
+                hint="open the page of this gateway, or give the gateway --keys",
+            )
 
     @asynccontextmanager
-    async def carried(self, request: Request) -> AsyncIterator[tuple[Client, bytes]]:
-        """The client of `request` and its body, which count within. Raises `HTTPError` (408, 413,
-        415, 429).
+    async def received(self, request: Request) -> AsyncIterator[Received]:
+        """The body of `request`, which counts within. Raises `HTTPError` (408, 413, 415, 429).
 
         If the client disconnects, what runs within is cancelled, and `ClientDisconnect` is raised.
         """
-        client, body, content = self.client(request), bytearray(), b""
-        if client.requests >= self.limits.client_requests:
+        client = client_of(request.client.host if request.client else "")
+        if self._requests[client] >= self.limits.client_requests:
             raise busy("Too many requests from your address are under way")
-        client.requests += 1
+        self._requests[client] += 1
+        received = Received(client, self._bytes)
         try:
-            self._check_room()  # before a body is received in vain
-            await self._read(request, body)
-            # Not before: a body that arrives slowly takes only the places of its own client.
-            self._check_room()
-            content = bytes(body)
-            body.clear()  # one of them is counted
-            self.open += 1
-            try:
-                async with _unless_gone(request):
-                    yield client, content
-            finally:
-                self.open -= 1
+            self._check_room(client)  # before a body is received in vain
+            async with self._until_the_end():
+                await self._read(request, received)
+                # Not before: a body that arrives slowly takes no place.
+                self._check_room(client)
+                self.open += 1
+                try:
+                    async with _unless_gone(request):
+                        yield received
+                finally:
+                    self.open -= 1
         finally:
-            client.requests -= 1
-            self._held_bytes -= len(body) + len(content)
+            received.drop()
+            self._requests[client] -= 1
+            if not self._requests[client]:
+                del self._requests[client]
 
     async def compute(
         self,
-        client: Client,
+        client: str,
         work: Callable[[], _T],
         *,
         pool: Executor,
         deadline: float,
         event: str,
     ) -> _T:
-        """`work()` in a thread of `pool`, once `client` has a place there. Raises `NotAnswered` at
+        """`work()` in a thread of `pool`, once it is the turn of `client`. Raises `NotAnswered` at
         `deadline`, in seconds of the clock: it passed before `event`.
 
         That ends the wait, but not a thread that has begun, which keeps its place until it ends:
         clients that give up early and ask again get no more threads than others.
         """
         loop = asyncio.get_running_loop()
-
-        def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
-                loop.call_soon_threadsafe(client.places.release)
-
         async with until(deadline, event, clock=self.clock):
-            await client.places.acquire()
+            place = await self._decoders.take(client)
+
+            def end(_: object) -> None:
+                with suppress(RuntimeError):  # the loop has ended, and with it all places
+                    loop.call_soon_threadsafe(place.leave)
+
             future = pool.submit(work)
-            future.add_done_callback(ended)
+            future.add_done_callback(end)
             return await asyncio.wrap_future(future)
 
-    def _check_room(self) -> None:
-        """Raises `HTTPError` (429) if too many requests are open."""
-        if self.open >= self.limits.running + self.limits.waiting:
+    @asynccontextmanager
+    async def walking(self, client: str, *, deadline: float) -> AsyncIterator[HeldPlace]:
+        """A place of `client` among the requests that run. Raises `NotAnswered` at `deadline`, and
+        `HTTPError` (429)."""
+        async with until(deadline, "it was the request's turn", clock=self.clock):
+            self._check_room(client)  # again: others were quicker to decode
+            place = await self._walks.take(client)
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    def end(self) -> None:
+        """The gateway ends: requests that have no answer in a few seconds are told so."""
+        self._is_ending = True
+        for end in self._ends:
+            end.reschedule(asyncio.get_running_loop().time() + ENDING_SECONDS)
+
+    @asynccontextmanager
+    async def _until_the_end(self) -> AsyncIterator[None]:
+        """Raises `HTTPError` (503) within, some seconds after the gateway was told to end."""
+        when = asyncio.get_running_loop().time() + ENDING_SECONDS if self._is_ending else None
+        try:
+            async with asyncio.timeout_at(when) as end:
+                self._ends.add(end)
+                try:
+                    yield
+                finally:
+                    self._ends.discard(end)
+        except TimeoutError as error:
+            if not end.expired():
+                raise
+            raise HTTPError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The gateway ends",
+                hint="ask another gateway, or this one again once it is back",
+                retry_after=RETURN_SECONDS,
+            ) from error
+
+    def _check_room(self, client: str) -> None:
+        """Raises `HTTPError` (429) if a request of a client could neither run nor wait."""
+        if not self._walks.has_room(client):
             raise busy("Too many requests are open")
 
-    async def _read(self, request: Request, body: bytearray) -> None:
-        """Read the body of `request` into `body`. Raises `HTTPError` and `ClientDisconnect`."""
+    async def _read(self, request: Request, received: Received) -> None:
+        """Read the body of `request`. Raises `HTTPError` and `ClientDisconnect`."""
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         # Other kinds are not looked at: curl calls every body a form of fields.
         is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
@@ -284,13 +293,12 @@ class Admission:
         announced = request.headers.get("content-length", "")
         self._check_size(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0)
         seconds = self.limits.body_ms / 1000
+        body = bytearray()
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():  # counted: what is announced may be wrong
                     self._check_size(len(body) + len(chunk))
-                    if self._held_bytes + len(chunk) > self.limits.held_bytes:
-                        raise busy("The bodies of other requests fill the memory")
-                    self._held_bytes += len(chunk)
+                    received.count(len(chunk))
                     body += chunk
         except TimeoutError as error:
             raise HTTPError(
@@ -298,6 +306,7 @@ class Admission:
                 f"The body did not arrive within {seconds:g} s",
                 hint="send a smaller image",
             ) from error
+        received.body = bytes(body)
 
     def _check_size(self, size: int) -> None:
         if size > self.limits.max_body_bytes:
@@ -306,6 +315,22 @@ class Admission:
                 f"The body is larger than {self.limits.max_body_bytes} bytes",
                 hint="send a smaller image",
             )
+
+
+def _name_in(address: str) -> str:
+    """The host's name or address in the address of a page; empty if there is none."""
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:  # brackets that do not close
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ the operator (`admin`).
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +24,7 @@ from starlette.responses import Response
 from layershuffle._version import __version__
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.text import nearest
-from layershuffle.swarm.server.admission import LOG, answer_plainly, answer_to, status_of
-from layershuffle.swarm.server.doors import Rate
+from layershuffle.swarm.server.errors import LOG, answer_plainly, answer_to, status_of
 from layershuffle.swarm.server.gateway import Gateway, Options
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.page import page_of
@@ -38,7 +38,7 @@ from layershuffle.swarm.server.schemas import (
 from layershuffle.swarm.state import retry_after
 
 _CLASSIFY = "/v1/classify"
-_LOGGED = 0.1, 10  # requests without an answer in the log, a second, and at once
+_LOGGED_AT_ONCE, _LOGGED_EVERY = 10, 10.0  # requests without an answer in the log, and seconds
 _MAX_PROBLEMS = 3  # that a refusal lists
 _IMAGE = {
     "required": True,
@@ -48,6 +48,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
         401: "The API key is missing or wrong.",
+        403: "Another site's page sent the request, or it names the gateway otherwise.",
         408: "The body took too long to arrive.",
         413: "The body is too large.",
         415: "The body is a form, or compressed.",
@@ -62,10 +63,35 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Quiet:
+    """Lets `burst` lines into the log at once, and one more every `every` seconds.
+
+    This is a token bucket: a line takes a token, and a token comes every `every` seconds.
+    """
+
+    def __init__(self, burst: int, *, every: float) -> None:
+        self._burst = burst
+        self._every = every
+        self._tokens = float(burst)
+        self._looked_at = -math.inf
+
+    def may_speak(self, now: float) -> bool:
+        """Whether a line may be written at `now`, in seconds; if so, it counts."""
+        since = max(0.0, now - self._looked_at)
+        self._tokens = min(self._burst, self._tokens + since / self._every)
+        self._looked_at = max(now, self._looked_at)
+        # Sums of many shares are rounded: a token may lack 1e-16.
+        if self._tokens < 1 - 1e-9:
+            return False
+        self._tokens -= 1
+        return True
+
+
 def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     """The API of `gateway`, which is closed when the server ends, and its page at / if there is to
     be a `page`."""
-    metrics, logged = Metrics(gateway), Rate(*_LOGGED)
+    metrics = Metrics(gateway)
+    logged = Quiet(_LOGGED_AT_ONCE, every=_LOGGED_EVERY)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +111,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
             now, reference = gateway.router.clock(), uuid.uuid4().hex
             wait = retry_after(gateway.router.swarm, now=now)
             # A night without hosts must not fill the disk.
-            if not logged.wait(now):
+            if logged.may_speak(now):
                 text = "Request %s was not answered: %s"
                 LOG.warning(text, reference, encodable(str(error)), extra={"request": reference})
         return answer_to(error, wait=wait, reference=reference)
@@ -118,13 +144,14 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
-    guarded, errors = [Depends(gateway.admit)], dict(_ERRORS)
+    guarded: list[Any] = [Depends(gateway.admission.admit)]
+    errors = dict(_ERRORS)
     if gateway.keys:
         # For the OpenAPI description: `admit` reads the header itself.
         guarded.append(Depends(HTTPBearer(auto_error=False)))
-    else:
-        del errors[401]
-    refusals = {status: errors[status] for status in errors.keys() & {401, 429}}
+    unwelcome = 401 if gateway.keys else 403
+    del errors[403 if gateway.keys else 401]
+    refusals: dict[int | str, dict[str, Any]] = {unwelcome: errors[unwelcome]}
 
     @app.post(
         _CLASSIFY,

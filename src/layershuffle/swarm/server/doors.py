@@ -1,4 +1,4 @@
-"""Who may come in: API keys with their rates, certificates, files of secrets, open addresses.
+"""Who may come in: API keys, certificates, files of secrets, open addresses.
 
 It imports no web framework, because clients read key files and certificates too.
 """
@@ -11,102 +11,61 @@ import ipaddress
 import os
 import re
 import ssl
-import time
 from collections.abc import Sequence
-from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from layershuffle.ground.errors import UsageError
 
 _SHORTEST_KEY = 16
-_UNITS = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400}
-_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which ssl has no name for
-
-
-class Rate:
-    """At most `burst` events at once, and `rate` a second in the long run.
-
-    This is the generic cell rate algorithm, a token bucket in one number: every event pays for
-    1 / rate seconds, and may be `burst` payments ahead of the clock.
-    """
-
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst, self._paid_until = rate, burst, 0.0
-
-    def wait(self, now: float) -> float:
-        """Count an event; return the seconds that it has to wait, 0 if it is admitted at `now`.
-
-        An event that has to wait pays nothing.
-        """
-        begin = max(self._paid_until, now)
-        wait = begin - now - (self._burst - 1) / self._rate
-        # Sums of many payments are rounded: without this margin an event would wait for 1e-16 s.
-        if wait > 1e-9:
-            return wait
-        self._paid_until = begin + 1 / self._rate
-        return 0.0
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_TIME = rb"\x17\x0d\d{12}Z|\x18\x0f\d{14}Z"  # with a year of two or of four digits
+_VALIDITY = re.compile(rb"\x30.(?:%s)(%s)" % (_TIME, _TIME), re.DOTALL)
+_SHORT_YEAR = 12  # digits
 
 
 class Keys:
     """The API keys that open the gateway; without any it is open to everybody.
 
-    `lines`, or those of a `file`: a key each, and behind it the requests that it may make, if there
-    is a bound: `KEY 1000/day` (second, minute, hour, day). Raises `UsageError` for another line,
-    for keys that are short enough to be guessed, and for those that no header carries.
+    `lines`, or those of a `file`: a key each. Raises `UsageError` for keys that are short enough to
+    be guessed, and for those that no header carries.
     """
 
     def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
         self._file = file
-        self._quotas = dict(map(_parsed, lines))
+        self._digests = [_checked(line) for line in lines]
         self.load()
 
     def load(self) -> None:
-        """Read the file again; what keys have used is forgotten.
+        """Read the file again.
 
-        Raises what `read_keys` raises, and `UsageError` for a line that is none; then the keys of
+        Raises what `read_keys` raises, and `UsageError` for a line that is no key; then the keys of
         before stay.
         """
         if self._file is not None:
-            self._quotas = dict(_parsed(line, place=self._file) for line in read_keys(self._file))
+            self._digests = [_checked(line, place=self._file) for line in read_keys(self._file)]
 
     def __bool__(self) -> bool:
-        return bool(self._quotas)
+        return bool(self._digests)
 
     def accept(self, key: bytes) -> bool:
         """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
-        return not self._quotas or bool(self._matching(key))
-
-    def wait(self, key: bytes, *, now: float) -> float:
-        """Count a request of a key that is accepted; return the seconds that it has to wait."""
-        return max((quota.wait(now) for quota in self._matching(key) if quota), default=0.0)
-
-    def _matching(self, key: bytes) -> list[Rate | None]:
         # Digests have equal length, and all are compared: the time does not depend on the length of
         # a key, its first letters, or its place in the list.
         digest = _digest(key)
-        return [rate for valid, rate in self._quotas.items() if hmac.compare_digest(digest, valid)]
+        matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
+        return not matches or any(matches)
 
 
-def _parsed(line: str, *, place: Path | None = None) -> tuple[bytes, Rate | None]:
-    """The digest of a key, and its quota. Raises `UsageError` for another line of `place`."""
-    key, _, quota = line.partition(" ")
-    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()):
+def _checked(key: str, *, place: Path | None = None) -> bytes:
+    """The digest of a key. Raises `UsageError` for a line of `place` that is none."""
+    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(
-            f"An API key needs at least {_SHORTEST_KEY} ASCII letters, digits and signs",
+            f"An API key is one word of at least {_SHORTEST_KEY} ASCII letters, digits and signs",
             place=place,
             hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
         )
-    if not quota:
-        return _digest(key.encode()), None
-    match = re.fullmatch(r"([1-9]\d{0,8})/(second|minute|hour|day)", quota.strip())
-    if match is None:
-        raise UsageError(
-            f"{quota.strip()[:40]!r} is no quota of an API key",
-            place=place,
-            hint="write KEY 1000/day",
-        )
-    number = int(match[1])
-    return _digest(key.encode()), Rate(number / _UNITS[match[2]], number)
+    return _digest(key.encode())
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
@@ -115,51 +74,25 @@ def read_keys(path: Path) -> tuple[str, ...]:
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
     lines = secret_in(path, what="API keys", hint="one key per line, mode 0600").splitlines()
-    return tuple(" ".join(line.split()) for line in lines if line.strip())
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Https:
-    """The certificate of a gateway with its key, from two files, and the context that shows it.
-
-    Raises what `server_context` raises.
-    """
-
-    def __init__(self, certificate: Path, key: Path) -> None:
-        self.certificate, self._key = certificate, key
-        self.context = server_context(certificate, key)
-        self._expires = _expires(self.context, certificate)
-
-    @property
-    def days(self) -> float:
-        """Days until the certificate that is shown expires."""
-        return (self._expires - time.time()) / _UNITS["day"]
-
-    def load(self) -> None:
-        """Read the files again, for new connections. Raises what `server_context` raises; then the
-        certificate of before stays."""
-        # First into another context: half of a pair would stay in the one that serves.
-        expires = _expires(server_context(self.certificate, self._key), self.certificate)
-        self.context.load_cert_chain(self.certificate, self._key)
-        self._expires = expires
-
-
-def _expires(context: ssl.SSLContext, certificate: Path) -> float:
-    """When the certificate of a server's context expires, in seconds since 1970."""
-    # ssl reads the certificate of a peer alone, so this is a handshake in memory.
-    trusting = pinned(certificate)
-    trusting.verify_flags |= _NO_CHECK_TIME
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client, server = trusting.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True)
-    for end in (client, server, client):
-        with suppress(ssl.SSLWantReadError):
-            end.do_handshake()
-    facts = client.getpeercert()
-    assert facts is not None
-    return ssl.cert_time_to_seconds(str(facts["notAfter"]))
+def expiry_of(certificate: Path) -> datetime | None:
+    """When the first certificate of a PEM file expires; `None` if its form is not the usual one."""
+    block = _PEM.search(certificate.read_text(encoding="latin-1"))
+    content = b"" if block is None else ssl.PEM_cert_to_DER_cert(block[0])
+    # X.509 writes both ends of the validity behind each other, as text (RFC 5280, 4.1.2.5).
+    validity = _VALIDITY.search(content)
+    if validity is None:
+        return None
+    digits = validity[1][2:-1].decode("ascii")
+    if len(digits) == _SHORT_YEAR:
+        digits = ("19" if digits >= "5" else "20") + digits
+    return datetime.strptime(f"{digits}Z", "%Y%m%d%H%M%S%z")
 
 
 def pinned(certificate: Path) -> ssl.SSLContext:

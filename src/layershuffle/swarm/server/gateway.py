@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
@@ -20,17 +16,10 @@ from layershuffle.swarm.calibration import (
     Expected,
     expected_at,
 )
-from layershuffle.swarm.messages import until
 from layershuffle.swarm.policy import side_by_side
-from layershuffle.swarm.remote_model import Classified, RemoteModel
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.server.admission import (
-    Admission,
-    GatewayLimits,
-    HTTPError,
-    busy,
-    key_of,
-)
+from layershuffle.swarm.server.admission import Admission, GatewayLimits
 from layershuffle.swarm.server.doors import Keys
 from layershuffle.swarm.server.images import batch_of
 from layershuffle.swarm.server.schemas import Classification, classification
@@ -70,7 +59,7 @@ class Gateway:
     """Answers requests by `remote_model`, whose hosts `coordinator` knows, as many at a time as the
     limits allow.
 
-    `keys`: the API keys, none for an open gateway; `model`: its name; `upkeep`: of the gateway's
+    `keys`, `local`: see `Admission`; `model`: its name; `upkeep`: of the gateway's
     files; `min_accuracy`: top-1 in percent that must be expected for /readyz; `decoder_threads`:
     the executor that decodes images (default: as many threads as the limits allow).
     """
@@ -80,6 +69,7 @@ class Gateway:
     _: KW_ONLY
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     keys: Keys = field(default_factory=Keys)
+    local: bool = False
     model: str = ""
     upkeep: Upkeep | None = None
     min_accuracy: float | None = None
@@ -91,51 +81,49 @@ class Gateway:
         if (calibration := self.remote_model.calibration) is not None:
             names = calibration.classes
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
-        self.admission = Admission(self.limits, clock=self.router.clock)
+        self.admission = Admission(
+            self.limits, clock=self.router.clock, keys=self.keys, local=self.local
+        )
         most = self.limits.max_pixels
         self._decode = partial(batch_of, view=manifest.file_view, most_pixels=most)
         self._pool = self.decoder_threads or ThreadPoolExecutor(
             self.limits.decoders, thread_name_prefix="decoder"
         )
-        self._walks = asyncio.Semaphore(self.limits.running)
 
     def close(self) -> None:
         """End the decoder threads when their work is done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    async def admit(self, request: Request) -> None:
-        """Check a request. Raises `HTTPError`: 429 (checked first) or 401."""
-        # Rates are checked before keys, so that guessing keys is slow too.
-        await self.admission.admit(request)
-        if not self.keys.accept(key_of(request)):
-            raise HTTPError(
-                HTTPStatus.UNAUTHORIZED,
-                "The API key is missing or wrong",
-                hint="send it as Authorization: Bearer KEY",
-            )
-
     async def classify(self, request: Request, options: Options) -> Classification:
-        """The answer to `request`. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
+        """The answer to a request that was admitted.
 
         The deadline counts from the end of the body, and covers the waits for a decoder and for a
-        walk, decoding, and the walk.
+        walk, decoding, and the walk. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
         """
-        clock = self.router.clock
-        if wait := self.keys.wait(key_of(request), now=clock()):
-            raise busy("The quota of your API key is used up", wait=wait)
         self._check(options)
-        async with self.admission.carried(request) as (client, body):
+        clock = self.router.clock
+        async with self.admission.received(request) as received:
             begun = clock()
             deadline_ms = options.deadline_ms or self.router.limits.deadline_ms
             deadline = begun + deadline_ms / _MILLI
             image = await self.admission.compute(
-                client,
-                partial(self._decode, body),
+                received.client,
+                partial(self._decode, received.body),
                 pool=self._pool,
                 deadline=deadline,
                 event="the image was decoded",
             )
-            classified = await self._walk(image, options, deadline=deadline)
+            received.drop()
+            async with self.admission.walking(received.client, deadline=deadline) as place:
+                # No time-out here: the router ends a walk in time, to answer with the blocks that
+                # ran.
+                classified = await self.remote_model.classify(
+                    image,
+                    deadline=deadline,
+                    min_blocks=options.min_blocks,
+                    confidence=self._confidence(options),
+                    place=place,
+                )
         route = classified.route
         return classification(
             classified,
@@ -163,22 +151,6 @@ class Gateway:
             raise UsageError(
                 f"deadline_ms is {options.deadline_ms:g}", hint=f"ask for {low:g} to {high:g} ms"
             )
-
-    async def _walk(
-        self, image: NDArray[np.float32], options: Options, *, deadline: float
-    ) -> Classified:
-        async with until(deadline, "it was the request's turn", clock=self.router.clock):
-            await self._walks.acquire()
-        try:
-            # No time-out here: the router ends a walk in time, to answer with the blocks that ran.
-            return await self.remote_model.classify(
-                image,
-                deadline=deadline,
-                min_blocks=options.min_blocks,
-                confidence=self._confidence(options),
-            )
-        finally:
-            self._walks.release()
 
     def _confidence(self, options: Options) -> float | None:
         """The chance of being right at which a request may end; `None` if it runs all blocks."""

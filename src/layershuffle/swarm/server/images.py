@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,27 +16,29 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from PIL.TiffImagePlugin import TiffImageFile
 
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError
-from layershuffle.images.pixels import DECODE_ERRORS, decoded, normalised, view_pixels
+from layershuffle.images.pixels import DECODE_ERRORS, normalised, to_mode, upright, view_pixels
 from layershuffle.images.view import ImageView, resized_size
 from layershuffle.swarm.server.admission import BODY_HINT
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
 # believes the compressed stream, not the size in the head that is checked here.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-# Those of TIFF that are bounded by the size of a strip or a tile.
-COMPRESSIONS = ("raw", "packbits", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate")
+FORMATS = ("JPEG", "PNG", "WEBP")
+MOST_SIDE = 16_384
+"""Most pixels of a side of an image. Resizing goes over each side of the image by itself."""
+MOST_BYTES = 245_000_000
+"""Most memory that an image may take at a time while it is decoded and resized, beside its file:
+what a progressive photograph of 24 megapixels with full colour takes."""
 MAX_SCANS = 32
 """Most scans of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
 """Most markers of a JPEG. Cameras write about twenty; 16 MB have 250 if all is metadata."""
 MAX_CHUNKS = 10_000
 """Most chunks of a PNG. 16 MB have 2,000 as libpng writes them, and 1,400,000 if all are empty."""
-TIFF_TILE_WIDTH, TIFF_TILE_LENGTH = 322, 323
 PAIR = (1, 12, 20)  # as in data/digits.py, which imports scikit-learn
+_STORED = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}  # bytes a pixel in Pillow; else 4
 _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
@@ -60,34 +61,64 @@ def batch_of(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.fl
         content = _BoundedFile(without_metadata(file))
         image = Image.open(content, formats=FORMATS)
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
-        _check_size(image, view, most=most_pixels)
+        _check_size(image, view, scans=scans, most_pixels=most_pixels)
         # Opening read the head alone; here the pixels are decoded.
-        pixels = decoded(image, view.channels, place=None)
+        shown = upright(image)
+        if shown is not image:
+            image.close()  # three copies of a photograph would be in memory
+        pixels = to_mode(shown, view.channels, place=None)
+        shown.close()
     except Image.DecompressionBombError as error:
-        raise _too_large(str(error), most_pixels) from error
+        raise _too_large(str(error), f"{most_pixels} pixels") from error
     except DECODE_ERRORS as error:
         raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
     return normalised(view_pixels(pixels, view), view)[None]
 
 
-def _check_size(image: Image.Image, view: ImageView, *, most: int) -> None:
-    """Raises `DataError` for too many pixels, as the image is, in a tile, or resized; and for
-    unusual compressions of TIFF."""
-    sizes = [(image.size, "{}x{} pixels")]
-    if isinstance(image, TiffImageFile):
-        width, height = (image.tag_v2.get(tag, 0) for tag in (TIFF_TILE_WIDTH, TIFF_TILE_LENGTH))
-        sizes.append(((width, height), "tiles of {}x{} pixels"))
-        if image.info.get("compression", "raw") not in COMPRESSIONS:
-            raise DataError("The TIFF file is compressed unusually", hint=_PLAIN_HINT)
-    for size, text in sizes:
-        if math.prod(size) > most:
-            raise _too_large(text.format(*size), most)
+def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels: int) -> None:
+    """Raises `DataError` for an image whose sides, pixels or memory are beyond the bounds, as it is
+    or resized."""
+    width, height = image.size
+    if max(width, height) > MOST_SIDE:
+        raise _too_large(f"{width}x{height} pixels", f"{MOST_SIDE} a side")
+    if width * height > most_pixels:
+        raise _too_large(f"{width}x{height} pixels", f"{most_pixels}")
     # A long thin image grows when its short side is brought to the model's size. Either way round,
     # because it may be turned.
     for size in (image.size, image.size[::-1]):
         across, down = resized_size(size, view)
-        if across * down > most:
-            raise _too_large(f"{across}x{down} pixels at the model's size", most)
+        if across * down > most_pixels:
+            raise _too_large(f"{across}x{down} pixels at the model's size", f"{most_pixels}")
+        needed = memory_of(image, size=size, resized=(across, down), scans=scans)
+        if needed > MOST_BYTES:
+            raise _too_large(
+                f"it takes {needed / 1e6:.0f} MB to decode and resize", f"{MOST_BYTES / 1e6:.0f} MB"
+            )
+
+
+def memory_of(
+    image: Image.Image, *, size: tuple[int, int], resized: tuple[int, int], scans: int
+) -> int:
+    """The most bytes that an opened image takes at a time from its decoding to its resizing.
+
+    `size` and `resized`: its (width, height), upright and for the model; `scans`: of a JPEG.
+    """
+    width, height = size
+    across, down = resized
+    area = width * height
+    stored = _STORED.get(image.mode, 4)
+    decoding = stored
+    if image.format == "WEBP":
+        decoding += 12  # the frame, the one before, and what is handed over
+    if scans > 1:
+        decoding += 2 * len(image.getbands())  # the coefficients of all pixels, until the last scan
+    turning = 2 * stored
+    converting = stored + 4
+    if image.mode in ("P", "PA"):
+        converting += 4  # by way of RGBA
+    # Columns first, then rows; what comes out is copied twice on its way to an array.
+    resizing = 4 * (area + across * height) + (4 + 2 * 3) * across * down
+    return max(area * max(decoding, turning, converting), resizing)
 
 
 def without_metadata(file: bytes) -> bytes:
@@ -151,7 +182,7 @@ def count_markers(file: bytes) -> tuple[int, int]:
     return scans, markers
 
 
-def _too_large(size: str, most: int) -> DataError:
+def _too_large(size: str, most: str) -> DataError:
     return DataError(
         f"The image is too large ({size}; at most {most})",
         hint="shrink it; models look at a few hundred pixels per side",

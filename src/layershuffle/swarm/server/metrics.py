@@ -98,7 +98,7 @@ class Metrics(Collector):
         if not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
-            reasons += gateway.upkeep.troubles().values()
+            reasons += [trouble.text for trouble in gateway.upkeep.troubles().values()]
         return Health(
             # One block is enough for an answer, though a poor one, and answers need no watch.
             ok=len(missing) < router.depth,
@@ -166,9 +166,7 @@ class Metrics(Collector):
             ),
         }
         if upkeep is not None:
-            days = None if upkeep.https is None else upkeep.https.days
             gauges |= {
-                "certificate_days": ("Days until it expires.", days),
                 "loop_lag_seconds": ("Longest recent delay of the event loop.", upkeep.lag),
                 "free_bytes": ("Free on the disk of the state directory.", upkeep.free_bytes),
                 "troubles": ("What will fail if nobody acts.", len(upkeep.troubles())),

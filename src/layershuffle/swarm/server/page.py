@@ -27,7 +27,8 @@ from starlette.routing import Route
 
 from layershuffle.ground.bundled import asset, packaged_file
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
+from layershuffle.swarm.server.admission import Admission, GatewayLimits
+from layershuffle.swarm.server.errors import answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 
 if TYPE_CHECKING:
@@ -90,40 +91,35 @@ def page_routes(
     workbench: Callable[[], Awaitable[Workbench]],
     *,
     admission: Admission,
-    admit: Callable[[Request], Awaitable[None]],
 ) -> list[Route]:
     """The routes of the page, for any Starlette app. `facts`: what it loads first: depth, width and
     height of the images, whether there are test pictures (`pairs`), the models of this process by
     role, and the name of the model whose hosts answer at /v1/classify (`swarm`).
 
-    `admit` raises for requests that are refused; the page's files need no key, because browsers
-    send none with them.
+    The page's files need no key, because browsers send none with them.
     """
 
     async def send_facts(request: Request) -> Response:
-        await admit(request)
+        await admission.admit(request)
         return JSONResponse(await facts(), headers=HEADERS)
 
     async def pictures(request: Request) -> Response:
-        await admit(request)
+        await admission.admit(request)
         sheet, names = (await workbench()).sheet
         if request.url.path.endswith("png"):
             return Response(sheet, headers=HEADERS, media_type="image/png")
         return JSONResponse(names, headers=HEADERS)
 
     async def ask(request: Request) -> Response:
-        # Any site can send a request here, which would keep the models busy.
-        if request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site"):
-            return PlainTextResponse("Another site's page sent this request", 403, HEADERS)
-        await admit(request)
+        await admission.admit(request)
         bench = await workbench()
         order = bench.order(request.query_params.get("order", ""))
         question = bench.answers if request.url.path.endswith("answer") else bench.scores
         # Among the requests of the API, and bounded like them.
-        async with admission.carried(request) as (client, body):
+        async with admission.received(request) as received:
             answer = await admission.compute(
-                client,
-                partial(question, order, body),
+                received.client,
+                partial(question, order, received.body),
                 pool=bench.pool,
                 deadline=admission.clock() + _SECONDS,
                 event="the models had answered",
@@ -177,12 +173,12 @@ def page_of(gateway: Gateway) -> list[Route]:
         size = {"depth": gateway.router.depth, "width": view.width, "height": view.height}
         return {**size, "pairs": False, "models": {}, "swarm": gateway.model}
 
-    return page_routes(facts, workbench, admission=gateway.admission, admit=gateway.admit)
+    return page_routes(facts, workbench, admission=gateway.admission)
 
 
 def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = None) -> Starlette:
     """The app of the page for models in this process; they may not be loaded yet."""
-    admission = Admission(limits or GatewayLimits(), clock=time.monotonic)
+    admission = Admission(limits or GatewayLimits(), clock=time.monotonic, local=True)
 
     async def workbench() -> Workbench:
         return await asyncio.shield(loading)
@@ -191,7 +187,7 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
         return (await workbench()).facts()
 
     return Starlette(
-        routes=page_routes(facts, workbench, admission=admission, admit=admission.admit),
+        routes=page_routes(facts, workbench, admission=admission),
         exception_handlers={LayerShuffleError: answer_plainly, ClientDisconnect: answer_plainly},
     )
 

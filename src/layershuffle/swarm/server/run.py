@@ -2,18 +2,27 @@
 
 uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
 below it, at the socket, and above it, as an app around the app: bounds on the connections of one
-address, on the time until a request is there, and on the time until an answer is read. Decision 040
-says what other servers hold, and docs/deploy.md what none does.
+address, on the time until a request is there, and on the time until an answer is read. Its own
+`limit_concurrency` answers everybody with 503 once silent connections reach it, and its
+`timeout_keep_alive` counts from the first request on, so that 200 clients which send a byte of
+their heads now and then stay for ever. Decision 040 says what other servers hold, and
+docs/deploy.md what none does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
+import json
 import logging
+import math
+import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -30,6 +39,19 @@ _GRACE = 5  # seconds that requests under way get when the server is told to end
 _HEADER_BYTES = 1 << 14
 _BACKLOG = 128
 _LOOK = 0.25  # seconds between two looks at the connections
+_QUIET = 1.0  # seconds between two lines of the log on descriptors that are used up
+_PAUSE = 0.005  # seconds
+_AT_ONCE = 16  # connections that are accepted before what others sent is read
+_AMBIGUOUS = json.dumps(
+    {
+        "error": {
+            "cause": "The request has both a Content-Length and a Transfer-Encoding",
+            "hint": "send one of them: a proxy may read another body than this gateway",
+            "id": None,
+        }
+    }
+).encode()
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -42,13 +64,15 @@ async def listening(
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
     members: Members | None = None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
     """Serve `app` within; gives the listening socket, and the task of the server, which ends at
     SIGINT or SIGTERM.
 
-    `port` 0 takes a free one. With `tls` (`doors.Https.context`) it accepts only https. `trusted`:
-    addresses or networks of proxies, whose X-Forwarded-For is believed; `members`: the hosts that
-    dial in there, if any. Raises what `GatewaySocket` raises.
+    `port` 0 takes a free one. With `tls` it accepts only https. `trusted`: addresses or networks of
+    proxies, whose X-Forwarded-For is believed; `members`: the hosts that dial in there, if any;
+    `at_end`: called when the server has been told to end, some seconds before requests under way
+    are dropped. Raises what `GatewaySocket` raises.
 
         async with listening(app) as (listener, _):
             httpx.get(f"http://127.0.0.1:{listener.port}/livez")
@@ -80,7 +104,7 @@ async def listening(
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
-        watching = asyncio.create_task(listener.watch())
+        watching = asyncio.create_task(_watch(listener, server, at_end=at_end))
         try:
             yield listener, serving
         finally:
@@ -90,13 +114,28 @@ async def listening(
             watching.cancel()
 
 
+async def _watch(
+    listener: GatewaySocket, server: uvicorn.Server, *, at_end: Callable[[], None]
+) -> None:
+    """Cut the connections that have waited too long for their client, until cancelled."""
+    ending = False
+    while True:
+        await asyncio.sleep(_LOOK)
+        listener.cut(asyncio.get_running_loop().time())
+        if server.should_exit and not ending:
+            ending = True
+            at_end()
+
+
 class GatewaySocket(socket.socket):
     """A listening socket that bounds its connections: their number, in total and for each client,
     and the time that they take for nothing.
 
     A connection waits for its client until a whole request is there, and while an answer is not
-    read. Connections count from their acceptance, so TLS handshakes do as well. Those of `trusted`
-    proxies count in the total alone. Raises `UsageError` for a proxy that is no address or network,
+    read: it is silent. Where there are too many, the one that has been silent the longest makes
+    room for a new one, also where the process has no file descriptor left. Connections count from
+    their acceptance, so TLS handshakes do as well. Those of `trusted` proxies count in the total
+    alone. Raises `UsageError` for a proxy that is no address or network,
     and `LayerShuffleError` if it cannot listen on the address.
     """
 
@@ -115,8 +154,14 @@ class GatewaySocket(socket.socket):
         # as head and body, waits 40 ms for the client's delayed acknowledgement.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._limits, self._patience, self.scheme = limits, limits.head_ms / 1000, "http"
-        self._accepted: dict[tuple[str, int], Accepted] = {}
+        self._limits = limits
+        self._patience = limits.head_ms / 1000
+        self.scheme = "http"
+        self.open: dict[tuple[str, int], Accepted] = {}
+        self._of_client: Counter[str] = Counter()
+        self._accepted_at_once = 0
+        self._spare: int | None = None
+        self._complained_at = -math.inf
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
@@ -133,13 +178,6 @@ class GatewaySocket(socket.socket):
             ) from error
 
     @property
-    def open(self) -> dict[tuple[str, int], Accepted]:
-        """The connections that the server has not closed, by the address of their client."""
-        accepted = self._accepted.items()
-        self._accepted = {address: way for address, way in accepted if way.fileno() >= 0}
-        return self._accepted
-
-    @property
     def port(self) -> int:
         """The port that it listens on."""
         number: int = self.getsockname()[1]
@@ -153,18 +191,91 @@ class GatewaySocket(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection and its address. Raises `ConnectionAbortedError` for a connection
-        beyond the limits, after which asyncio calls again."""
-        connection, address = super().accept()
-        client, others = client_of(address[0]), self.open
-        same = sum(client_of(other) == client for other, _ in others)
-        network = ipaddress.ip_network(client)  # of one address, or of IPv6 a /64
-        trusted = any(map(network.overlaps, self._trusted))
-        many = same >= self._limits.client_connections and not trusted
-        if many or len(others) >= self._limits.connections:
+        beyond the limits, and `BlockingIOError` after some at once: asyncio calls again after it
+        has read what the others sent."""
+        if self._accepted_at_once == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._accepted_at_once >= _AT_ONCE:
+            raise BlockingIOError
+        self._accepted_at_once += 1
+        connection, address = self._next()
+        client = client_of(address[0])
+        crowded = self._of_client[client] >= self._limits.client_connections
+        if crowded and self._is_trusted(client):
+            crowded = False
+        full = len(self.open) >= self._limits.connections
+        if (crowded or full) and not self._make_room(client if crowded else None):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
-        self._accepted[address[:2]] = accepted = Accepted(connection)
+        accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
+        self.open[accepted.address] = accepted
+        self._of_client[client] += 1
         return accepted, address
+
+    def _next_turn(self) -> None:
+        self._accepted_at_once = 0
+
+    def _is_trusted(self, client: str) -> bool:
+        """Whether this is a proxy, whose connections are those of many clients."""
+        network = ipaddress.ip_network(client)  # of one address, or of IPv6 a /64
+        return any(map(network.overlaps, self._trusted))
+
+    def _forget(self, accepted: Accepted) -> None:
+        """A connection is closed, or makes room: it does not count any more."""
+        if self.open.get(accepted.address) is not accepted:
+            return
+        del self.open[accepted.address]
+        self._of_client[accepted.client] -= 1
+        if not self._of_client[accepted.client]:
+            del self._of_client[accepted.client]
+
+    def _next(self) -> tuple[socket.socket, Any]:
+        """The next connection, also where this process has no file descriptor left for one.
+
+        A spare descriptor is closed for it, and a silent connection, which gives the next spare.
+        """
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        # asyncio would log each of some thousand tries with its traceback, and then pause.
+        now = time.monotonic()
+        if now - self._complained_at >= _QUIET:
+            self._complained_at = now
+            _log.error("No file descriptor is left for connections: raise the limit (ulimit -n)")
+        if not self._make_room(None) and self._spare is None:
+            time.sleep(_PAUSE)  # this would be called again at once
+        if self._spare is None:
+            raise ConnectionAbortedError("no file descriptor is left")
+        os.close(self._spare)
+        self._spare = None
+        return super().accept()
+
+    def _make_room(self, client: str | None) -> bool:
+        """Cut the connection that has been silent the longest, of a client or of all; false if none
+        is."""
+        longest: Accepted | None = None
+        for accepted in self.open.values():
+            if accepted.since is None or client not in (None, accepted.client):
+                continue
+            if longest is None or accepted.since < (longest.since or 0.0):
+                longest = accepted
+        if longest is None:
+            return False
+        longest.cut()
+        self._forget(longest)
+        return True
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        super().close()
 
     def around(self, app: Any) -> Any:
         """`app`, with its requests noted at their connections, and HEAD answered as GET is."""
@@ -172,7 +283,10 @@ class GatewaySocket(socket.socket):
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope.get("method") == "HEAD":  # the server keeps its own, and sends no body
                 scope = {**scope, "method": "GET"}
-            connection = self._accepted.get(tuple(scope.get("client") or ()))
+            if scope["type"] == "http" and _is_ambiguous(scope):
+                await _refuse_ambiguous(send)
+                return
+            connection = self.open.get(tuple(scope.get("client") or ()))
             if connection is None:  # the lifespan of the app
                 await app(scope, receive, send)
                 return
@@ -190,30 +304,63 @@ class GatewaySocket(socket.socket):
 
         return noted
 
-    async def watch(self) -> None:
-        """Cut the connections that have waited too long for their client, until cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK)
-            self.cut(asyncio.get_running_loop().time())
-
     def cut(self, now: float) -> None:
         """Cut the connections that have waited too long for their client at `now`."""
         for connection in list(self.open.values()):
             if connection.since is not None and now - connection.since >= self._patience:
-                # Below the server, which sees its client leave. An answer that is not read is lost.
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                connection.cut()
 
     def keep(self, address: Any) -> None:
         """Let the connection of a host, which has time-outs of its own, wait for any time."""
-        if (connection := self._accepted.get(tuple(address[:2]))) is not None:
+        if (connection := self.open.get(tuple(address[:2]))) is not None:
             connection.since = None
 
 
 class Accepted(socket.socket):
-    """An accepted connection. `since`: the time of the event loop, in seconds, since when it waits
-    for its client, who shall ask or take an answer; `None` while it does not."""
+    """An accepted connection of a client at an address.
 
-    def __init__(self, plain: socket.socket) -> None:
+    `since`: the time of the event loop, in seconds, since when it waits for its client, who shall
+    ask or take an answer; `None` while it does not. `closed` is called once it is closed.
+    """
+
+    def __init__(
+        self,
+        plain: socket.socket,
+        *,
+        address: tuple[str, int],
+        client: str,
+        closed: Callable[[Accepted], None],
+    ) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        self.address = address
+        self.client = client
         self.since: float | None = asyncio.get_running_loop().time()
+        self._when_closed = closed
+
+    def close(self) -> None:
+        """The server has ended it."""
+        super().close()
+        self._when_closed(self)
+
+    def cut(self) -> None:
+        """End it below the server, which sees its client leave. An answer that is not read is
+        lost."""
+        with suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+
+def _is_ambiguous(scope: Scope) -> bool:
+    """Whether two headers say differently where the body of a request ends (RFC 9112, 6.1)."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    return {b"content-length", b"transfer-encoding"} <= names
+
+
+async def _refuse_ambiguous(send: Send) -> None:
+    """Answer a request whose body could end in two places, and close its connection."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(_AMBIGUOUS)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": _AMBIGUOUS})
