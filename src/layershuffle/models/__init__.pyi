@@ -1,0 +1,13 @@
+from .metadata import read_record as read_record
+from .store import class_names_of as class_names_of
+from .store import file_view as file_view
+from .store import image_view as image_view
+from .store import load as load
+from .store import name_classes as name_classes
+from .store import num_classes_of as num_classes_of
+from .store import push_to_hub as push_to_hub
+from .store import replace_head as replace_head
+from .store import save as save
+from .store import set_class_names as set_class_names
+from .store import set_image_view as set_image_view
+from .store import truncate as truncate
