@@ -40,6 +40,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bench": ("core", "models", "data", "settings", "training", "merging", "scoring"),
     # Calibration and drills open their data as every other score does.
     "swarm": ("core", "models", "data", "settings", "scoring", "export"),
+    # The page of the demo has the limits and the files of a gateway, which knows nothing of it.
+    "page": ("core", "models", "data", "scoring", "swarm"),
 }  # fmt: skip
 # The command line imports everything, and nothing imports it.
 COMMANDS = ("cli", "__main__")

@@ -37,7 +37,11 @@ from waiting import HANGS
 T = TypeVar("T")
 VIT = FAMILIES["timm-vit"]
 HOSTS = {"a": {0, 2}, "b": {1}, "c": {3}}
-WATCHING = SimpleNamespace(watching=True, health=SimpleNamespace(audited=0, disagreed=0))
+WATCHING = SimpleNamespace(
+    watching=True,
+    health=SimpleNamespace(audited=0, disagreed=0),
+    children=SimpleNamespace(names=("a",)),
+)
 LIMITS = Limits(reserve_ms=10, deadline_ms=9000, suspect_ms=50, hop_floor_ms=5000, hop_cap_ms=5000)
 
 

@@ -27,13 +27,21 @@ let key = sessionStorage.getItem("key") ?? "";
 const operator = window.location.hash.slice(1) || (sessionStorage.getItem("operator") ?? "");
 sessionStorage.setItem("operator", operator);
 window.history.replaceState(null, "", window.location.pathname);
-export const mayBreak = () => operator !== "";
+export const mayKill = () => operator !== "";
 
 // fetch with the operator's key or that of the API, which is asked for once where the server wants one.
 export async function ask(path, options = {}) {
   const operating = path.startsWith("operator/");
   const keys = (own) => own && { Authorization: `Bearer ${own}` };
-  const send = () => fetch(path, { ...options, headers: { ...options.headers, ...keys(operating ? operator : key) } });
+  const send = async () => {
+    const headers = { ...options.headers, ...keys(operating ? operator : key) };
+    try {
+      return await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Error("The server does not answer. If it has ended, start it again", { cause: error });
+    }
+  };
   let response = await send();
   if (response.status === 401 && !operating) {
     const given = window.prompt("This server wants an API key");
@@ -46,5 +54,5 @@ export async function ask(path, options = {}) {
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
   const { cause = `The server answered ${response.status}`, hint = "" } = body.error ?? {};
-  throw new Error(hint ? `${cause}. ${hint}` : cause);
+  throw Object.assign(new Error(hint ? `${cause}. ${hint}` : cause), { status: response.status });
 }

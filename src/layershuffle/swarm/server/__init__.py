@@ -6,6 +6,6 @@ JSON of the answer. `doors` has keys and certificates, `metrics` what is known o
 `admin` the operator's commands, `operating` what lies on the gateway's machine, and `start` puts
 all of it together.
 
-`page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in
-this process.
+`page` holds the routes of the swarm's page and of tabs that become hosts. That of `layershuffle
+demo`, which runs models of its own, is `layershuffle.page`.
 """

@@ -57,7 +57,8 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     """Add POST /operator/NAME to the gateway's app, for requests with `key`.
 
     `drain`: let `host` finish its visits and take no more (`empty`: it has finished); `readmit`:
-    start a host again that was shut out, was drained or died; `fault`: let a host of this swarm
+    start a host again that was shut out, was drained or died; `kill`: kill the process of a host
+    that this gateway started; `fault`: let a host of this swarm
     fail, by `kind`; `join`: the address, with the
     token, at which a tab becomes a host of the gateway that it reaches at `address`, and its QR
     code as SVG; `roll`: serve the export in the directory `model` instead of the one in `before`.
@@ -102,6 +103,9 @@ async def _carry_out(gateway: Gateway, *, name: CommandName, fields: Fields) -> 
                 hint=f"layershuffle swarm drain {host} takes it out of service",
             )
         coordinator.readmit(host)
+        return {}
+    if name == "kill":
+        coordinator.kill(host)
         return {}
     if name == "fault" and fields.kind is not None:
         # Hosts that joined from elsewhere may be processes of others.

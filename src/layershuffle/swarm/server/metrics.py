@@ -129,7 +129,11 @@ class Metrics(Collector):
             depth=router.depth,
             unreachable_blocks=router.swarm.lacking(router.depth),
             hosts=[
-                HostAnswer.of(host, visits=self.hops.get(host.name, Counter()).total())
+                HostAnswer.of(
+                    host,
+                    visits=self.hops.get(host.name, Counter()).total(),
+                    started_here=host.name in gateway.coordinator.children.names,
+                )
                 for host in router.swarm.values()
             ],
             counters=dict(self.requests),

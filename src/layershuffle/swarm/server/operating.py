@@ -28,7 +28,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
-CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
+CommandName = Literal["drain", "readmit", "kill", "fault", "join", "roll"]
 _FILE = "operator.json"
 _KEY_BYTES = 24
 # Seconds; a roll answers when hosts have loaded another model (`admin.LOAD_SECONDS`).

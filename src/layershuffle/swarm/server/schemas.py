@@ -115,9 +115,12 @@ class HostAnswer(BaseModel):
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
     waiting: int = Field(description="Blocks sent to it and not answered yet.")
     visits: int = Field(description="Visits to it since the gateway started.")
+    started_here: bool = Field(
+        False, description="Whether it is a process that this gateway started."
+    )
 
     @classmethod
-    def of(cls, host: HostView, *, visits: int) -> HostAnswer:
+    def of(cls, host: HostView, *, visits: int, started_here: bool) -> HostAnswer:
         """That of `host`."""
         return cls(
             name=host.name,
@@ -128,6 +131,7 @@ class HostAnswer(BaseModel):
             link_ms=None if host.link is None else host.link * _MILLI,
             waiting=host.waiting,
             visits=visits,
+            started_here=started_here,
         )
 
 
