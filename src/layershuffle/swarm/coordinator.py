@@ -286,17 +286,6 @@ class Coordinator:
             if name in self.children.pids:
                 self.children.signal(name, signal.SIGTERM)
 
-    def kill(self, name: str) -> None:
-        """Kill the process of a host that this gateway started; it stays dead until `readmit`.
-
-        Raises `UsageError` for any other host, and `LayerShuffleError` if it is dead.
-        """
-        # Hosts that dialled in from elsewhere may be processes of others.
-        if name not in self.children.names:
-            raise UsageError(f"This gateway did not start a host {name!r}")
-        self.children.signal(name, signal.SIGKILL)
-        self.children.hold(name)
-
     def readmit(self, name: str) -> None:
         """Bring back a host that was shut out, drained or ended."""
         self.check_known(name)

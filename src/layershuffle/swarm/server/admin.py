@@ -12,6 +12,7 @@ back is the same: what hosts had is still on their disks.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import defaultdict
 from http import HTTPStatus
 from pathlib import Path
@@ -105,7 +106,11 @@ async def _carry_out(gateway: Gateway, *, name: CommandName, fields: Fields) -> 
         coordinator.readmit(host)
         return {}
     if name == "kill":
-        coordinator.kill(host)
+        # Hosts that dialled in from elsewhere may be processes of others.
+        if host not in coordinator.children.names:
+            raise UsageError(f"This gateway did not start a host {host!r}")
+        coordinator.children.signal(host, signal.SIGKILL)
+        coordinator.children.hold(host)  # dead until it is readmitted
         return {}
     if name == "fault" and fields.kind is not None:
         # Hosts that joined from elsewhere may be processes of others.
