@@ -317,6 +317,10 @@ def test_nothing_is_cut_off_or_moves_when_answers_come(browser, address, size, s
     with visit(browser, address, viewport=size, color_scheme=scheme) as tab:
         tab.settled()
         if pictures := os.environ.get("PAGE_PICTURES"):
+            for _ in range(9):  # so that the times are medians
+                tab.page.click("text=Next picture")
+                tab.settled()
+            tab.page.wait_for_function("() => !document.getAnimations().length")
             name = Path(pictures) / f"page-{size['width']}-{scheme}.png"
             tab.page.screenshot(path=name, full_page=True)
         root = "() => [document.documentElement.scrollWidth, window.innerWidth]"
@@ -491,7 +495,10 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
         tab.page.locator("#line", has_text="% right").wait_for()
         assert tab.shifts() == []
         if pictures := os.environ.get("PAGE_PICTURES"):
+            tab.page.uncheck("#send")
+            tab.page.wait_for_function("() => !document.getAnimations().length")
             tab.page.screenshot(path=Path(pictures) / "page-swarm.png", full_page=True)
+            tab.page.check("#send")
         first.get_by_role("button", name="Bring back").focus()
         tab.page.keyboard.press("Enter")
         tab.page.locator("#walk-text", has_text="12 of 12 blocks").wait_for()

@@ -100,8 +100,8 @@ function showState(swarm) {
 function showCounts({ answered = 0, degraded = 0, unanswered = 0, failed = 0 }) {
   const good = answered + degraded;
   const total = good + unanswered + failed;
-  const seen = performance.now();
-  const rate = before ? (1000 * (good - before.good)) / (seen - before.seen) : 0;
+  const moment = performance.now();
+  const rate = before ? (1000 * (good - before.good)) / (moment - before.moment) : 0;
   const words = [`${rate.toFixed(1)} answers a second`];
   if (total) words.push(`${((100 * good) / total).toFixed(1)} % of ${total} answered`);
   if (sent.answered) {
@@ -110,7 +110,7 @@ function showCounts({ answered = 0, degraded = 0, unanswered = 0, failed = 0 }) 
     words.push(`of this page's ${sent.answered} pairs ${share.toFixed(1)} % right${expected}`);
   }
   say(at("line"), words.join(" \u00b7 "));
-  before = { good, seen };
+  before = { good, moment };
 }
 
 // What was seen of the swarm holds no longer.
@@ -209,7 +209,11 @@ async function seen(file) {
 }
 
 // Test pairs one after the other, each once the one before is answered: never more than one.
+let sending = false;
+
 async function sendPairs() {
+  if (sending) return; // one that was ended and begun again within a second goes on
+  sending = true;
   for (let number = 0; at("send").checked; number += 1) {
     const pair = await picture.pairFile(number);
     try {
@@ -222,6 +226,7 @@ async function sendPairs() {
     }
     await pause();
   }
+  sending = false;
 }
 
 async function look() {
