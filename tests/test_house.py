@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "analysis": ("core", "images", "models", "data", "scoring"),
     "study": ("core", "models", "data", "scoring", "training", "merging", "analysis"),
     "swarm": ("core", "images", "models", "data", "scoring", "export"),
+    # The page of the demo has the limits and the files of a gateway, which knows nothing of it.
+    "page": ("core", "images", "models", "data", "scoring", "swarm"),
 }
 # The command line imports everything, and nothing imports it.
 COMMANDS = ("cli", "__main__")

@@ -130,6 +130,11 @@ class Visit:
         self.page.locator(".answer.waiting").first.wait_for(state="hidden")
         self.page.locator("#status", has_text="test pictures").wait_for()
 
+    def answered(self) -> None:
+        """Wait for the answer of the swarm to the picture that is shown."""
+        self.page.locator("#answer.waiting").wait_for(state="hidden")
+        self.page.locator("#status", has_text="The swarm answers").wait_for()
+
 
 @contextmanager
 def chromium() -> Iterator[Any]:

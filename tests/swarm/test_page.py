@@ -2,35 +2,44 @@
 
 import asyncio
 import io
+import json
 import re
+import subprocess
+import sys
 import threading
 import tomllib
-from unittest.mock import Mock
+from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from gateway_site import run, sent
 from PIL import Image
 
 import layershuffle as ls
+from common import SIZE
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
-from layershuffle.data.transforms import PixelFinish
+from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.images.pixels import read_image
 from layershuffle.models import read_record, truncate
-from layershuffle.scoring.predict import predict
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import pair_names
-from layershuffle.swarm.server.page import HEADERS, demo_app
-from layershuffle.swarm.server.workbench import (
+from layershuffle.page.app import demo_app
+from layershuffle.page.workbench import (
     ORDINARY,
     OURS,
     Workbench,
+    same_training,
+    title_of,
     workbench_of,
 )
+from layershuffle.scoring.predict import predict
+from layershuffle.swarm.server.admission import GatewayLimits
+from layershuffle.swarm.server.images import pair_names
+from layershuffle.swarm.server.page import HEADERS, runtime
 from pictures import DIGIT_VIEW
 from waiting import HANGS, until
 
@@ -66,17 +75,18 @@ def post(workbench, path, order, file=b""):
 
 
 def test_scripts_and_styles_are_small_and_stand_in_no_page(repository):
-    files = {path.name: path.read_text("utf-8") for path in asset("page").glob("*.[hjc][ts]*")}
-    assert sum(len(files[name].encode()) for name in files if name != "pairs.json") <= MOST_BYTES
-    page = files["index.html"]
-    assert (
-        re.findall(r"<style|\son\w+=|\sstyle=|javascript:|<script(?! type=\"module\" src)", page)
-        == []
-    )
-    # Nothing comes from elsewhere, and one link leads there.
-    urls = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["urls"]
-    addresses = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[^\"]+", "".join(files.values()))
-    assert addresses == [urls["Documentation"]]
+    rooms = asset("page"), asset("swarm")
+    files = {path: path.read_text("utf-8") for room in rooms for path in room.glob("*.[hjc][ts]*")}
+    assert sum(len(text.encode()) for text in files.values()) <= MOST_BYTES
+    inline = r"<style|\son\w+=|\sstyle=|javascript:|<script(?! type=\"module\" src)"
+    # Nothing comes from elsewhere, and one link of each page leads there.
+    documents = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["urls"]
+    begin = documents["Documentation"].rpartition("/")[0]
+    for path, text in files.items():
+        addresses = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[^\"]+", text)
+        assert len(addresses) == (path.suffix == ".html")
+        assert all(address.startswith(begin) for address in addresses)
+        assert re.findall(inline, text) == [] or path.suffix != ".html"
 
 
 def test_every_file_of_the_page_goes_out_under_its_policy(workbench):
@@ -100,13 +110,67 @@ def test_other_names_are_not_looked_up_on_the_disk(workbench, name):
     assert ask(workbench, "GET", f"/page/{name}").status_code == 404
 
 
-def test_both_models_were_refined_for_as_long_and_the_page_says_it():
+# --- what is said of the models -------------------------------------------------------------------
+
+
+def test_the_shipped_models_were_trained_for_as_long_and_the_page_says_it(workbench):
+    facts = ask(workbench, "GET", "/page/facts").json()
+    assert facts["models"] == {
+        "ours": {"name": OURS, "title": "Shuffled model"},
+        "ordinary": {"name": ORDINARY, "title": "Ordinary model"},
+    }
     records = [read_record(asset(name.removeprefix("bundled:"))) for name in (OURS, ORDINARY)]
     ours, ordinary = (record["settings"] for record in records)
     same = ("model", "data", "steps", "batch_size", "lr", "schedule")
     assert [ours[name] for name in same] == [ordinary[name] for name in same]
-    words = f"for as long, {ours['steps']:,} steps on the same pairs"
-    assert words in " ".join(asset("page", "index.html").read_text().split())
+    assert f"for {ours['steps']:,} steps on digit-pairs" in facts["training"]
+
+
+@pytest.mark.parametrize("specs", [(ORDINARY, OURS), (OURS, "bundled:digits"), (OURS, OURS)])
+def test_a_packaged_name_alone_makes_no_claim(specs):
+    """The second of `digits` was trained for 3,000 steps, and two others are not compared."""
+    first, second = specs
+    facts = workbench_of(first, beside=second).facts()
+    titles = {
+        ORDINARY: "Ordinary model",
+        OURS: "Shuffled model",
+        "bundled:digits": "Ordinary model",
+    }
+    assert facts["models"]["ours"]["title"] == titles[first]
+    assert facts["models"]["ordinary"]["title"] == titles[second]
+    assert facts["training"] == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "title"),
+    [
+        ({}, "Model"),
+        ({"method": "baseline", "policy": {"policy": "sequential"}}, "Ordinary model"),
+        ({"method": "anyorder", "policy": {"policy": "shuffled"}}, "Shuffled model"),
+        ({"method": "baseline", "policy": {"policy": "shuffled", "p": 0.2}}, "Shuffled model"),
+        (
+            {"method": "layerdrop", "policy": {"policy": "layerdrop", "p": 0.2}},
+            "Model of layerdrop",
+        ),
+        (
+            {"method": "baseline", "policy": {"policy": "sequential", "depth": [3, None]}},
+            "Model of baseline",
+        ),
+    ],
+)
+def test_a_title_says_how_a_model_was_trained(record, title):
+    assert title_of(record) == title
+
+
+def test_the_length_of_a_training_is_in_steps_or_in_epochs():
+    shuffled = {"policy": {"policy": "shuffled"}}
+    ordinary = {"policy": {"policy": "sequential"}}
+    settings = {"model": "m", "data": "d", "steps": None, "epochs": 2.0, "lr": 0.1}
+    of_both = same_training({**shuffled, "settings": settings}, {**ordinary, "settings": settings})
+    assert of_both.startswith("Both were fine-tuned for 2 epochs on d: ")
+    longer = {**settings, "epochs": 3.0}
+    for other in ({**ordinary, "settings": longer}, ordinary, {}):
+        assert same_training({**shuffled, "settings": settings}, other) == ""
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -161,6 +225,33 @@ def test_an_answer_has_classes_and_times(workbench):
     assert named == [guess.label for guess in prediction.top]
 
 
+def test_every_thread_has_run_every_model_before_the_first_time_is_shown(workbench):
+    class Watched(Workbench):
+        def _logits(self, role, batch, order):
+            runs.add((threading.current_thread().name, role))
+            return super()._logits(role, batch, order)
+
+    runs = set()
+    Watched(workbench.models, names=workbench.names).pool.shutdown()
+    assert sorted(role for _, role in runs) == ["ordinary", "ordinary", "ours", "ours"]
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_the_picture_of_a_file_is_what_the_models_see(workbench, tmp_path, kind):
+    """A photograph on its side, larger than the model's images, in every format."""
+    pixels = torch.randint(0, 256, (100, 60, 3), generator=torch.Generator().manual_seed(0))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    path = tmp_path / f"photograph.{kind.lower()}"
+    Image.fromarray(pixels.to(torch.uint8).numpy()).save(path, kind, exif=turned)
+    answer = post(workbench, "/page/picture", "", path.read_bytes())
+    with Image.open(io.BytesIO(answer.content)) as seen:
+        shown = torch.from_numpy(np.array(seen))[None]
+    expected = PlainTransform(workbench.view)(read_image(path, 1, place=path))
+    assert torch.equal(shown, expected)
+
+
 @pytest.mark.parametrize("order", ["", "12", "1,x", "3+3", ",".join(["0"] * 97)])
 def test_invalid_orders_are_refused_with_the_reason(workbench, order):
     answer = post(workbench, "/page/answer", order, asset("digit-pair.png").read_bytes())
@@ -169,33 +260,23 @@ def test_invalid_orders_are_refused_with_the_reason(workbench, order):
 
 
 def test_files_that_are_no_images_are_refused_with_the_reason(workbench):
-    assert post(workbench, "/page/answer", "0").status_code == 422
-    answer = post(workbench, "/page/answer", "0", b"no image")
-    assert answer.status_code == 422
-    assert "cannot be read" in answer.json()["error"]["cause"]
-    large = post(workbench, "/page/answer", "0", bytes(17 << 20))
-    assert large.status_code == 413
+    for path in ("/page/answer", "/page/picture"):
+        assert post(workbench, path, "0").status_code == 422
+        answer = post(workbench, path, "0", b"no image")
+        assert answer.status_code == 422
+        assert "Cannot read image" in answer.json()["error"]["cause"]
+        assert "TIFF" in answer.json()["error"]["hint"]
+        large = post(workbench, path, "0", bytes(17 << 20))
+        assert large.status_code == 413
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
 def test_requests_of_other_sites_keep_no_model_busy(workbench, site):
     headers = {"Sec-Fetch-Site": site}
-    for path in ("/page/score", "/page/answer"):
+    for path in ("/page/score", "/page/answer", "/page/picture"):
         file = asset("digit-pair.png").read_bytes()
         answer = ask(workbench, "POST", f"{path}?order=0", content=file, headers=headers)
         assert answer.status_code == (200 if site in ("same-origin", "none") else 403)
-
-
-def test_a_load_that_failed_is_tried_again(workbench, monkeypatch):
-    workbench_of = Mock(side_effect=[OSError("Too many open files"), workbench])
-    monkeypatch.setattr("layershuffle.swarm.server.workbench.workbench_of", workbench_of)
-    monkeypatch.setattr("layershuffle.swarm.server.page.takes_pairs", lambda *_: True)
-
-    async def go(place):
-        return [(await place.client.get("/page/facts")).status_code for _ in range(3)]
-
-    assert run(go, page=True, raises=False) == [500, 200, 200]
-    assert workbench_of.call_count == 2
 
 
 def test_models_that_differ_do_not_share_a_page(workbench):
@@ -271,7 +352,8 @@ def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp
     bench = workbench_of(spec, beside=spec, data=f"folder:{tmp_path}")
     facts = ask(bench, "GET", "/page/facts").json()
     assert facts["pairs"]
-    assert facts["models"] == {"ours": spec, "ordinary": spec}
+    foreign = {"name": spec, "title": "Model"}  # nobody knows how it was trained
+    assert facts["models"] == {"ours": foreign, "ordinary": foreign}
     labels = ask(bench, "GET", "/page/pairs.json").json()
     assert sorted(labels) == ["black"] * 3 + ["white"] * 3
     with Image.open(io.BytesIO(ask(bench, "GET", "/page/pairs.png").content)) as sheet:
@@ -285,3 +367,36 @@ def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp
         guesses = logits_of(model(bench.pictures.images)).argmax(-1)
     right = int((guesses == bench.pictures.classes).sum())
     assert answer == {"order": "2,0,1", "right": {"ours": right, "ordinary": right}, "of": 6}
+
+
+# --- the page of a swarm --------------------------------------------------------------------------
+
+
+def test_no_visitor_brings_torch_into_a_gateway():
+    """Pages, files, answers, status, metrics and commands, in a process of their own."""
+    words = [sys.executable, Path(__file__).with_name("visited.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=4 * HANGS, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["imported"] == []
+    of_the_demo = {f"/page/{name}" for name in ("page.js", "strip.js")}
+    no_runtime = {"/join"} if runtime() is None else set()
+    expected = dict.fromkeys(of_the_demo, 404) | dict.fromkeys(no_runtime, 501) | {"no image": 422}
+    assert seen["statuses"] == dict.fromkeys(seen["statuses"], 200) | expected
+    assert len(seen["statuses"]) > 20
+
+
+def test_the_page_of_a_swarm_knows_the_size_of_its_pictures_and_nothing_of_other_models():
+    async def go(place):
+        facts = (await place.client.get("/page/facts")).json()
+        asked = [
+            (await place.client.post(f"/page/{name}?order=0")).status_code
+            for name in ("answer", "score", "picture")
+        ]
+        strip = await place.client.get("/page/strip.js")
+        return facts, asked, strip.status_code
+
+    facts, asked, strip = run(go, page=True)
+    assert facts == {"width": SIZE, "height": SIZE, "pairs": False}
+    assert asked == [405, 405, 405]
+    assert strip == 404

@@ -1,5 +1,5 @@
-"""The page in chromium: rearranged by buttons, by dragging and by keyboard alone, at both widths;
-hosts are killed by a click while pairs are answered.
+"""The pages of the demo and of a swarm in chromium: blocks are rearranged by buttons, by dragging
+and by keyboard alone, at both widths; hosts are killed by a click while pairs are answered.
 
 Screenshots go to the directory of the environment variable PAGE_PICTURES, if that is set.
 """
@@ -15,29 +15,37 @@ from pathlib import Path
 import pytest
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
+from PIL import Image
 
 from layershuffle.ground.bundled import asset
+from layershuffle.page.app import demo_app
+from layershuffle.page.workbench import ORDINARY, OURS, workbench_of
 from layershuffle.swarm.served import ServedModel
 from layershuffle.swarm.server.admin import add_operator
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.page import demo_app
 from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.server.workbench import ORDINARY, OURS, workbench_of
 from layershuffle.swarm.service import running_service
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
 SEQUENTIAL = ",".join(map(str, range(12)))
+BLANK = "\u00a0"
 
 
 @pytest.fixture(scope="module")
-def address():
+def workbench():
+    """The shipped models."""
+    return workbench_of(OURS, beside=ORDINARY)
+
+
+@pytest.fixture(scope="module")
+def address(workbench):
     """The demo, served by this process."""
 
     @asynccontextmanager
     async def making():
         loading = asyncio.get_running_loop().create_future()
-        loading.set_result(workbench_of(OURS, beside=ORDINARY))
+        loading.set_result(workbench)
         yield demo_app(loading)
 
     with served(making) as url:
@@ -70,7 +78,10 @@ def test_the_first_view_of_the_page(tab):
     assert tab.text("#ordinary .verdict").startswith("\u2717 it is ")
     ours, ordinary = scores(tab)
     assert (ours >= 90, ordinary <= 10) == (True, True)
-    assert re.fullmatch(r"\d+\.?\d* ms", tab.text("#ours .foot"))
+    assert re.fullmatch(r"A forward pass takes \d+\.?\d* ms", tab.text("#ours .foot"))
+    assert tab.text("#ours h2") == "Shuffled model"
+    assert tab.text("#ordinary h2") == "Ordinary model"
+    assert "8,000 steps on digit-pairs" in tab.text("#training")
     # The first order is none of the three that buttons give: no button looks chosen.
     buttons = tab.page.locator("[data-order]")
     grounds = buttons.evaluate_all("all => all.map((b) => getComputedStyle(b).backgroundColor)")
@@ -183,12 +194,133 @@ def test_other_pictures_are_classified(tab):
     assert tab.text("#picture-text") == "Draw two digits, one in each half."
 
 
+def blank(tab):
+    """Whether nothing is painted on the canvas."""
+    pixels = tab.page.evaluate(
+        "() => [...document.getElementById('canvas').getContext('2d')"
+        ".getImageData(0, 0, 20, 12).data]"
+    )
+    return set(pixels) == {0, 255}
+
+
+def nothing_is_said(tab):
+    """Whether no card has an answer, a score or a caption."""
+    parts = [f"#{card} .{part}" for card in ("ours", "ordinary") for part in ("verdict", "right")]
+    said = {tab.page.text_content(part) for part in parts}
+    guesses = {tab.text(f"#{card} .guess") for card in ("ours", "ordinary")}
+    return (said, guesses) == ({BLANK}, {"\u2013"})
+
+
+def test_what_is_said_of_an_order_goes_with_it(tab):
+    """Before the answers for another one are there."""
+    asked = []
+
+    def hold(route):
+        asked.append(route)
+
+    tab.page.route("**/page/answer?*", hold)
+    with tab.page.expect_request("**/page/answer?*"):
+        tab.page.click("text=Sequential")
+    for card in ("ours", "ordinary"):
+        for part in ("verdict", "right", "foot"):
+            assert tab.page.text_content(f"#{card} .{part}") == BLANK
+    assert tab.page.text_content("#status") == ""
+    asked[0].continue_()
+    tab.settled()
+    assert min(scores(tab)) >= 75
+
+
+def test_a_refused_order_leaves_no_answer_and_another_picture_its_own_order(tab):
+    tab.page.locator("#order").fill("3,12")
+    tab.page.keyboard.press("Enter")
+    assert tab.text("#order-error") == "There is no block 12: they are 0 to 11"
+    assert nothing_is_said(tab)
+    tab.page.click("text=Next picture")
+    tab.settled()
+    assert (tab.order(), tab.text("#order-error")) == (FIRST, "")
+
+
+def test_a_server_that_is_gone_leaves_no_answer(tab):
+    tab.page.route("**/page/answer?*", lambda route: route.abort())
+    tab.page.click("text=Reverse")
+    tab.page.locator("#ours .foot", has_text="The server does not answer").wait_for()
+    assert nothing_is_said(tab)
+    assert "The server does not answer" in tab.text("#status")
+    tab.errors.clear()  # the browser's own line
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "GIF", "BMP", "WEBP"])
+def test_a_file_is_opened_as_often_as_it_is_chosen(tab, tmp_path, kind):
+    path = tmp_path / f"pair.{kind.lower()}"
+    with Image.open(asset("digit-pair.png")) as image:
+        image.convert("L").save(path, kind)
+    for _ in range(2):
+        with tab.page.expect_response("**/page/picture") as shown:
+            tab.page.set_input_files("#file", str(path))
+        assert shown.value.status == 200
+        tab.page.locator("#picture-text", has_text=path.name).wait_for()
+        tab.settled()
+        assert tab.text("#ours .guess") == "42"
+        assert not blank(tab)
+        tab.page.click("text=Next picture")
+        tab.settled()
+
+
+def test_a_refused_file_leaves_no_picture_and_is_read_out(tab, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("no image")
+    tab.page.set_input_files("#file", str(path))
+    tab.page.locator("#status", has_text="notes.txt: Cannot read image").wait_for()
+    assert tab.page.get_attribute("#status", "aria-live") == "polite"
+    assert "notes.txt" in tab.text("#picture-text")
+    assert blank(tab)
+    assert nothing_is_said(tab)
+    assert all("422" in error for error in tab.errors)  # the browser's own line
+    tab.errors.clear()
+
+
+def test_clicks_while_the_models_are_loaded_are_carried_out(browser, workbench, tmp_path):
+    release = []
+
+    @asynccontextmanager
+    async def making():
+        loop = asyncio.get_running_loop()
+        loading = loop.create_future()
+        release.append(lambda: loop.call_soon_threadsafe(loading.set_result, workbench))
+        yield demo_app(loading)
+
+    with served(making) as url, visit(browser, url) as tab:
+        tab.page.locator("#status", has_text="being loaded").wait_for()
+        tab.page.click("text=Next picture")
+        tab.page.locator("#order").fill("0,1,2")
+        tab.page.locator("#order").press("Enter")
+        tab.page.click("text=Reverse")
+        release[0]()
+        tab.settled()
+        assert tab.order() == "2,1,0"
+        assert tab.text("#picture-text").startswith("48")  # the second one
+
+
+def test_without_scripts_the_page_says_so(browser, address, gateway_address):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    for url in (address, gateway_address):
+        page.goto(url)
+        assert page.text_content("noscript").split()[:4] == ["This", "page", "needs", "JavaScript."]
+        assert page.is_visible("noscript p")
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1600", "360"])
 def test_nothing_is_cut_off_or_moves_when_answers_come(browser, address, size, scheme):
     with visit(browser, address, viewport=size, color_scheme=scheme) as tab:
         tab.settled()
         if pictures := os.environ.get("PAGE_PICTURES"):
+            for _ in range(9):  # so that the times are medians
+                tab.page.click("text=Next picture")
+                tab.settled()
+            tab.page.wait_for_function("() => !document.getAnimations().length")
             name = Path(pictures) / f"page-{size['width']}-{scheme}.png"
             tab.page.screenshot(path=name, full_page=True)
         root = "() => [document.documentElement.scrollWidth, window.innerWidth]"
@@ -210,6 +342,22 @@ def test_answers_and_blocks_are_on_one_screen_of_a_phone(browser, address):
             box = tab.page.locator(part).bounding_box()
             assert box["y"] >= 0, part
             assert box["y"] + box["height"] <= size["height"], part
+        assert tab.page.is_visible("#blocks-title")
+
+
+def test_a_phone_shows_the_whole_order(browser, address):
+    with visit(browser, address, viewport=NARROW) as tab:
+        tab.settled()
+        for order in (FIRST, ",".join([SEQUENTIAL] * 3)):
+            tab.page.locator("#order").fill(order)
+            tab.page.locator("#order").press("Enter")
+            tab.settled()
+            assert tab.order() == order
+            inner, outer = tab.page.eval_on_selector(
+                "#order",
+                "e => [[e.scrollWidth, e.scrollHeight], [e.clientWidth, e.clientHeight]]",
+            )
+            assert inner == outer
 
 
 def test_an_error_stands_where_the_answers_would(tab):
@@ -224,7 +372,7 @@ def test_an_error_stands_where_the_answers_would(tab):
 
 
 def test_the_time_is_the_median_of_the_last_ten(tab):
-    times = iter([50, *[3] * 5, *[1] * 5])
+    times = iter([50, *[3] * 5, *[1] * 5, 7])
 
     def answer(route):
         got = route.fetch().json()
@@ -237,8 +385,11 @@ def test_the_time_is_the_median_of_the_last_ten(tab):
         with tab.page.expect_response("**/page/answer?*"):
             tab.page.click("text=Next picture")
         tab.settled()
-        seen.append(tab.text("#ours .foot").rpartition(" \u00b7 ")[2])
-    assert seen[-1] == "2.0 ms"  # 3 and 1, five times each; the 50 is gone
+        seen.append(tab.text("#ours .foot"))
+    assert seen[-1] == "A forward pass takes 2.0 ms (median of 10)"  # the 50 is gone
+    tab.page.click("text=Reverse")  # of another order other times
+    tab.settled()
+    assert tab.text("#ours .foot") == "A forward pass takes 7.0 ms"
 
 
 def test_a_finger_drags_blocks_and_draws(browser, address):
@@ -277,7 +428,7 @@ def test_scripts_are_checked_by_node(tmp_path):
     node = shutil.which("node")
     if node is None:
         pytest.skip("there is no node")
-    for script in (*asset("page").glob("*.js"), *asset("join").glob("*.js")):
+    for script in [path for room in ("page", "swarm", "join") for path in asset(room).glob("*.js")]:
         copy = tmp_path / f"{script.stem}.mjs"  # by its name node takes it for a module
         copy.write_bytes(script.read_bytes())
         done = subprocess.run([node, "--check", copy], capture_output=True, text=True, check=False)
@@ -321,7 +472,7 @@ def test_without_the_key_nothing_can_be_broken(browser, gateway_address):
 
 def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
     with visit(browser, f"{gateway_address}/#{KEY}") as tab:
-        tab.settled()
+        tab.answered()
         assert KEY not in tab.page.evaluate("() => window.location.href")
         hosts = tab.page.locator("#hosts .host")
         hosts.nth(3).wait_for()
@@ -333,6 +484,9 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
             first.get_by_role("button", name="Kill").click()
         assert broken.value.status == 200
         first.get_by_text("is dead").wait_for()
+        tab.page.locator(
+            "#now", has_text="3 of 4 hosts work \u00b7 9 of 12 blocks can run"
+        ).wait_for()
         # Of one answer: another may be sure after nine blocks, and skips the rest for that.
         nine = '#walk-text:has-text("9 of 12 blocks")'
         gone = '#skipped:has-text("host host-1 is gone")'
@@ -341,7 +495,10 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(browser, gateway_address):
         tab.page.locator("#line", has_text="% right").wait_for()
         assert tab.shifts() == []
         if pictures := os.environ.get("PAGE_PICTURES"):
+            tab.page.uncheck("#send")
+            tab.page.wait_for_function("() => !document.getAnimations().length")
             tab.page.screenshot(path=Path(pictures) / "page-swarm.png", full_page=True)
+            tab.page.check("#send")
         first.get_by_role("button", name="Bring back").focus()
         tab.page.keyboard.press("Enter")
         tab.page.locator("#walk-text", has_text="12 of 12 blocks").wait_for()
@@ -363,7 +520,8 @@ def one_of_each():
         hosts.append({**host, "compute_ms": 1.5, "visits": 3})
         hop = {"host": name, "block": place, "begun_ms": 9 * place, "ms": 30, "outcome": outcome}
         route.append({**hop, "why": MARKUP if place else ""})
-    swarm = {"hosts": hosts, "counters": {"answered": 3}}
+    swarm = {"hosts": hosts, "counters": {"answered": 3}, "model": MARKUP, "depth": 12}
+    swarm |= {"unreachable_blocks": [10, 11], "expected": None, "expected_why": MARKUP}
     top = [{"label": MARKUP, "index": 0, "probability": 1.0}]
     answer = {"top": top, "depth": 12, "blocks": [0, 5], "route": route, "ms": {"total": 70}}
     answer |= {"skipped": [{"block": 3, "why": MARKUP}], "expected": None, "expected_why": ""}
@@ -379,7 +537,7 @@ def test_hosts_in_every_condition_can_be_read_at_every_size(browser, gateway_add
         tab.page.route("**/v1/swarm", lambda route: route.fulfill(json=swarm))
         tab.page.route("**/v1/classify?*", lambda route: route.fulfill(json=answer))
         tab.page.reload()
-        tab.settled()
+        tab.answered()
         tab.page.locator("#hosts .host").nth(4).wait_for()
         tab.page.check("#send")
         tab.page.locator("#walk-text", has_text="2 of 12 blocks in 70 ms").wait_for()
@@ -399,8 +557,6 @@ def test_hosts_in_every_condition_can_be_read_at_every_size(browser, gateway_add
 
 
 def test_a_model_of_other_images_answers_through_the_swarm(browser):
-    """Its blocks lie on the hosts alone: the gateway has none to try orders on."""
-
     @asynccontextmanager
     async def making():
         async with site(page=True, model="pico") as place:
@@ -408,14 +564,12 @@ def test_a_model_of_other_images_answers_through_the_swarm(browser):
 
     with served(making) as url, visit(browser, url) as tab:
         tab.page.locator("#hosts .host").nth(2).wait_for()
-        assert not tab.page.is_visible("#ordinary")
-        assert not tab.page.is_visible("#blocks")
         with tab.page.expect_response("**/v1/classify?*") as answered:
             tab.page.click("#canvas")
         answer = answered.value.json()
         assert sorted(answer["blocks"]) == [0, 1, 2, 3]
         label = answer["top"][0]["label"]
-        tab.page.locator("#ours .guess", has_text=label).wait_for()
-        assert "never calibrated" in tab.text("#ours .foot")
+        tab.page.locator("#answer .guess", has_text=label).wait_for()
+        assert "never calibrated" in tab.text("#answer .foot")
         tab.page.locator("#walk-text", has_text="4 of 4 blocks").wait_for()
         assert tab.page.locator(".visit").count() == len(answer["route"])

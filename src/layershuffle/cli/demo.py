@@ -14,7 +14,7 @@ from layershuffle.ground.extras import require
 from layershuffle.ground.machine import collector_paused
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.server.workbench import Workbench
+    from layershuffle.page.workbench import Workbench
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class PageCommand(Command):
         return 0
 
     async def _serve(self) -> None:
-        from layershuffle.swarm.server.page import demo_app
+        from layershuffle.page.app import demo_app
         from layershuffle.swarm.server.run import listening
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.
@@ -69,7 +69,7 @@ class PageCommand(Command):
 
     def _load(self) -> Workbench:
         with collector_paused():
-            from layershuffle.swarm.server.workbench import ORDINARY, OURS, workbench_of
+            from layershuffle.page.workbench import ORDINARY, OURS, workbench_of
 
             if self.model is None:
                 return workbench_of(OURS, beside=ORDINARY)

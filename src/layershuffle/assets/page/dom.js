@@ -33,7 +33,15 @@ export const mayKill = () => operator !== "";
 export async function ask(path, options = {}) {
   const operating = path.startsWith("operator/");
   const keys = (own) => own && { Authorization: `Bearer ${own}` };
-  const send = () => fetch(path, { ...options, headers: { ...options.headers, ...keys(operating ? operator : key) } });
+  const send = async () => {
+    const headers = { ...options.headers, ...keys(operating ? operator : key) };
+    try {
+      return await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Error("The server does not answer. If it has ended, start it again", { cause: error });
+    }
+  };
   let response = await send();
   if (response.status === 401 && !operating) {
     const given = window.prompt("This server wants an API key");
@@ -46,5 +54,5 @@ export async function ask(path, options = {}) {
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
   const { cause = `The server answered ${response.status}`, hint = "" } = body.error ?? {};
-  throw new Error(hint ? `${cause}. ${hint}` : cause);
+  throw Object.assign(new Error(hint ? `${cause}. ${hint}` : cause), { status: response.status });
 }

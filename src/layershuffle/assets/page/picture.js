@@ -6,10 +6,12 @@ const FINE = 16; // dots of the drawing per pixel of the model
 const PEN = 1.5; // pixels; the digits of the data have strokes as wide
 const ACROSS = 10; // pictures in a row of the sheet
 
+// `facts`: width and height of the model's images; `changed`: called for every other picture;
+// `seen`: what of a file is shown, as a promise of a bitmap, rejected for a file that is refused.
 export class Picture {
-  constructor(facts, changed) {
-    this.facts = facts;
+  constructor(facts, { changed, seen }) {
     this.changed = changed;
+    this.seen = seen;
     this.canvas = at("canvas");
     this.canvas.width = facts.width;
     this.canvas.height = facts.height;
@@ -21,6 +23,7 @@ export class Picture {
     this.number = -1;
     this.label = null; // the class of a test picture, as text
     this.given = null; // a file, sent as it is
+    this.opened = 0; // files and other pictures until now: only the newest is shown
     this.drawing = false;
     this.empty = true; // nothing to answer for
     this.listen();
@@ -33,17 +36,18 @@ export class Picture {
     ]);
     this.sheet = sheet;
     this.labels = labels;
-    at("next").disabled = false;
   }
 
   showPair(number) {
     const { width, height } = this.canvas;
+    this.opened += 1;
     this.number = number % this.labels.length;
     const [left, top] = [(this.number % ACROSS) * width, Math.floor(this.number / ACROSS) * height];
     this.pen.drawImage(this.sheet, left, top, width, height, 0, 0, width, height);
     this.label = this.labels[this.number];
     this.given = null;
-    this.drawing = this.empty = false;
+    this.drawing = false;
+    this.empty = false;
     say(at("picture-text"), `${this.label}, never seen in training.`);
     this.changed();
   }
@@ -61,8 +65,11 @@ export class Picture {
 
   // A blank sheet. Nothing is asked before there is ink.
   blank() {
-    this.label = this.given = null;
-    this.drawing = this.empty = true;
+    this.opened += 1;
+    this.label = null;
+    this.given = null;
+    this.drawing = true;
+    this.empty = true;
     this.ink.fillStyle = this.pen.fillStyle = "#000";
     this.ink.fillRect(0, 0, this.paper.width, this.paper.height);
     this.pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
@@ -76,14 +83,30 @@ export class Picture {
   }
 
   async open(file) {
-    const image = await createImageBitmap(file).catch(() => null);
-    if (!image) return say(at("picture-text"), "That file is no image.");
+    this.opened += 1;
+    const turn = this.opened;
+    let image;
+    try {
+      image = await this.seen(file);
+    } catch (error) {
+      if (turn === this.opened) this.refuse(`${file.name}: ${error.message}`);
+      return;
+    }
+    if (turn !== this.opened) return;
     this.pen.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
     this.label = null;
     this.given = file;
-    this.drawing = this.empty = false;
+    this.drawing = false;
+    this.empty = false;
     say(at("picture-text"), file.name);
-    return this.changed();
+    this.changed();
+  }
+
+  // A file that cannot be answered for: no picture and no answer of before stays beside the reason.
+  refuse(message) {
+    this.blank();
+    say(at("picture-text"), message);
+    say(at("status"), message);
   }
 
   // Every pixel is the mean of its dots, as the digits of the data were made.
@@ -146,7 +169,9 @@ export class Picture {
     });
     at("next").addEventListener("click", () => this.showPair(this.number + 1));
     at("file").addEventListener("change", (event) => {
-      if (event.target.files[0]) this.open(event.target.files[0]);
+      const [file] = event.target.files;
+      event.target.value = ""; // or the same file could not be opened again
+      if (file) this.open(file);
     });
     const card = at("picture");
     card.addEventListener("dragover", (event) => event.preventDefault());

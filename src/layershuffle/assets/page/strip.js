@@ -85,11 +85,13 @@ function leaveOut(rounds, place) {
   return rest.length ? rest : rounds; // an order has a block at least
 }
 
+// `changed`: called with every order, as text; `refused`: called when one that was typed is none.
 export class Strip {
-  constructor(depth, changed) {
+  constructor(depth, { changed, refused }) {
     this.depth = depth;
     this.changed = changed;
     this.rounds = sequential(depth);
+    this.refused = false; // whether the field holds an order that was refused
     this.place = [0, 0];
     this.list = at("strip");
     this.list.addEventListener("keydown", (event) => this.type(event));
@@ -107,8 +109,19 @@ export class Strip {
         // Where it was typed, not in the line below the page's fold.
         say(at("order-error"), error.message);
         at("order").setAttribute("aria-invalid", "true");
+        this.refused = true;
+        refused();
       }
     });
+    at("order").addEventListener("input", () => this.grow());
+    window.addEventListener("resize", () => this.grow());
+  }
+
+  // The field is as high as its order, which is seen whole.
+  grow() {
+    const field = at("order");
+    field.style.blockSize = "auto";
+    field.style.blockSize = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
   }
 
   rearrange(how) {
@@ -171,7 +184,9 @@ export class Strip {
       ...out.map((block) => this.spare(block)),
     );
     at("order").value = format(rounds);
+    this.grow();
     at("order").removeAttribute("aria-invalid");
+    this.refused = false;
     say(at("order-error"), "");
     this.mark();
     if (focused) this.tile()?.focus();

@@ -6,6 +6,6 @@
 gateway, `admin` the operator's commands, `operating` the word on what will fail, and `start` puts
 all of it together.
 
-`page` holds the files and routes of the pages, for a swarm and for the models of `workbench` in
-this process.
+`page` holds the routes of the swarm's page and of tabs that become hosts. That of `layershuffle
+demo`, which runs models of its own, is `layershuffle.page`.
 """

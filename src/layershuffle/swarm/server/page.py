@@ -1,39 +1,29 @@
-"""The pages of this package: that of a model, for a swarm and for `demo`, and that of a tab that is
-a host.
+"""The pages of a gateway: that of its swarm, and that of a tab that is a host.
 
-The files are package data, a few dozen kilobytes in total, and are served unchanged. This module
-imports no torch, so the page of `layershuffle demo` is served before its models are loaded;
-requests that need them wait.
+They are files of this package, a few dozen kilobytes in total, that are served unchanged and ask
+the API of the gateway. No model runs in its process for them, and torch is not imported.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache, partial
+from collections.abc import Iterable
 from http import HTTPStatus
 from importlib.util import find_spec
 from mimetypes import MimeTypes
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from layershuffle.ground.bundled import asset, packaged_file
-from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits
-from layershuffle.swarm.server.errors import answer_plainly
+from layershuffle.ground.bundled import asset
 from layershuffle.swarm.server.images import takes_pairs
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.gateway import Gateway
-    from layershuffle.swarm.server.workbench import Workbench
 
 HEADERS = {
     # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
@@ -50,7 +40,10 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _KINDS = MimeTypes()  # of the standard library's own table, whatever this machine's says
-_SECONDS = 10.0  # that an answer for the page may take
+# Of the demo's page, for the page of a swarm.
+_SHARED = (
+    "card.js", "dom.js", "icon.svg", "page.css", "pairs.json", "pairs.png", "picture.js",
+)  # fmt: skip
 _MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
 
     pip install 'layershuffle[browser]'
@@ -83,113 +76,29 @@ def file_routes(page: str, below: str, *, paths: Iterable[Path], policy: str = "
     return [Route(page, file), Route(f"{below}/{{name}}", file)]
 
 
-# --- the page of a model --------------------------------------------------------------------------
-
-
-def page_routes(
-    facts: Callable[[], Awaitable[dict[str, Any]]],
-    workbench: Callable[[], Awaitable[Workbench]],
-    *,
-    admission: Admission,
-) -> list[Route]:
-    """The routes of the page, for any Starlette app. `facts`: what it loads first: depth, width and
-    height of the images, whether there are test pictures (`pairs`), the models of this process by
-    role, and the name of the model whose hosts answer at /v1/classify (`swarm`).
-
-    The page's files need no key, because browsers send none with them.
-    """
-
-    async def send_facts(request: Request) -> Response:
-        await admission.admit(request)
-        return JSONResponse(await facts(), headers=HEADERS)
-
-    async def pictures(request: Request) -> Response:
-        await admission.admit(request)
-        sheet, names = (await workbench()).sheet
-        if request.url.path.endswith("png"):
-            return Response(sheet, headers=HEADERS, media_type="image/png")
-        return JSONResponse(names, headers=HEADERS)
-
-    async def ask(request: Request) -> Response:
-        await admission.admit(request)
-        bench = await workbench()
-        order = bench.order(request.query_params.get("order", ""))
-        question = bench.answers if request.url.path.endswith("answer") else bench.scores
-        # Among the requests of the API, and bounded like them.
-        async with admission.received(request) as received:
-            answer = await admission.compute(
-                received.client,
-                partial(question, order, received.body),
-                pool=bench.pool,
-                deadline=admission.clock() + _SECONDS,
-                event="the models had answered",
-            )
-        return JSONResponse({"order": str(order), **answer}, headers=HEADERS)
-
-    paths = [path for path in asset("page").iterdir() if not path.name.startswith("pairs.")]
-    return [
-        Route("/page/facts", send_facts),
-        Route("/page/pairs.png", pictures),
-        Route("/page/pairs.json", pictures),
-        Route("/page/answer", ask, methods=["POST"]),
-        Route("/page/score", ask, methods=["POST"]),
-        *file_routes("/", "/page", paths=paths),
-    ]
+# --- the page of a swarm --------------------------------------------------------------------------
 
 
 def page_of(gateway: Gateway) -> list[Route]:
-    """The routes of the page of a gateway, whose models are loaded for the first visitor."""
-    manifest = gateway.remote_model.model.manifest
-    view, here = manifest.file_view, takes_pairs(manifest.file_view, manifest.class_names or ())
+    """The routes of the page of a swarm: its files, and what it must know before it can draw.
 
-    @lru_cache(1)
-    def loading(model: str) -> asyncio.Future[Workbench]:
-        def forget_failure(done: asyncio.Future[Workbench]) -> None:
-            if done.cancelled() or done.exception():
-                loading.cache_clear()
+    All else it asks of the API, so it can show nothing that the gateway does not know. The files
+    need no key, because browsers send none with them.
+    """
+    view = gateway.remote_model.model.manifest.file_view
+    facts = {
+        "width": view.width,
+        "height": view.height,
+        "pairs": takes_pairs(view, gateway.labels),
+    }
 
-        def load() -> Workbench:
-            # In the thread: it imports torch, which takes seconds, and the gateway does without it.
-            from layershuffle.models import read_record
-            from layershuffle.swarm.server.workbench import ORDINARY, workbench_of
+    async def send_facts(request: Request) -> Response:
+        del request
+        return JSONResponse(facts, headers=HEADERS)
 
-            ordinary = read_record(packaged_file(Path(ORDINARY)))
-            same = ordinary["depth"] == gateway.router.depth
-            return workbench_of(model, beside=ORDINARY if same else None)
-
-        future = asyncio.ensure_future(asyncio.to_thread(load))
-        future.add_done_callback(forget_failure)
-        return future
-
-    async def workbench() -> Workbench:
-        if not here:  # it may be large
-            raise UsageError("This model answers through its hosts alone", hint="/v1/classify")
-        # Shielded, because a visitor who leaves must not end the loading for all others.
-        return await asyncio.shield(loading(gateway.model))
-
-    async def facts() -> dict[str, Any]:
-        if here:
-            return {**(await workbench()).facts(), "swarm": gateway.model}
-        size = {"depth": gateway.router.depth, "width": view.width, "height": view.height}
-        return {**size, "pairs": False, "models": {}, "swarm": gateway.model}
-
-    return page_routes(facts, workbench, admission=gateway.admission)
-
-
-def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = None) -> Starlette:
-    """The app of the page for models in this process; they may not be loaded yet."""
-    admission = Admission(limits or GatewayLimits(), clock=time.monotonic, local=True)
-
-    async def workbench() -> Workbench:
-        return await asyncio.shield(loading)
-
-    async def facts() -> dict[str, Any]:
-        return (await workbench()).facts()
-
-    return Starlette(
-        routes=page_routes(facts, workbench, admission=admission),
-        exception_handlers={LayerShuffleError: answer_plainly, ClientDisconnect: answer_plainly},
-    )
+    shared = [asset("page", name) for name in _SHARED]
+    paths = [*asset("swarm").iterdir(), *shared]
+    return [Route("/page/facts", send_facts), *file_routes("/", "/page", paths=paths)]
 
 
 # --- the page of a tab that is a host -------------------------------------------------------------

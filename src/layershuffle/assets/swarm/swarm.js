@@ -1,23 +1,34 @@
-// The swarm: its hosts and counts, asked for each second, and the way of every answer to this page,
-// replayed: a line for every host, with a bar for each visit from its beginning to its end. Bars at
-// one time stand below each other: those visits ran side by side.
+// The page of a swarm, all of it from what the gateway says: its hosts and counts, asked for each
+// second, and its answers to this page. The newest answer is replayed: a line for every host, with
+// a bar for each visit from its beginning to its end. Bars at one time stand below each other: those
+// visits ran side by side.
 
+import { AnswerCard, Times } from "./card.js";
 import { ask, at, hue, make, mayKill, say } from "./dom.js";
+import { Picture } from "./picture.js";
 
 const EVERY = 1000; // ms between two looks, and between two test pairs
 const REPLAY = 900; // ms in which the bars of a request appear, in their order
 const ORDERS = [["kill", "Kill"], ["readmit", "Bring back"]];
 const WORDS = { healthy: "works", suspect: "does not answer", "shut-out": "is shut out", draining: "takes no more", gone: "is dead" };
+const REFUSED = [413, 415, 422]; // statuses of a file that the gateway takes for no image
 
-const cards = new Map();
+const hostCards = new Map();
 const lines = new Map(); // of the walk
 const sent = { answered: 0, right: 0, expected: 0 };
+const answerCard = new AnswerCard(at("answer"));
+const times = new Times();
+let facts;
+let picture;
+let running = null;
 let depth = 0;
 let before = null;
 
 const pause = () => new Promise((done) => { setTimeout(done, EVERY); });
 
-function card(host) {
+// --- hosts ---------------------------------------------------------------------------------------
+
+function hostCard(host) {
   const parts = { state: make("span", {}), blocks: make("p", { class: "chips" }), visits: make("p", { class: "note" }) };
   parts.card = make("li", { class: "host" }, make("h3", {}, make("span", {}, host.name), parts.state), parts.blocks, parts.visits);
   if (mayKill() && host.started_here) {
@@ -28,7 +39,7 @@ function card(host) {
         return button;
       })));
   }
-  cards.set(host.name, parts);
+  hostCards.set(host.name, parts);
   return parts;
 }
 
@@ -44,7 +55,7 @@ async function command(host, order, text) {
 
 function showHosts(hosts) {
   for (const host of hosts) {
-    const parts = cards.get(host.name) ?? card(host);
+    const parts = hostCards.get(host.name) ?? hostCard(host);
     parts.card.dataset.usable = host.condition === "healthy";
     say(parts.state, WORDS[host.condition] ?? host.condition);
     parts.state.title = host.why;
@@ -54,15 +65,15 @@ function showHosts(hosts) {
     say(parts.visits, `${host.visits} visits${time}`);
   }
   const names = new Set(hosts.map((host) => host.name));
-  for (const name of cards.keys()) if (!names.has(name)) cards.delete(name);
-  const order = hosts.map((host) => cards.get(host.name).card);
+  for (const name of hostCards.keys()) if (!names.has(name)) hostCards.delete(name);
+  const order = hosts.map((host) => hostCards.get(host.name).card);
   if (order.some((element, i) => at("hosts").children[i] !== element) || at("hosts").children.length > order.length) {
     at("hosts").replaceChildren(...order);
   }
   setLines(hosts.map((host) => host.name));
 }
 
-// Blocks as small tiles, in the colours of the strip.
+// Blocks as small tiles, in colours by their place in the model.
 function chips(blocks) {
   return blocks.map((block) => {
     const chip = make("span", { class: "chip" }, String(block));
@@ -71,13 +82,26 @@ function chips(blocks) {
   });
 }
 
+const range = ({ top1, low, high }) => `${top1.toFixed(1)} % (${low.toFixed(1)} to ${high.toFixed(1)})`;
+
 function showState(swarm) {
+  ({ depth } = swarm);
   showHosts(swarm.hosts);
-  const { answered = 0, degraded = 0, unanswered = 0, failed = 0 } = swarm.counters;
+  answerCard.showModel({ title: "The answer", name: swarm.model });
+  const working = swarm.hosts.filter((host) => host.condition === "healthy").length;
+  const missing = swarm.unreachable_blocks;
+  const now = [`${working} of ${swarm.hosts.length} hosts work`, `${depth - missing.length} of ${depth} blocks can run`];
+  if (missing.length) now.push(`no host has ${missing.join(", ")}`);
+  now.push(swarm.expected ? `expected to be right: ${range(swarm.expected)}` : swarm.expected_why);
+  say(at("now"), now.filter(Boolean).join(" \u00b7 "));
+  showCounts(swarm.counters);
+}
+
+function showCounts({ answered = 0, degraded = 0, unanswered = 0, failed = 0 }) {
   const good = answered + degraded;
   const total = good + unanswered + failed;
-  const now = performance.now();
-  const rate = before ? (1000 * (good - before.good)) / (now - before.now) : 0;
+  const moment = performance.now();
+  const rate = before ? (1000 * (good - before.good)) / (moment - before.moment) : 0;
   const words = [`${rate.toFixed(1)} answers a second`];
   if (total) words.push(`${((100 * good) / total).toFixed(1)} % of ${total} answered`);
   if (sent.answered) {
@@ -86,8 +110,18 @@ function showState(swarm) {
     words.push(`of this page's ${sent.answered} pairs ${share.toFixed(1)} % right${expected}`);
   }
   say(at("line"), words.join(" \u00b7 "));
-  before = { good, now };
+  before = { good, moment };
 }
+
+// What was seen of the swarm holds no longer.
+function showNothing(message) {
+  showHosts([]);
+  before = null;
+  say(at("now"), `The swarm cannot be seen now: ${message}`);
+  say(at("line"), "\u00a0");
+}
+
+// --- the newest answer, host by host -------------------------------------------------------------
 
 // The lines of the hosts that there are; they stay as they are between requests.
 function setLines(names) {
@@ -125,16 +159,61 @@ function showWalk(answer) {
   say(at("skipped"), [...skipped, ...failed].join(" ") || "\u00a0");
 }
 
-// What the swarm answers for an image file; its way is replayed.
-export async function classify(image, { signal, top = 5 } = {}) {
+async function classify(image, { signal, top = 5 } = {}) {
   const response = await ask(`v1/classify?top=${top}`, { method: "POST", body: image, signal });
   const answer = await response.json();
   showWalk(answer);
   return answer;
 }
 
+// --- the picture and its answer ------------------------------------------------------------------
+
+async function update() {
+  running?.abort();
+  say(at("status"), "");
+  answerCard.wait();
+  if (picture.empty) {
+    answerCard.clear();
+    return;
+  }
+  running = new AbortController();
+  const { signal } = running;
+  try {
+    const answer = await classify(await picture.file(), { signal });
+    const right = answerCard.show(answer, picture.label);
+    const { expected, expected_why: why } = answer;
+    const words = expected ? `With ${expected.kept} blocks expected to be right: ${range(expected)}` : why;
+    const time = times.said("answered in", answer.ms.total);
+    answerCard.showFoot([words, time].filter(Boolean).join(" \u00b7 "));
+    const verdict = picture.label === null ? "" : right ? ", right" : ", wrong";
+    say(at("status"), `The swarm answers ${answer.top[0].label}${verdict}.`);
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    if (picture.given && REFUSED.includes(error.status)) {
+      picture.refuse(`${picture.given.name}: ${error.message}`);
+      return;
+    }
+    answerCard.clear();
+    answerCard.showFoot(error.message);
+    say(at("status"), error.message);
+  }
+}
+
+// What a browser shows of a file; the gateway gets the file itself.
+async function seen(file) {
+  try {
+    return await createImageBitmap(file);
+  } catch (error) {
+    throw new Error("this browser cannot show it. Open a JPEG, PNG or WebP file", { cause: error });
+  }
+}
+
 // Test pairs one after the other, each once the one before is answered: never more than one.
-async function sendPairs(picture) {
+let sending = false;
+
+async function sendPairs() {
+  if (sending) return; // one that was ended and begun again within a second goes on
+  sending = true;
   for (let number = 0; at("send").checked; number += 1) {
     const pair = await picture.pairFile(number);
     try {
@@ -147,19 +226,38 @@ async function sendPairs(picture) {
     }
     await pause();
   }
+  sending = false;
 }
 
-export async function watch(facts, picture) {
-  ({ depth } = facts);
-  at("kill-note").hidden = !mayKill();
-  at("send").parentElement.hidden = !facts.pairs;
-  at("send").addEventListener("change", () => { if (at("send").checked) sendPairs(picture); });
-  for (; ; await pause()) {
-    try {
-      showState(await (await ask("v1/swarm")).json());
-    } catch (error) {
-      say(at("line"), `The swarm cannot be seen now: ${error.message}`);
-    }
-    at("swarm").hidden = false; // not before: its hosts would push what stands below them down
+async function look() {
+  try {
+    showState(await (await ask("v1/swarm")).json());
+  } catch (error) {
+    showNothing(error.message);
   }
 }
+
+async function start() {
+  facts = await (await ask("page/facts")).json();
+  picture = new Picture(facts, { changed: update, seen });
+  await look();
+  at("kill-note").hidden = !mayKill();
+  at("send").parentElement.hidden = !facts.pairs;
+  at("send").addEventListener("change", () => { if (at("send").checked) sendPairs(); });
+  // Not before: hosts that come would push what stands below them down.
+  at("swarm").hidden = false;
+  at("stage").hidden = false;
+  if (facts.pairs) {
+    await picture.loadPairs();
+    picture.showPair(0);
+  } else {
+    at("next").hidden = true;
+    picture.blank();
+  }
+  for (;;) {
+    await pause();
+    await look();
+  }
+}
+
+start().catch((error) => say(at("status"), error.message));

@@ -1,18 +1,18 @@
 """Models in this process that answer in the orders that visitors of the page try.
 
-Unlike a swarm, they also report how many test pictures are correct in an order, because a hundred
-small pictures are one batch here.
+They also report how many test pictures are correct in an order: a hundred small ones are one batch.
 """
 
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,13 +22,15 @@ from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, running, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
-from layershuffle.data.transforms import PixelFinish
+from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import asset
-from layershuffle.ground.errors import UsageError
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.images.view import ImageView
 from layershuffle.models import (
     class_names_of,
@@ -37,16 +39,20 @@ from layershuffle.models import (
     load,
     num_classes_of,
 )
+from layershuffle.models.origin import origin_of
 from layershuffle.scoring.evaluate_spec import matched
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import PAIR, batch_of, pair_names, takes_pairs
+from layershuffle.swarm.server.images import PAIR, pair_names, takes_pairs
 
 Role = Literal["ours", "ordinary"]
-OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits-ordinary"  # refined for as long
+OURS = "bundled:digits-swarm"
+ORDINARY = "bundled:digits-ordinary"
+# Settings that both runs must share before the page says that they were trained for as long.
+_SAME_RUN = ("model", "data", "steps", "epochs", "batch_size", "lr", "schedule")
 _TOP = 5
 MAX_PASSES = 8
 """Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
 _SCORES = 256  # orders whose scores are remembered
+_THREADS = 2  # so that an answer does not wait for another user's hundred pairs
 _MILLI = 1000.0
 _ACROSS = 10  # pictures in a row of the sheet, as in page/picture.js
 _PICTURES, _LARGE, _FEW = 100, 64 * 64, 25  # of larger ones few, so that a score takes seconds
@@ -89,13 +95,41 @@ class Workbench:
             pictures = packaged_pairs(self.view, self.labels)
         self.pictures = pictures
         self._right = lru_cache(_SCORES)(self._right_in)
-        # Two, so that an answer does not wait for another user's hundred pairs.
-        self.pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
+        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="workbench")
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Let every thread run every model once, because a first forward takes many times as long
+        as those after it, which the page shows."""
+        together = threading.Barrier(_THREADS)
+        blank = torch.zeros(1, self.view.channels, self.view.height, self.view.width)
+        everything = order_of(range(self.depth), self.depth)
+
+        def run_all() -> None:
+            together.wait()  # or one thread would take the turns of both
+            for role in self.models:
+                self._logits(role, blank, everything)
+
+        for done in [self.pool.submit(run_all) for _ in range(_THREADS)]:
+            done.result()
 
     def facts(self) -> dict[str, object]:
-        """See `page.page_routes`."""
-        size = {"depth": self.depth, "width": self.view.width, "height": self.view.height}
-        return {**size, "pairs": self.pictures is not None, "models": self.names, "swarm": ""}
+        """What the page must know before it can draw: depth, width and height of the images,
+        whether there are test pictures (`pairs`), name and title of each model by its role, and
+        what is known of their training (`training`)."""
+        records = {role: origin_of(backbone_of(m)).record for role, m in self.models.items()}
+        models = {
+            role: {"name": self.names.get(role, ""), "title": title_of(record)}
+            for role, record in records.items()
+        }
+        return {
+            "depth": self.depth,
+            "width": self.view.width,
+            "height": self.view.height,
+            "pairs": self.pictures is not None,
+            "models": models,
+            "training": same_training(records.get("ours", {}), records.get("ordinary", {})),
+        }
 
     @cached_property
     def sheet(self) -> tuple[bytes, list[str]]:
@@ -115,10 +149,30 @@ class Workbench:
             )
         return order
 
+    def picture(self, file: bytes) -> bytes:
+        """A PNG file of what the models see of the image in `file`: turned upright, resized and
+        cropped as in training. Raises `DataError` if it cannot be read."""
+        seen = io.BytesIO()
+        to_pil_image(self._pixels(file)).save(seen, "PNG")
+        return seen.getvalue()
+
+    def _pixels(self, file: bytes) -> Tensor:
+        """The image in `file` as uint8 `[channels, height, width]` of the models."""
+        if not file:
+            raise DataError("There is no image in the request", hint="send its file as the body")
+        try:
+            image = read_image(file, self.view.channels, place="the file")
+        except DataError as error:
+            hint = "open a JPEG, PNG, WebP, GIF, BMP or TIFF file"
+            raise DataError(
+                error.cause, hint=hint if error.hint == SKIP_HINT else error.hint
+            ) from error
+        return PlainTransform(self.view)(image)
+
     def answers(self, order: ExecutionOrder, file: bytes) -> dict[str, object]:
         """Every model's most probable classes for the image in `file`, with the time of its forward
         in milliseconds. Raises `DataError` if it cannot be read."""
-        batch = torch.from_numpy(batch_of(file, self.view, most_pixels=GatewayLimits().max_pixels))
+        batch = PixelFinish(self.view)(self._pixels(file)[None])
         answers: dict[str, object] = {}
         for role in self.models:
             begun = time.perf_counter()
@@ -152,6 +206,42 @@ class Workbench:
         with torch.inference_mode(), running(model, order):
             logits: Tensor = logits_of(model(batch))
         return logits
+
+
+def title_of(record: Mapping[str, Any]) -> str:
+    """What a model is called on the page, by the record of its training.
+
+    title_of({"method": "baseline", "policy": {"policy": "sequential"}})  # "Ordinary model"
+    """
+    policy = record.get("policy") or {}
+    if policy == {"policy": "sequential"}:
+        return "Ordinary model"
+    if policy.get("policy") == "shuffled":
+        return "Shuffled model"
+    method = record.get("method")
+    return f"Model of {method}" if method else "Model"
+
+
+def same_training(ours: Mapping[str, Any], ordinary: Mapping[str, Any]) -> str:
+    """A sentence on the training of a shuffled model and an ordinary one, from their records, if
+    both were trained for as long on the same data from the same weights; else "".
+    """
+    if (title_of(ours), title_of(ordinary)) != ("Shuffled model", "Ordinary model"):
+        return ""
+    first = ours.get("settings") or {}
+    second = ordinary.get("settings") or {}
+    if not first or any(first.get(name) != second.get(name) for name in _SAME_RUN):
+        return ""
+    if first.get("steps") is not None:
+        length = f"{first['steps']:,} steps"
+    elif first.get("epochs") is not None:
+        length = f"{first['epochs']:g} epochs"
+    else:
+        return ""
+    return (
+        f"Both were fine-tuned for {length} on {first['data']}: the shuffled model in drawn "
+        "orders, the ordinary one always with its blocks in order."
+    )
 
 
 def workbench_of(model: str, *, beside: str | None, data: str | None = None) -> Workbench:
