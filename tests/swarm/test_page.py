@@ -281,7 +281,7 @@ def test_requests_of_other_sites_keep_no_model_busy(workbench, site):
 
 def test_models_that_differ_do_not_share_a_page(workbench):
     other = truncate(ls.load(OURS), "0,1,2")
-    with pytest.raises(ls.errors.UsageError, match="differ in depth"):
+    with pytest.raises(ls.UsageError, match="differ in depth"):
         Workbench({"ours": workbench.models["ours"], "ordinary": other}, names={})
 
 
