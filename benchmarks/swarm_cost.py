@@ -26,18 +26,18 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.export import export_model
+from layershuffle.gateway.brain.messages import Visit
+from layershuffle.gateway.brain.settings import DEFAULT_MODEL
+from layershuffle.gateway.calibration.served import ServedModel, served_directory
+from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.remote_model import RemoteModel
+from layershuffle.gateway.hosts.service import running_service
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.app import create_app
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.requests import Gateway
+from layershuffle.gateway.http.start import local_hosts
 from layershuffle.ground.bundled import asset
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.messages import Visit
-from layershuffle.swarm.remote_model import RemoteModel
-from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import DEFAULT_MODEL
 
 CLIENTS = 2
 BOUNDS = {4: Bound("at_most", 7), 1: Bound("at_most", 5)}

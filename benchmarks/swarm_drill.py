@@ -21,19 +21,19 @@ import httpx
 from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
+from layershuffle.gateway.brain.settings import DEFAULT_MODEL
+from layershuffle.gateway.calibration.calibration import Calibration, calibration_of
+from layershuffle.gateway.calibration.served import ServedModel, served_directory
+from layershuffle.gateway.client.client import AsyncSwarmClient
+from layershuffle.gateway.client.judging import COLUMNS, Ask, Reply, asking, cells, judged, sent
+from layershuffle.gateway.client.labelled import labelled_images
+from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.service import running_service
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.app import create_app
+from layershuffle.gateway.http.requests import Gateway
+from layershuffle.gateway.http.start import local_hosts
 from layershuffle.models import load
-from layershuffle.swarm.calibration import Calibration, calibration_of
-from layershuffle.swarm.client import AsyncSwarmClient
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.judging import COLUMNS, Ask, Reply, asking, cells, judged, sent
-from layershuffle.swarm.labelled import labelled_images
-from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import DEFAULT_MODEL
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the faults are
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
-from layershuffle.swarm.calibration import calibration_of, rounds_of
-from layershuffle.swarm.served import ServedModel, served_directory
-from layershuffle.swarm.settings import DEFAULT_MODEL
+from layershuffle.gateway.brain.settings import DEFAULT_MODEL
+from layershuffle.gateway.calibration.calibration import calibration_of, rounds_of
+from layershuffle.gateway.calibration.served import ServedModel, served_directory
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the simulation is
 

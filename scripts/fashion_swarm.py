@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow.parquet
 
+from layershuffle.gateway.client.client import SwarmClient
 from layershuffle.models.manifest import read_manifest
-from layershuffle.swarm.client import SwarmClient
 
 OUT = Path(__file__).resolve().parent.parent / "docs/results/tables/fashion-dinov2-swarm.csv"
 COLUMNS = ("hosts", "images", "top1", "blocks", "visits", "half_ms", "most_ms")

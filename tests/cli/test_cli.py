@@ -212,7 +212,7 @@ def test_the_demo_serves_its_page_until_ctrl_c():
 def test_the_demo_needs_the_web_server_alone():
     """Ray and scikit-learn, of the same extra, take seconds to import."""
     code = (
-        "import sys, layershuffle.swarm.server.run, layershuffle.page.app;"
+        "import sys, layershuffle.gateway.http.listening, layershuffle.page.app;"
         "light = {'torch'} & set(sys.modules);"
         "import layershuffle.page.workbench;"
         "sys.exit(str(light | {'ray', 'sklearn', 'transformers'} & set(sys.modules)))"

@@ -15,6 +15,8 @@ from PIL import Image
 import layershuffle as ls
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.images import batch_of
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images import pixels as module
 from layershuffle.images.pixels import (
@@ -25,8 +27,6 @@ from layershuffle.images.pixels import (
     read_image,
     view_pixels,
 )
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import batch_of
 from pictures import file_of, noise
 from refusals import refuses
 

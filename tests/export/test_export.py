@@ -27,6 +27,7 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, BlockPrecision, block_alone, form_of
+from layershuffle.gateway.calibration.served import served_directory
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import ModelFileError, StackError, UsageError
 from layershuffle.ground.text import unheard
@@ -35,7 +36,6 @@ from layershuffle.models import class_names_of, image_view
 from layershuffle.models.files import weights_digest
 from layershuffle.models.manifest import MANIFEST
 from layershuffle.models.onnx_models import OnnxGraph
-from layershuffle.swarm.served import served_directory
 from layershuffle_host.blocks import Block
 from refusals import refuses
 

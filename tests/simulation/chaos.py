@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layershuffle.gateway.brain.messages import Answer, State, Transport, Visit
+from layershuffle.gateway.brain.settings import Wire
 from layershuffle.ground.errors import LayerShuffleError
-from layershuffle.swarm.messages import Answer, State, Transport, Visit
-from layershuffle.swarm.settings import Wire
 from simulation.faults import FaultKind
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.coordinator import Coordinator
+    from layershuffle.gateway.hosts.coordinator import Coordinator
 
 RESTLESS = 1.0
 """Seconds between the ends of a restless host's connections."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layershuffle.swarm.messages import Answer, State, Visit, VisitError
-from layershuffle.swarm.settings import Wire
+from layershuffle.gateway.brain.messages import Answer, State, Visit, VisitError
+from layershuffle.gateway.brain.settings import Wire
 
 NOTICE_MS = 10.0
 """From the death of a process until its callers are told: SIGKILL of one here takes 5 to 11 ms."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layershuffle.gateway.brain.messages import Route
+from layershuffle.gateway.brain.rounds import Cell, cell_of
+from layershuffle.gateway.brain.sureness import Stop
+from layershuffle.gateway.client.judging import Ended, ends_and_times
 from layershuffle.ground.stats import mean
-from layershuffle.swarm.judging import Ended, ends_and_times
-from layershuffle.swarm.messages import Route
-from layershuffle.swarm.rounds import Cell, cell_of
-from layershuffle.swarm.sureness import Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 
-from layershuffle.swarm import state
-from layershuffle.swarm.messages import Route, State, Visit, Visited, VisitError
-from layershuffle.swarm.policy import hop_limit
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.state import HostView, expected, lag_of
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.messages import Route, State, Visit, Visited, VisitError
+from layershuffle.gateway.brain.policy import hop_limit
+from layershuffle.gateway.brain.state import HostView, expected, lag_of
+from layershuffle.gateway.hosts.router import Router
 
 _LOOK = 0.01  # seconds between looks for a host of a block that nobody holds
 

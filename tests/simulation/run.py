@@ -14,15 +14,15 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from layershuffle.swarm import state
-from layershuffle.swarm.assignment import BlockFile, Holder, assign
-from layershuffle.swarm.health import HealthMonitor, Reference
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import State
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.state import HostView, Swarm, retry_after
-from layershuffle.swarm.sureness import Stop
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.assignment import BlockFile, Holder, assign
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import State
+from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.state import HostView, Swarm, retry_after
+from layershuffle.gateway.brain.sureness import Stop
+from layershuffle.gateway.hosts.health import HealthMonitor, Reference
+from layershuffle.gateway.hosts.router import Router
 from simulation.chaos import RESTLESS, ChaosTransport
 from simulation.clock import VirtualTimeLoop
 from simulation.faults import Fault

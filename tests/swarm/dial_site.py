@@ -14,17 +14,17 @@ import numpy as np
 from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Route, State, Visit
+from layershuffle.gateway.brain.rounds import Cell, Rounds
+from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.service import beside
+from layershuffle.gateway.http.listening import listening
 from layershuffle.ground.bundled import asset
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.members import Members
-from layershuffle.swarm.messages import Route, State, Visit
-from layershuffle.swarm.rounds import Cell, Rounds
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.service import beside
-from layershuffle.swarm.settings import Wire
 from layershuffle_host import wire
 from layershuffle_host.host import Host
 from layershuffle_host.wire import HOST_PATH, Header

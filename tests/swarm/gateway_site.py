@@ -20,17 +20,17 @@ from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tensors import logits_of
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Answer
+from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.gateway.hosts.remote_model import RemoteModel
+from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.http.app import create_app
+from layershuffle.gateway.http.keys import Keys
+from layershuffle.gateway.http.requests import Gateway
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.models.stem_head import run_head, run_stem
-from layershuffle.swarm.calibration import Calibration, CellAccuracy
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer
-from layershuffle.swarm.remote_model import RemoteModel
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.doors import Keys
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.state import HostView, Swarm
 from pictures import noise
 from waiting import HANGS
 

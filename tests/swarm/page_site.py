@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gateway_site import started
 
-from layershuffle.swarm.server.run import listening
+from layershuffle.gateway.http.listening import listening
 from waiting import HANGS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

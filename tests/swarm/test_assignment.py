@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layershuffle.swarm.assignment import Assignment, BlockFile, Holder, assign
+from layershuffle.gateway.brain.assignment import Assignment, BlockFile, Holder, assign
 
 BLOCKS = [BlockFile(f"{number:064x}", 10) for number in range(12)]
 

@@ -23,11 +23,24 @@ from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import running
 from layershuffle.data import DataOptions, Split, open_data
 from layershuffle.data.contract import limited_test
-from layershuffle.ground.errors import DataError, ModelFileError, StackError, UsageError
-from layershuffle.ground.stats import independent_images, t_interval, wilson_interval
-from layershuffle.models import file_view, image_view, truncate
-from layershuffle.models.files import weights_digest
-from layershuffle.swarm.calibration import (
+from layershuffle.gateway.brain.messages import VisitError
+from layershuffle.gateway.brain.rounds import (
+    QUEUE,
+    UNEXPLAINED,
+    Cell,
+    cell_of,
+    late_last,
+    overlapped,
+)
+from layershuffle.gateway.brain.sureness import (
+    Sureness,
+    calibration_error,
+    default_confidence,
+    ending_at,
+    probabilities,
+    temperature_of,
+)
+from layershuffle.gateway.calibration.calibration import (
     calibration_path,
     expected_at,
     expected_over,
@@ -36,17 +49,11 @@ from layershuffle.swarm.calibration import (
     useful_blocks,
     write_calibration,
 )
-from layershuffle.swarm.measuring import calibrate, cells_of, rows_of
-from layershuffle.swarm.messages import VisitError
-from layershuffle.swarm.rounds import QUEUE, UNEXPLAINED, Cell, cell_of, late_last, overlapped
-from layershuffle.swarm.sureness import (
-    Sureness,
-    calibration_error,
-    default_confidence,
-    ending_at,
-    probabilities,
-    temperature_of,
-)
+from layershuffle.ground.errors import DataError, ModelFileError, StackError, UsageError
+from layershuffle.ground.stats import independent_images, t_interval, wilson_interval
+from layershuffle.models import file_view, image_view, truncate
+from layershuffle.models.files import weights_digest
+from layershuffle.scoring.calibrate import calibrate, cells_of, rows_of
 from pictures import file_of
 
 DATA = "digit-pairs?test=40"

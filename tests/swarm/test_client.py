@@ -21,16 +21,16 @@ from common import DEPTH
 from layershuffle.cli import main
 from layershuffle.cli.asking import ServerOptions
 from layershuffle.cli.serving import UpCommand
+from layershuffle.gateway.brain.settings import SwarmSettings
+from layershuffle.gateway.brain.state import Swarm
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmClient, SwarmError
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.keys import client_context, read_keys, server_context
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import UsageError
-from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.doors import client_context, read_keys, server_context
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.server.start import Serving, serve_swarm
-from layershuffle.swarm.settings import SwarmSettings
-from layershuffle.swarm.state import Swarm
 from pictures import file_of
 from refusals import refuses
 from waiting import HANGS, until
@@ -153,8 +153,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.pauses = 0.0, []
-        monkeypatch.setattr("layershuffle.swarm.client.time", self)
-        monkeypatch.setattr("layershuffle.swarm.client.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("layershuffle.gateway.client.client.time", self)
+        monkeypatch.setattr("layershuffle.gateway.client.client.asyncio.sleep", self.sleep)
 
     def monotonic(self):
         return self.now
@@ -260,7 +260,7 @@ def test_a_thousand_requests_while_a_gateway_ends():
 
 def test_the_client_needs_no_torch():
     code = (
-        "import sys, layershuffle.swarm.client; "
+        "import sys, layershuffle.gateway.client.client; "
         "sys.exit(bool({'torch', 'fastapi', 'scipy', 'timm'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -32,14 +32,14 @@ from gateway_site import Site as GatewaySite
 from gateway_site import picture, run
 
 from layershuffle.cli.serving import JsonLines
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Outcome, Route, Visited
+from layershuffle.gateway.brain.state import Swarm
+from layershuffle.gateway.hosts import connections as members_module
+from layershuffle.gateway.hosts import coordinator as coordinator_module
+from layershuffle.gateway.hosts.children import Children
+from layershuffle.gateway.hosts.service import beside, running_service
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm import coordinator as coordinator_module
-from layershuffle.swarm import members as members_module
-from layershuffle.swarm.children import Children
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Outcome, Route, Visited
-from layershuffle.swarm.service import beside, running_service
-from layershuffle.swarm.state import Swarm
 from layershuffle_host import wire
 from layershuffle_host.blocks import Block
 from layershuffle_host.host import Host
@@ -364,8 +364,8 @@ def test_a_held_host_stays_away(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio
-from layershuffle.swarm.children import Children
-from layershuffle.swarm.limits import Limits
+from layershuffle.gateway.hosts.children import Children
+from layershuffle.gateway.brain.limits import Limits
 children = Children(("a",), url="ws://127.0.0.1:1", token="t", memory=1, limits=Limits())
 async def main():
     asyncio.create_task(children.run())
@@ -405,8 +405,8 @@ Lines = Callable[[], list[str]]
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     """The lines on hosts so far."""
-    caplog.set_level(logging.INFO, "layershuffle.swarm")
-    places = ("layershuffle.swarm.coordinator", "layershuffle.swarm.members")
+    caplog.set_level(logging.INFO, "layershuffle.gateway")
+    places = ("layershuffle.gateway.hosts.coordinator", "layershuffle.gateway.hosts.connections")
     return lambda: [record.getMessage() for record in caplog.records if record.name in places]
 
 

@@ -20,10 +20,10 @@ from gateway_site import certify, picture, run, site, started
 
 from layershuffle import cli
 from layershuffle.cli.serving import UpCommand
-from layershuffle.swarm.members import Members
-from layershuffle.swarm.server.doors import pinned
-from layershuffle.swarm.server.operating import Upkeep
-from layershuffle.swarm.server.run import listening
+from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.http.keys import pinned
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle_host.__main__ import parser
 from pictures import file_of
 from waiting import HANGS, until, wait_for

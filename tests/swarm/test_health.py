@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from clock import loop_time, run_virtual
-from layershuffle.swarm import state
-from layershuffle.swarm.health import (
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Answer, Visit, Visited
+from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.hosts.health import (
     Habit,
     HealthMonitor,
     Reference,
@@ -22,10 +25,7 @@ from layershuffle.swarm.health import (
     patience,
     question_like,
 )
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, Visit, Visited
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.gateway.hosts.router import Router
 from waiting import until
 
 DEPTH = 4

@@ -22,8 +22,8 @@ from dial_site import TOKEN, Site, digits, gateway, hosting, replayed, states
 from page_site import CHROMIUM
 from starlette.applications import Starlette
 
-from layershuffle.swarm.messages import VisitError
-from layershuffle.swarm.server.page import join_routes
+from layershuffle.gateway.brain.messages import VisitError
+from layershuffle.gateway.http.files import join_routes
 from once import once
 from waiting import HANGS
 

@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 
 from clock import loop_time, run_virtual
-from layershuffle.ground.errors import DataError
-from layershuffle.models import load
-from layershuffle.swarm.calibration import Calibration, CellAccuracy
-from layershuffle.swarm.client import SwarmError
-from layershuffle.swarm.judging import (
+from layershuffle.gateway.brain.rounds import Cell
+from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.gateway.client.client import SwarmError
+from layershuffle.gateway.client.judging import (
     ENDED,
     Labelled,
     Reply,
@@ -24,8 +23,9 @@ from layershuffle.swarm.judging import (
     judged,
     sent,
 )
-from layershuffle.swarm.labelled import labelled_images
-from layershuffle.swarm.rounds import Cell
+from layershuffle.gateway.client.labelled import labelled_images
+from layershuffle.ground.errors import DataError
+from layershuffle.models import load
 from refusals import refuses
 
 ONE, TWO = Cell(1), Cell(2)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from dial_site import TOKEN, gateway, replayed, states
 
-from layershuffle.swarm.on_ray import hosts_on_ray
-from layershuffle.swarm.service import beside
+from layershuffle.gateway.hosts.on_ray import hosts_on_ray
+from layershuffle.gateway.hosts.service import beside
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.alone

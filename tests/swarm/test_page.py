@@ -23,6 +23,9 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish, PlainTransform
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.files import HEADERS, runtime
+from layershuffle.gateway.http.images import pair_names
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.images.pixels import read_image
@@ -37,9 +40,6 @@ from layershuffle.page.workbench import (
     workbench_of,
 )
 from layershuffle.scoring.predict import predict
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import pair_names
-from layershuffle.swarm.server.page import HEADERS, runtime
 from pictures import DIGIT_VIEW
 from waiting import HANGS, until
 

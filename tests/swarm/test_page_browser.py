@@ -17,15 +17,15 @@ from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 from PIL import Image
 
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.service import running_service
+from layershuffle.gateway.http.app import create_app
+from layershuffle.gateway.http.operator import add_operator
+from layershuffle.gateway.http.requests import Gateway
+from layershuffle.gateway.http.start import local_hosts
 from layershuffle.ground.bundled import asset
 from layershuffle.page.app import demo_app
 from layershuffle.page.workbench import ORDINARY, OURS, workbench_of
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admin import add_operator
-from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import running_service
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
 SEQUENTIAL = ",".join(map(str, range(12)))

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from layershuffle.swarm import state
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Visit, Visited
-from layershuffle.swarm.policy import (
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Visit, Visited
+from layershuffle.gateway.brain.policy import (
     RequestProgress,
     UnderWay,
     Wait,
@@ -16,8 +16,8 @@ from layershuffle.swarm.policy import (
     hop_limit,
     skipped,
 )
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.state import HostView, Swarm
 
 LIMITS = Limits(reserve_ms=10)
 THREE = Rounds({kept: Cell(kept, parallel=3) for kept in range(1, 7)}, max_age=4)

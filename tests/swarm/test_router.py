@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from clock import loop_time, run_virtual
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, VisitError
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
-from layershuffle.swarm.router import Router
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Answer, VisitError
+from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.hosts.router import Router
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)
 START = np.linspace(-1, 1, 6, dtype=np.float32).reshape(1, 2, 3)

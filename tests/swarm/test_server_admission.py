@@ -23,13 +23,14 @@ from starlette.requests import Request
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
+from layershuffle.gateway.brain.messages import VisitError
+from layershuffle.gateway.brain.state import HostView
+from layershuffle.gateway.http import images
+from layershuffle.gateway.http import keys as keys_module
+from layershuffle.gateway.http.admission import Admission, GatewayLimits, client_of
+from layershuffle.gateway.http.keys import Keys, secret_in
+from layershuffle.gateway.http.listening import listening
 from layershuffle.ground.errors import UsageError
-from layershuffle.swarm.messages import VisitError
-from layershuffle.swarm.server import doors, images
-from layershuffle.swarm.server.admission import Admission, GatewayLimits, client_of
-from layershuffle.swarm.server.doors import Keys, secret_in
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.state import HostView
 from pictures import file_of
 from refusals import refuses
 from waiting import HANGS, until
@@ -40,13 +41,13 @@ KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = doors.hmac.compare_digest
+    genuine = keys_module.hmac.compare_digest
 
     def spy(first, second):
         compared.append((len(first), len(second)))
         return genuine(first, second)
 
-    monkeypatch.setattr(doors.hmac, "compare_digest", spy)
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
     assert keys.accept(KEY.encode())
     assert not keys.accept(b"x")
@@ -55,8 +56,10 @@ def test_keys_compare_in_constant_time(monkeypatch):
 
 
 def test_which_addresses_this_machine_alone_reaches():
-    assert all(map(doors.is_loopback, ("127.0.0.1", "::1", "[::1]", "localhost", "127.8.8.8")))
-    assert not any(map(doors.is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
+    assert all(
+        map(keys_module.is_loopback, ("127.0.0.1", "::1", "[::1]", "localhost", "127.8.8.8"))
+    )
+    assert not any(map(keys_module.is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
 
 
 def test_addresses_of_one_client():

@@ -13,14 +13,14 @@ from gateway_site import HOSTS, VIT, made_up, picture, run, run_in_virtual_time
 from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
+from layershuffle.gateway.brain.messages import VisitError
+from layershuffle.gateway.brain.state import HostView, Swarm, retry_after
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.app import Quiet
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.metrics import Metrics
+from layershuffle.gateway.http.operator import add_operator
 from layershuffle.models import image_view
-from layershuffle.swarm.messages import VisitError
-from layershuffle.swarm.server.admin import add_operator
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.app import Quiet
-from layershuffle.swarm.server.metrics import Metrics
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.state import HostView, Swarm, retry_after
 from pictures import file_of
 
 KEY, OTHER = "a-key-of-some-length", "another-key-also-good"

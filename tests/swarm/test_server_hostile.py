@@ -23,13 +23,13 @@ from PIL import ExifTags, Image, PngImagePlugin
 
 from common import CLASSES
 from layershuffle.core.stack import running
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.http import images
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.images import MAX_CHUNKS, batch_of, count_markers, without_metadata
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.operator import add_operator
 from layershuffle.models import image_view
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.server import images
-from layershuffle.swarm.server.admin import add_operator
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.images import MAX_CHUNKS, batch_of, count_markers, without_metadata
-from layershuffle.swarm.server.run import listening
 from pictures import file_of
 from waiting import HANGS
 
@@ -160,7 +160,7 @@ import json, sys
 from pathlib import Path
 from layershuffle.ground.errors import DataError
 from layershuffle.images.view import ImageView
-from layershuffle.swarm.server.images import batch_of
+from layershuffle.gateway.http.images import batch_of
 
 def peak():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -18,12 +18,12 @@ from gateway_site import certify
 from websockets.exceptions import ConnectionClosed
 
 from layershuffle.cli.serving import UpCommand
+from layershuffle.gateway.brain.settings import SwarmSettings
+from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.keys import client_context, server_context
+from layershuffle.gateway.http.listening import GatewaySocket, listening
+from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.admission import GatewayLimits
-from layershuffle.swarm.server.doors import client_context, server_context
-from layershuffle.swarm.server.run import GatewaySocket, listening
-from layershuffle.swarm.server.start import Serving, serve_swarm
-from layershuffle.swarm.settings import SwarmSettings
 from layershuffle_host.wire import Close
 from refusals import refuses
 from waiting import until
@@ -419,7 +419,7 @@ def test_a_request_whose_body_could_end_in_two_places_is_refused_and_its_connect
 
 WITHOUT_DESCRIPTORS = """
 import asyncio, logging, os, resource, socket, sys
-from layershuffle.swarm.server.run import listening
+from layershuffle.gateway.http.listening import listening
 
 logging.basicConfig(format="LOG %(message)s", level=logging.WARNING)
 

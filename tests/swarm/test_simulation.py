@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layershuffle.swarm.judging import ENDED
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
-from layershuffle.swarm.sureness import Stop
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.sureness import Stop
+from layershuffle.gateway.client.judging import ENDED
 from simulation.clock import VirtualTimeLoop
 from simulation.faults import SCENARIOS, Fault, FaultKind
 from simulation.hosts import NOTICE_MS, SimulatedDevice

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layershuffle.swarm import state
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Visited
-from layershuffle.swarm.state import HostView, Pace, Swarm
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Visited
+from layershuffle.gateway.brain.state import HostView, Pace, Swarm
 
 LIMITS = Limits()
 HOST = HostView("a", frozenset({0, 1, 2}))

@@ -15,15 +15,15 @@ import pytest
 
 from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
+from layershuffle.gateway.brain.settings import SwarmSettings
+from layershuffle.gateway.calibration.calibration import Expected
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.http import start
+from layershuffle.gateway.http.answers import Classification, Guess, Times
+from layershuffle.gateway.http.operator import operator_of, published, state_directory
+from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.calibration import Expected
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server import start
-from layershuffle.swarm.server.admin import operator_of, published, state_directory
-from layershuffle.swarm.server.schemas import Classification, Guess, Times
-from layershuffle.swarm.server.start import Serving, serve_swarm
-from layershuffle.swarm.settings import SwarmSettings
 from waiting import HANGS, wait_for
 
 
@@ -106,7 +106,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(capsys, tmp_path):
 
 def test_a_gateway_starts_without_torch():
     """Importing it takes seconds, and 300 MB."""
-    code = "import layershuffle.cli.serving, layershuffle.swarm.server.start, sys; "
+    code = "import layershuffle.cli.serving, layershuffle.gateway.http.start, sys; "
     words = [sys.executable, "-c", f"{code}print('torch' in sys.modules)"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -230,7 +230,7 @@ def test_what_breaks_beside_a_swarm_ends_it_with_its_sentence(tmp_path, monkeypa
         await asyncio.sleep(0.1)
         raise UsageError("it broke")
 
-    monkeypatch.setattr(f"layershuffle.swarm.server.start.{work}", broken)
+    monkeypatch.setattr(f"layershuffle.gateway.http.start.{work}", broken)
     ray = "auto" if work == "hosts_on_ray" else None
     settings = SwarmSettings(state=str(tmp_path / "s"), hosts=0, port=0, page=False, ray=ray)
     model, told = ServedModel(asset("digits-onnx")), {"say": print, "ready": print}

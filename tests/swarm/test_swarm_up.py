@@ -17,14 +17,14 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.gateway.calibration.calibration import calibration_of
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmClient, SwarmError
+from layershuffle.gateway.client.judging import asking, judged, sent
+from layershuffle.gateway.client.labelled import labelled_images
+from layershuffle.gateway.http.operator import operator_of, published
 from layershuffle.ground.bundled import asset
 from layershuffle.models import load
-from layershuffle.swarm.calibration import calibration_of
-from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.judging import asking, judged, sent
-from layershuffle.swarm.labelled import labelled_images
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admin import operator_of, published
 from waiting import HANGS, wait_for, wait_for_address
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -21,17 +21,17 @@ from gateway_site import certify, run
 from starlette.applications import Starlette
 
 from layershuffle.cli import main
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.settings import SwarmSettings
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.service import running_service
+from layershuffle.gateway.http import upkeep as upkeep_of
+from layershuffle.gateway.http.keys import expiry_of
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.start import Serving
+from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle.ground.bundled import asset
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server import operating as upkeep_of
-from layershuffle.swarm.server.doors import expiry_of
-from layershuffle.swarm.server.operating import Upkeep
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.server.start import Serving
-from layershuffle.swarm.service import running_service
-from layershuffle.swarm.settings import SwarmSettings
 from waiting import HANGS, until, wait_for
 
 KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
@@ -153,7 +153,7 @@ def test_sighup_reads_keys_without_a_restart(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     seen, said = [], []
-    log = logging.getLogger("layershuffle.swarm.server.start")
+    log = logging.getLogger("layershuffle.gateway.http.start")
     log.addHandler(handler := Saying(said))
     words = ["--hosts", "0", "--port", "0", "--no-page", "--keys", keys, "--state", state]
     try:

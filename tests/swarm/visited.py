@@ -10,15 +10,15 @@ import sys
 
 import httpx
 
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.service import running_service
+from layershuffle.gateway.http.app import create_app
+from layershuffle.gateway.http.files import join_routes, runtime
+from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.operator import add_operator
+from layershuffle.gateway.http.requests import Gateway
+from layershuffle.gateway.http.start import local_hosts
 from layershuffle.ground.bundled import asset
-from layershuffle.swarm.served import ServedModel
-from layershuffle.swarm.server.admin import add_operator
-from layershuffle.swarm.server.app import create_app
-from layershuffle.swarm.server.gateway import Gateway
-from layershuffle.swarm.server.page import join_routes, runtime
-from layershuffle.swarm.server.run import listening
-from layershuffle.swarm.server.start import local_hosts
-from layershuffle.swarm.service import running_service
 
 KEY = "an-operators-key-of-this-test"
 HEAVY = {"torch", "torchvision", "timm", "transformers", "layershuffle.page"}

@@ -19,9 +19,9 @@ from layershuffle.ground.extras import require
 from layershuffle.ground.text import counted, ranked, table
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.calibration import Expected
-    from layershuffle.swarm.server.admin import CommandName
-    from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
+    from layershuffle.gateway.calibration.calibration import Expected
+    from layershuffle.gateway.http.answers import Classification, SwarmAnswer
+    from layershuffle.gateway.http.operator import CommandName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ServerOptions(Reporting):
         """
         key = None
         if self.api_key_file is not None:
-            from layershuffle.swarm.server.doors import read_keys
+            from layershuffle.gateway.http.keys import read_keys
 
             keys = read_keys(self.api_key_file)
             # The file of a server may hold many keys; we do not guess which of them is meant.
@@ -78,7 +78,7 @@ class ClassifyCommand(ServerOptions):
         """Ask, and print the classes and how the answers were computed."""
         require("swarm")
 
-        from layershuffle.swarm.client import SwarmClient, SwarmError
+        from layershuffle.gateway.client.client import SwarmClient, SwarmError
 
         code = 0
         with SwarmClient(*self.address, **self.client_options()) as client:
@@ -163,7 +163,7 @@ class StatusCommand(ServerOptions):
         """Print a row per host; times are milliseconds."""
         require("swarm")
 
-        from layershuffle.swarm.client import SwarmClient
+        from layershuffle.gateway.client.client import SwarmClient
 
         with SwarmClient(*self.address, **self.client_options()) as client:
             swarm = client.swarm()
@@ -205,7 +205,7 @@ class OperatorCommand(Command):
         """
         require("swarm")
 
-        from layershuffle.swarm.server.admin import operator_of
+        from layershuffle.gateway.http.operator import operator_of
 
         operator = operator_of(
             self.state,

@@ -9,7 +9,7 @@ from layershuffle.cli.command import ComputingCommand, Reporting
 from layershuffle.ground.text import table
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.calibration import Calibration
+    from layershuffle.gateway.calibration.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class CalibrateCommand(ComputingCommand, Reporting):
 
     def run(self) -> int:
         """Measure, store, and print the table."""
+        from layershuffle.gateway.calibration.calibration import calibration_path, write_calibration
         from layershuffle.models import load
-        from layershuffle.swarm.calibration import calibration_path, write_calibration
-        from layershuffle.swarm.measuring import calibrate
+        from layershuffle.scoring.calibrate import calibrate
 
         # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)
@@ -59,7 +59,7 @@ class CalibrateCommand(ComputingCommand, Reporting):
 
 def _calibrated(calibration: Calibration) -> str:
     """A row for each number of blocks, from all downwards, as they are lost; and where it stops."""
-    from layershuffle.swarm.calibration import expected_at, rounds_of
+    from layershuffle.gateway.calibration.calibration import expected_at, rounds_of
 
     rounds, rows = rounds_of(calibration), []
     for row in reversed(calibration.queue):

@@ -48,8 +48,8 @@ class PageCommand(Command):
         return 0
 
     async def _serve(self) -> None:
+        from layershuffle.gateway.http.listening import listening
         from layershuffle.page.app import demo_app
-        from layershuffle.swarm.server.run import listening
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))

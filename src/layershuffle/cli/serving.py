@@ -20,13 +20,13 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from layershuffle.cli.command import Command, Inline
+from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.ground.extras import require
 from layershuffle.ground.text import counted
-from layershuffle.swarm.settings import SwarmSettings
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.coordinator import Coordinator
-    from layershuffle.swarm.server.start import Serving
+    from layershuffle.gateway.hosts.coordinator import Coordinator
+    from layershuffle.gateway.http.start import Serving
 
 
 class JsonLines(logging.Formatter):
@@ -97,8 +97,8 @@ class UpCommand(Command):
 
         import asyncio
 
-        from layershuffle.swarm.served import ServedModel, served_directory
-        from layershuffle.swarm.server.start import Serving, serve_swarm
+        from layershuffle.gateway.calibration.served import ServedModel, served_directory
+        from layershuffle.gateway.http.start import Serving, serve_swarm
 
         say = steps()
 
@@ -125,8 +125,8 @@ class UpCommand(Command):
 
         `key`: the operator's, "" where it must not be shown.
         """
-        from layershuffle.swarm.server.doors import is_loopback
-        from layershuffle.swarm.server.page import join_address
+        from layershuffle.gateway.http.files import join_address
+        from layershuffle.gateway.http.keys import is_loopback
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address, authority = f" --address {url}", ""

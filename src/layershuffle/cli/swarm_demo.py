@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.asking import describe_answer
 from layershuffle.cli.command import Command
+from layershuffle.gateway.brain.settings import DEFAULT_MODEL
 from layershuffle.ground.extras import require
 from layershuffle.ground.text import table
-from layershuffle.swarm.settings import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.coordinator import Coordinator
-    from layershuffle.swarm.judging import Labelled
-    from layershuffle.swarm.remote_model import RemoteModel
+    from layershuffle.gateway.client.judging import Labelled
+    from layershuffle.gateway.hosts.coordinator import Coordinator
+    from layershuffle.gateway.hosts.remote_model import RemoteModel
 
 PIPELINE = (
     "While six hosts are away for 30 s every 60 s (simulated, two copies of each block), a swarm "
@@ -49,11 +49,11 @@ class DemoCommand(Command):
         import math
         import secrets
 
+        from layershuffle.gateway.calibration.served import ServedModel, served_directory
+        from layershuffle.gateway.client.labelled import labelled_images
+        from layershuffle.gateway.hosts.service import running_service
+        from layershuffle.gateway.http.start import local_hosts
         from layershuffle.models import load
-        from layershuffle.swarm.labelled import labelled_images
-        from layershuffle.swarm.served import ServedModel, served_directory
-        from layershuffle.swarm.server.start import local_hosts
-        from layershuffle.swarm.service import running_service
 
         model = ServedModel(served_directory(DEFAULT_MODEL))
         images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=_REQUESTS)
@@ -73,10 +73,10 @@ class DemoCommand(Command):
     ) -> None:
         import httpx
 
-        from layershuffle.swarm.client import AsyncSwarmClient
-        from layershuffle.swarm.judging import COLUMNS, asking, cells, judged, sent
-        from layershuffle.swarm.server.app import create_app
-        from layershuffle.swarm.server.gateway import Gateway
+        from layershuffle.gateway.client.client import AsyncSwarmClient
+        from layershuffle.gateway.client.judging import COLUMNS, asking, cells, judged, sent
+        from layershuffle.gateway.http.app import create_app
+        from layershuffle.gateway.http.requests import Gateway
 
         # The API without a port.
         gateway = Gateway(remote, coordinator, model=DEFAULT_MODEL)

@@ -20,7 +20,7 @@ from layershuffle.models.spec import parse_spec
 CARD = "README.md"
 FILES_OF_A_MODEL = (
     METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, WEIGHTS_INDEX, "model*.safetensors",
-    CALIBRATION,  # (layershuffle.swarm) is only valid for these weights
+    CALIBRATION,  # (layershuffle.gateway) is only valid for these weights
 )  # fmt: skip
 """The names of the files of a saved model, as patterns."""
 

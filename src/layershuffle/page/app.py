@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from layershuffle.gateway.http.admission import Admission, GatewayLimits
+from layershuffle.gateway.http.errors import answer_plainly
+from layershuffle.gateway.http.files import HEADERS, file_routes
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
-from layershuffle.swarm.server.admission import Admission, GatewayLimits
-from layershuffle.swarm.server.errors import answer_plainly
-from layershuffle.swarm.server.page import HEADERS, file_routes
 
 if TYPE_CHECKING:
     from layershuffle.page.workbench import Workbench

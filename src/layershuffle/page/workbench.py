@@ -28,6 +28,7 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
+from layershuffle.gateway.http.images import PAIR, pair_names, takes_pairs
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images.pixels import SKIP_HINT, read_image
@@ -41,7 +42,6 @@ from layershuffle.models import (
 )
 from layershuffle.models.origin import origin_of
 from layershuffle.scoring.evaluate_spec import matched
-from layershuffle.swarm.server.images import PAIR, pair_names, takes_pairs
 
 Role = Literal["ours", "ordinary"]
 OURS = "bundled:digits-swarm"

@@ -1,0 +1,256 @@
+"""The accuracy to expect of an answer, by how its blocks ran (`rounds.Cell`).
+
+It is measured once on test images (`measuring`), stored as calibration.json beside the model, and
+looked up for every answer. It also says how requests should run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.sureness import CalibrationPart, Sureness
+from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.files import write_text
+from layershuffle.ground.rows import Count, Percent
+from layershuffle.ground.stats import mean
+from layershuffle.models.manifest import CALIBRATION
+
+if TYPE_CHECKING:
+    from layershuffle.gateway.calibration.served import ServedModel
+
+NEVER = (
+    "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
+    "again)"
+)
+_AGAIN = "run layershuffle swarm calibrate again"
+_USEFUL = 0.5  # share of the accuracy with all blocks
+_POINTS = 0.5  # of top-1: largest loss side by side, and least gain of another pass
+_SURE = 1.96  # half-width of a 95 % interval in standard deviations
+
+
+class CalibrationFacts(CalibrationPart):
+    """The data that the expected accuracies were measured on."""
+
+    data: str
+    split: str
+    orders: Count
+    images: Count
+
+
+class CellAccuracy(CalibrationPart):
+    """Top-1 in percent of a cell: `kept` blocks ran, each `passes` times, `parallel` at once.
+
+    `top1` is the mean over orders, `low` and `high` are its 95 % interval, `sd_orders` is its
+    spread. Nine of ten orders, which keep different blocks, lie between `orders_low` and
+    `orders_high`.
+    """
+
+    kept: Count
+    passes: Count = 1
+    parallel: Count = 1
+    top1: Percent
+    low: Percent
+    high: Percent
+    orders_low: Percent
+    orders_high: Percent
+    sd_orders: float | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of this row."""
+        return Cell(self.kept, self.passes, self.parallel)
+
+
+class Expected(CellAccuracy, CalibrationFacts):
+    """The accuracy in percent of answers whose blocks ran like this: `kept` of them, each `passes`
+    times, `parallel` at once. `low` and `high` are the 95 % interval of `top1`, a mean over orders.
+    A single answer comes from one order, and nine of ten lie from `orders_low` to `orders_high`."""
+
+    model_config = ConfigDict(extra="ignore")  # a newer gateway may say more
+
+
+class Calibration(CalibrationFacts):
+    """The content of calibration.json. `weights`: digest of the measured model.
+
+    `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
+    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images. `tied`: files of
+    before say `null`; of places that share weights they measured something else.
+    """
+
+    schema_: Literal[3] = Field(3, alias="schema")
+    weights: str
+    seed: int
+    classes: tuple[str, ...]
+    rows: tuple[CellAccuracy, ...]
+    late: tuple[Percent, ...] = ()
+    tied: None = Field(default=None, exclude=True)
+    sureness: Sureness | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Calibration:
+        kept = [row.kept for row in self.queue]
+        whole = kept and kept == [*range(1, len(kept) + 1)]
+        if not whole or len(self.temperatures) not in (0, len(kept)):
+            raise ValueError("the rows need 1, 2, 3, ... blocks, with temperatures for all or none")
+        return self
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """By the number of blocks; none if they were not measured."""
+        return () if self.sureness is None else self.sureness.temperatures
+
+    @property
+    def queue(self) -> tuple[CellAccuracy, ...]:
+        """The rows in which blocks run one after the other, each once, by the number of blocks."""
+        return tuple(row for row in self.rows if row.passes == row.parallel == 1)
+
+
+def calibration_path(model: str) -> Path:
+    """The path of the calibration of the model with this spec, beside its weights.
+
+    Raises `UsageError` for models without a directory of their own, as those of this package.
+    """
+    from layershuffle.models.output import within
+    from layershuffle.models.spec import parse_spec
+
+    parsed = parse_spec(model)
+    if parsed.scheme != "dir":
+        raise UsageError(
+            f"{model} has no directory of its own to keep a calibration in",
+            hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
+        )
+    return within(Path(parsed.place).expanduser()) / CALIBRATION
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write `calibration` to `path`, atomically."""
+    write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def calibration_of(model: ServedModel) -> Calibration | None:
+    """The calibration among the files of an exported model, `None` without one.
+
+    Raises `ModelFileError` if it is damaged, or was measured on other weights.
+    """
+    return read_calibration(model.directory / CALIBRATION, weights=model.manifest.weights)
+
+
+def read_calibration(path: Path, *, weights: str) -> Calibration | None:
+    """The calibration stored at `path`, or `None` if there is none.
+
+    Raises `ModelFileError` if it is damaged, of another version, or was measured on weights of
+    another digest.
+    """
+    if not path.is_file():
+        return None
+    try:
+        calibration = Calibration.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        why = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_input=False)[0]
+            why = " ".join([*map(str, first["loc"]), first["msg"]])
+        raise ModelFileError(
+            f"The calibration cannot be read, or is of another version ({why})",
+            place=path,
+            hint=_AGAIN,
+        ) from error
+    # A model that was refined further has other accuracies than its old file says.
+    if calibration.weights != weights:
+        raise ModelFileError(
+            "The calibration was measured on other weights than the model has",
+            place=path,
+            hint=_AGAIN,
+        )
+    return calibration
+
+
+# --- what it says of answers ----------------------------------------------------------------------
+
+
+def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
+    """The accuracy to expect of an answer in `cell`; `None` if it was not measured.
+
+    For more passes than were measured it is that of the most measured ones: a returning host adds
+    blocks to a request that already ran its other blocks again.
+    """
+    rows = [
+        row
+        for row in calibration.rows
+        if (row.kept, row.parallel) == (cell.kept, cell.parallel) and row.passes <= cell.passes
+    ]
+    if not rows:
+        return None
+    row = max(rows, key=lambda row: row.passes)
+    facts = calibration.model_dump(include=set(CalibrationFacts.model_fields))
+    return Expected(**row.model_dump(), **facts)
+
+
+def useful_blocks(calibration: Calibration | None) -> int:
+    """Fewest blocks with at least half of the accuracy that all have; 1 without a calibration.
+
+    Each block counts as run once, because a request may lack the time for another pass.
+    """
+    if calibration is None:
+        return 1
+    enough = _USEFUL * calibration.queue[-1].top1
+    return next(row.kept for row in calibration.queue if row.top1 >= enough)
+
+
+def rounds_of(calibration: Calibration | None) -> Rounds:
+    """How requests in free order run, according to the calibration; without one, as a queue.
+
+    For each number of blocks: the fewest passes within half a point of the best number of passes,
+    and with these the most blocks in flight that cost at most half a point. A late answer counts up
+    to the age at which it is worse than none, and always up to the age that the number in flight
+    causes.
+    """
+    if calibration is None:
+        return QUEUE
+    top1 = {row.cell: row.top1 for row in calibration.rows}
+    depth = len(calibration.queue)
+    cells = {kept: _best_cell(top1, kept) for kept in range(1, depth + 1)}
+    without = top1[Cell(depth - 1)] if depth > 1 else 0.0
+    worse = [age for age, late in enumerate(calibration.late) if late < without]
+    measured = worse[0] if worse else len(calibration.late)
+    widest = max(cell.parallel for cell in cells.values())
+    return Rounds(cells, max_age=max(measured, widest - 1))
+
+
+def _best_cell(top1: Mapping[Cell, float], kept: int) -> Cell:
+    """How `kept` blocks run, by the accuracy of every cell."""
+    queue = {cell.passes: top1[cell] for cell in top1 if (cell.kept, cell.parallel) == (kept, 1)}
+    passes = min(n for n, right in queue.items() if right >= max(queue.values()) - _POINTS)
+    widest = max(
+        cell.parallel
+        for cell, right in top1.items()
+        if (cell.kept, cell.passes) == (kept, passes) and right >= queue[passes] - _POINTS
+    )
+    return Cell(kept, passes, widest)
+
+
+def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[float, float, float]:
+    """(top-1, low, high) in percent to expect of answers in these cells, one image each.
+
+    The interval covers the uncertainty of the calibration and the random choice of independent
+    images, so it is wide for few answers. There is at least one, and all cells were measured.
+    """
+    # Looked up once per cell: a drill has thousands of answers in few cells.
+    by_cell = {cell: expected_at(calibration, cell) for cell in set(cells)}
+    rows = [row for cell in cells if (row := by_cell[cell]) is not None]
+    top1 = mean([row.top1 for row in rows])
+    # The calibration's error is the same for all answers, so it does not shrink with their number.
+    below = mean([row.top1 - row.low for row in rows])
+    above = mean([row.high - row.top1 for row in rows])
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells))
+    return (
+        top1,
+        max(0.0, top1 - math.hypot(below, chance)),
+        min(100.0, top1 + math.hypot(above, chance)),
+    )

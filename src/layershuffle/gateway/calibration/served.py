@@ -1,0 +1,151 @@
+"""A model that a gateway serves: the files of an export, its stem and head in this process.
+
+Nothing here imports torch, so a gateway starts in a second. The blocks' files go to the hosts;
+here they compute what hosts should have answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layershuffle.gateway.brain.assignment import BlockFile
+from layershuffle.gateway.brain.messages import State
+from layershuffle.ground.bundled import asset
+from layershuffle.models.manifest import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    content_of,
+    is_quantised,
+    read_manifest,
+)
+from layershuffle_host.blocks import Block
+
+_SEED = 20407
+_log = logging.getLogger(__name__)
+
+
+class ServedModel:
+    """The exported model in `directory`. `manifest` says what it is.
+
+    `sample`: a typical state of one image, float32 `[1, tokens, width]`; `quantised`: whether
+    blocks compute in int8, which rounds otherwise on other processors. Raises `ModelFileError` for
+    files that are not those of the manifest.
+
+        model = ServedModel(Path("digits"))
+        logits = model.head(model.stem(images))
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.manifest = directory, read_manifest(directory)
+        self.shape = self.manifest.state.shape
+        self.depth = len(self.manifest.blocks)
+        self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
+        graphs = {block.graph for block in self.manifest.blocks}
+        self.quantised = any(is_quantised(self._content(name)) for name in graphs)
+        self._blocks: dict[str, Block] = {}
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The files that hosts may fetch, by their SHA-256."""
+        names = {name for b in self.manifest.blocks for name in (b.graph, b.weights)}
+        stored = self.manifest.files
+        return {stored[name].sha256: self.directory / name for name in sorted(names)}
+
+    @cached_property
+    def weights(self) -> tuple[BlockFile, ...]:
+        """The weights of every block."""
+        stored = [self.manifest.files[block.weights] for block in self.manifest.blocks]
+        return tuple(BlockFile(file.sha256, file.bytes) for file in stored)
+
+    def entry(self, block: int) -> dict[str, Any]:
+        """A block as an `assign` message names it; its slot is its number."""
+        stored = self.manifest.blocks[block]
+        files = {
+            part: self.manifest.files[name].model_dump()
+            for part, name in (("graph", stored.graph), ("weights", stored.weights))
+        }
+        return {"slot": block, **files, "shape": list(self.shape)}
+
+    @cached_property
+    def sample(self) -> State:
+        """See the class."""
+        view = self.manifest.image_view
+        size = (1, view.channels, view.height, view.width)
+        return self.stem(np.random.default_rng(_SEED).standard_normal(size).astype(np.float32))
+
+    def stem(self, images: NDArray[np.float32]) -> State:
+        """The state before the blocks, of images `[n, channels, height, width]`, prepared."""
+        return self._run(self._stem, images)
+
+    def head(self, state: State) -> NDArray[np.float32]:
+        """Logits `[n, classes]` of the state after the blocks."""
+        return self._run(self._head, state)
+
+    async def compute(self, block: int, state: State) -> State:
+        """The state after a block, computed here, in a thread."""
+        return await asyncio.to_thread(self._computed, block, state)
+
+    def _computed(self, block: int, state: State) -> State:
+        digest = self.weights[block].digest
+        if digest not in self._blocks:
+            stored = self.manifest.blocks[block]
+            graph, weights = self._content(stored.graph), self._content(stored.weights)
+            self._blocks[digest] = Block(graph, weights, shape=self.shape, threads=1)
+        return self._blocks[digest].run(state)
+
+    def _content(self, name: str) -> bytes:
+        return content_of(self.directory, name, manifest=self.manifest)
+
+    def _session(self, name: str) -> Any:
+        import onnxruntime
+
+        content, options = self._content(name), onnxruntime.SessionOptions()
+        # Requests run side by side, each in a thread.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+    @staticmethod
+    def _run(session: Any, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        (out,) = session.run(None, {session.get_inputs()[0].name: values})
+        return out  # type: ignore[no-any-return]
+
+
+def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Path:
+    """The exported files of the model `spec`; exported once into the user's cache if it is none.
+
+    Raises what `export_model` raises.
+    """
+    scheme, _, place = spec.partition(":")
+    here = asset(place) if scheme == "bundled" else Path(spec.removeprefix("dir:")).expanduser()
+    if (here / MANIFEST).is_file():
+        return here
+    # These import torch.
+    from layershuffle.export import export_model
+    from layershuffle.models.output import directory_of
+
+    directory = directory_of(spec)
+    digest = hashlib.sha256(f"{MANIFEST_SCHEMA} {spec}".encode())
+    # A model that was trained further, or calibrated, is another one.
+    for path in sorted(directory.glob("*")) if directory is not None else ():
+        if path.is_file():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    out = cache / "layershuffle" / "exported" / digest.hexdigest()[:32]
+    if not (out / MANIFEST).is_file():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        say(f"Exporting {spec} into {out}, once ...")
+        export_model(spec, out)
+    return out

@@ -1,0 +1,1 @@
+"""Ask a gateway from Python, and judge its answers."""

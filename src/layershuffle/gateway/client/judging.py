@@ -1,0 +1,188 @@
+"""Send labelled images to a swarm, and judge its answers by what the calibration lets expect."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from layershuffle.gateway.brain.rounds import Cell
+from layershuffle.gateway.calibration.calibration import Calibration, expected_at, expected_over
+from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmError
+from layershuffle.ground.stats import mean, quantile
+
+_NOT_TAKEN = (401, 422)
+_TOO_MANY = 429
+
+Ended = Literal["answered", "degraded", "late", "failed"]
+"""answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its
+deadline. failed: no answer."""
+ENDED: tuple[Ended, ...] = get_args(Ended)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An image file's bytes, and the index of its class."""
+
+    image: bytes
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How one request ended, whether the class was right, milliseconds, and how the blocks ran.
+
+    `cell` is that of its answer, if there is one.
+    """
+
+    ended: Ended
+    right: bool
+    ms: float
+    cell: Cell | None = None
+
+
+Ask = Callable[[int], Awaitable[Reply]]
+"""Sends the request of a number."""
+
+
+def asking(
+    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float, patient: bool
+) -> Ask:
+    """A function that sends image number i modulo the number of images; all blocks run.
+
+    A `patient` client waits after a failure as long as the gateway asks (Retry-After), and a second
+    if nothing answers, before its next request, as simulated clients do. The function raises
+    `SwarmError` for what the gateway does not take (401, 422): the swarm did not fail.
+    """
+
+    async def ask(number: int) -> Reply:
+        labelled = images[number % len(images)]
+        while True:
+            # Restarted for every try, because a refusal is not part of the swarm's answer time.
+            begun = time.perf_counter()
+            try:
+                answer = await client.classify(
+                    labelled.image, deadline_ms=deadline_ms, confidence="off", top=1
+                )
+            except SwarmError as error:
+                if error.status in _NOT_TAKEN:
+                    raise
+                ms = (time.perf_counter() - begun) * 1000
+                if patient or error.status == _TOO_MANY:
+                    await asyncio.sleep(error.retry_after or 1.0)
+                if error.status == _TOO_MANY:
+                    continue
+                return Reply("failed", False, ms)
+            ms = (time.perf_counter() - begun) * 1000
+            ended: Ended = "degraded" if answer.degraded else "answered"
+            if ms > deadline_ms:
+                ended = "late"
+            right = answer.top[0].index == labelled.label
+            return Reply(ended, right, ms, answer.cell)
+
+    return ask
+
+
+async def sent(
+    ask: Ask,
+    requests: int,
+    *,
+    before: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+    concurrency: int = 4,
+) -> list[Reply]:
+    """The replies to requests 0, 1, ..., of which up to `concurrency` are under way at a time.
+
+    `before`: what happens before the requests with these numbers, while others go on. Raises what
+    that raises.
+    """
+    numbers = iter(range(requests))
+    replies = list[Reply]()
+
+    async def work() -> None:
+        for number in numbers:
+            if before is not None and number in before:
+                await before[number]()
+            replies.append(await ask(number))
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            # If one of them raised, all is over, and the others must send no more.
+            worker.cancel()
+    return replies
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
+    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
+
+    `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
+    waited for them, too.
+    """
+    ms = [ms for _, ms in replies]
+    ended = Counter(end for end, _ in replies)
+    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+    return {
+        "requests": len(replies),
+        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
+        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAccuracy:
+    """Top-1 over `answers` answers in percent, and the interval in which the calibration lets
+    expect it."""
+
+    answers: int
+    top1: float
+    expected: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """What was to be expected, for a table."""
+        outside = "" if self.low <= self.top1 <= self.high else ", outside"
+        return f"{self.expected:.1f} ({self.low:.1f} to {self.high:.1f}){outside}"
+
+
+def judged(replies: Sequence[Reply], calibration: Calibration | None) -> AnswerAccuracy | None:
+    """The accuracy of the answers beside its interval; `None` if there is nothing to compare.
+
+    Each answer counts with the accuracy that was measured for its cell
+    (`calibration.expected_over`); those of cells that were not measured do not count.
+    """
+    if calibration is None:
+        return None
+    # Late answers count, because their classes are right or wrong, too.
+    answers = [(r, r.cell) for r in replies if r.cell and expected_at(calibration, r.cell)]
+    if not answers:
+        return None
+    expected, low, high = expected_over(calibration, [cell for _, cell in answers])
+    top1 = 100 * mean([reply.right for reply, _ in answers])
+    return AnswerAccuracy(len(answers), top1, expected, low, high)
+
+
+COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
+
+
+def cells(replies: Sequence[Reply], accuracy: AnswerAccuracy | None) -> tuple[str, ...]:
+    """What became of requests, for a table with `COLUMNS`; shares in percent."""
+    figures = ends_and_times([(reply.ended, reply.ms) for reply in replies])
+    shares = [f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")]
+    times = [f"{figures[name]:.0f}" for name in ("ms_median", "ms_p99")]
+    right = ["-", "-"]
+    if accuracy is not None:
+        right = [f"{accuracy.top1:.1f}", accuracy.text]
+    return (*shares, *times, *right)

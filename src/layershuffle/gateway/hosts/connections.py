@@ -1,0 +1,469 @@
+"""The gateway's end of the hosts' wire: who has dialled in, and the visits to them.
+
+`docs/host-protocol.md` specifies it. Two things take part in the gateway's one port: the WebSockets
+of hosts, and the files of the model by their SHA-256. Nothing that a host sends is believed before
+`layershuffle_host.wire` has checked it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import count
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from websockets import http11
+from websockets.exceptions import InvalidState
+from websockets.frames import Frame, Opcode
+from websockets.server import ServerProtocol
+
+from layershuffle.gateway.brain.messages import Answer, Outcome, State, Visit, VisitError
+from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle_host import wire
+from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
+
+HELLO_SECONDS = 5.0
+STALLED_SECONDS = 4.0
+"""A host that has read nothing for so long is dropped."""
+_MOST_REASON = 100  # bytes; a close frame holds 123
+_MOST_SENT = 4096  # visits of one host, with those that nobody waits for any more
+_GOING_AWAY = 1001  # of WebSocket
+_QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
+_MILLI = 1000.0
+DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
+_REFUSALS: Mapping[Why, Outcome] = {
+    Why.UNKNOWN_BLOCK: "unavailable",
+    Why.FULL: "unavailable",
+    Why.LATE: "late",
+    Why.FAILED: "failed",
+    Why.DRAINING: "unavailable",
+}
+_log = logging.getLogger(__name__)
+
+
+def rounded(state: State, form: Wire) -> State:
+    """The state that a host receives of one that travels as `form`."""
+    header = Header(Kind.VISIT, DTYPES[form], 0, 0, len(state))
+    tokens, width = state.shape[1:]
+    return wire.state_in(wire.frame(header, state), header, shape=(tokens, width))
+
+
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """A visit under way, also one that nobody waits for any more. `before`: its state, where the
+    answer is what the block added."""
+
+    header: Header
+    before: State | None
+    answer: asyncio.Future[Answer]
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
+    `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
+
+    name: str
+    hello: Mapping[str, Any]
+    connection: HostConnection
+    assigned: frozenset[int] = frozenset()
+    ready: dict[int, float] = field(default_factory=dict)
+    draining: bool = False
+    sent: dict[int, _Sent] = field(default_factory=dict)
+
+
+class MemberWatcher(Protocol):
+    """Learns what hosts do. Nothing here may wait."""
+
+    def joined(self, member: Member) -> None:
+        """A host said hello; it holds nothing yet."""
+
+    def loaded(self, member: Member, block: int) -> None:
+        """It has loaded a block that it is to hold."""
+
+    def failed(self, member: Member, block: int, *, why: str) -> None:
+        """It could not load a block. It tries again."""
+
+    def leaving(self, member: Member) -> None:
+        """It takes no more visits, and leaves once it has answered."""
+
+    def left(self, member: Member, why: str) -> None:
+        """Its connection has ended."""
+
+
+class Members(Mapping[str, Member]):
+    """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
+
+    `tokens`: hosts have to know one of them, `token` at first; `most_bytes`: of the largest message
+    of a host, an answer of one image, which anybody may fill before saying hello. Use it from one
+    event loop only.
+    """
+
+    def __init__(self, model: ServedModel, *, token: str) -> None:
+        self.tokens: tuple[str, ...] = (token,)
+        self._model = model
+        self._shape = model.shape
+        tokens, width = model.shape
+        self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
+        self._members: dict[str, Member] = {}
+        self._numbers = count(1)
+        self._connections: dict[HostConnection, Member | None] = {}
+        self._refused_at = -_QUIET
+        self.watcher: MemberWatcher | None = None
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def token(self) -> str:
+        """The token that new hosts are given."""
+        return self.tokens[0]
+
+    def knows(self, token: str) -> bool:
+        """Whether this is one of the tokens; a wrong one takes as long as a right one."""
+        matches = [hmac.compare_digest(token.encode(), valid.encode()) for valid in self.tokens]
+        return any(matches)
+
+    def routes(self) -> list[BaseRoute]:
+        """The ASGI routes of hosts: the files. Their connections pass ASGI by."""
+        return [Route(f"{wire.FILE_PATH}{{digest}}", self._file)]
+
+    # --- visits -----------------------------------------------------------------------------------
+
+    def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> asyncio.Future[Answer]:
+        """The host's answer; see `messages.Transport`."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        member = self._members.get(visit.host)
+        if member is None:
+            why = f"Host {visit.host} is not connected"
+            answer.set_exception(VisitError(why, outcome="lost"))
+            return answer
+        number = next(self._numbers) % (1 << 32)
+        micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
+        header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
+        member.sent[number] = sent = _Sent(header, None if form == "fp32" else state, answer)
+        if sent.before is not None:
+            # What nobody waits for any more may stay for long, and states are large.
+            answer.add_done_callback(lambda _: setattr(sent, "before", None))
+        oldest = next(iter(member.sent))
+        if len(member.sent) > _MOST_SENT and member.sent[oldest].answer.done():
+            del member.sent[oldest]
+        self._send(member, wire.frame(header, state))
+        return answer
+
+    def assign(self, name: str, blocks: Collection[int]) -> None:
+        """Tell a host which blocks to hold from now on."""
+        member = self._members[name]
+        member.assigned = frozenset(blocks)
+        member.ready = {block: s for block, s in member.ready.items() if block in member.assigned}
+        entries = [self._model.entry(block) for block in sorted(member.assigned)]
+        self._send(member, wire.text_of("assign", blocks=entries))
+
+    def cut(self, name: str) -> None:
+        """End the connection of a host, which may dial in again."""
+        if name in self._members:
+            why = "the gateway has cut its connection"
+            self._members[name].connection.close(_GOING_AWAY, why)
+
+    def close(self) -> None:
+        """End all connections."""
+        for connection in list(self._connections):
+            connection.close(_GOING_AWAY, "the gateway ends")
+
+    def _send(self, member: Member, content: str | bytes) -> None:
+        since = member.connection.unread_since
+        if since is not None and asyncio.get_running_loop().time() - since > STALLED_SECONDS:
+            member.connection.close(_GOING_AWAY, f"it has read nothing for {STALLED_SECONDS:g} s")
+        else:
+            member.connection.send(content)
+
+    # --- what their connections call --------------------------------------------------------------
+
+    def opened(self, connection: HostConnection) -> None:
+        """A host may say hello."""
+        self._connections[connection] = None
+        asyncio.get_running_loop().call_later(HELLO_SECONDS, self._no_hello, connection)
+
+    def received(self, connection: HostConnection, content: str | bytes) -> None:
+        """A message has come. Raises `WireError` for one that ends the connection."""
+        member = self._connections[connection]
+        if member is None:
+            self._greeted(connection, content)
+        elif isinstance(content, str):
+            self._told(member, wire.message_in(content))
+        else:
+            self._answered(member, content)
+
+    def ended(self, connection: HostConnection, why: str) -> None:
+        """The connection has ended; said once."""
+        member = self._connections.pop(connection)
+        if member is None or self._members.get(member.name) is not member:
+            return
+        del self._members[member.name]
+        for sent in member.sent.values():
+            if not sent.answer.done():
+                cause = f"Host {member.name} has gone: {why}"
+                sent.answer.set_exception(VisitError(cause, outcome="lost"))
+        if self.watcher is not None:
+            self.watcher.left(member, why)
+
+    def _no_hello(self, connection: HostConnection) -> None:
+        if self._connections.get(connection, connection) is None:
+            self._refuse(connection, Close.NO_HELLO, f"no hello within {HELLO_SECONDS:g} s")
+
+    def _greeted(self, connection: HostConnection, content: str | bytes) -> None:
+        """Take a host by the first message of its connection, or refuse it."""
+        try:
+            hello = wire.message_in(content if isinstance(content, str) else "")
+        except WireError as error:
+            return self._refuse(connection, Close.BROKEN, str(error))
+        if hello["type"] != "hello":
+            return self._refuse(connection, Close.BROKEN, "the first message is no hello")
+        if why := wire.version_refused(hello["protocol"]):
+            return self._refuse(connection, Close.VERSION, why)
+        if not self.knows(hello["token"]):
+            why = "another token: copy the host-token of this gateway"
+            return self._refuse(connection, Close.BAD_TOKEN, why)
+        name = hello["name"]
+        if (before := self._members.get(name)) is not None:
+            if before.hello["instance"] != hello["instance"]:
+                why = f"the name {name} is in use: give another --name"
+                return self._refuse(connection, Close.NAME_IN_USE, why)
+            # The same process, on a new connection: the old one is dead, and may not know it.
+            before.connection.close(_GOING_AWAY, "it has dialled in again")
+        member = Member(name, hello, connection)
+        self._members[name] = member
+        self._connections[connection] = member
+        connection.keep()
+        if self.watcher is not None:
+            self.watcher.joined(member)
+
+    def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at >= _QUIET:  # it dials again, every few seconds
+            self._refused_at = now
+            _log.warning("A host at %s is refused: %s", connection.address, why)
+        connection.close(code, why)
+
+    def _told(self, member: Member, message: dict[str, Any]) -> None:
+        kind, watcher = message["type"], self.watcher
+        if kind == "drain":
+            member.draining = True
+            if watcher is not None:
+                watcher.leaving(member)
+            return
+        if kind not in ("ready", "failed"):
+            raise WireError(f"a message {kind} from a host")
+        block = message["slot"]
+        if block not in member.assigned:
+            return  # of an assignment before this one
+        if kind == "failed":
+            if watcher is not None:
+                watcher.failed(member, block, why=message["why"])
+            return
+        again = block in member.ready
+        member.ready[block] = message["seconds"]
+        if watcher is not None and not again:
+            watcher.loaded(member, block)
+
+    def _answered(self, member: Member, content: bytes) -> None:
+        """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
+        header = wire.header_of(content)
+        sent = member.sent.pop(header.visit, None)
+        if sent is None:
+            raise WireError("an answer to a visit that was never sent")
+        if sent.answer.done():
+            return
+        try:
+            answer = self._answer(member, sent, header=header, content=content)
+        except VisitError as error:
+            sent.answer.set_exception(error)
+        else:
+            sent.answer.set_result(answer)
+
+    def _answer(self, member: Member, sent: _Sent, *, header: Header, content: bytes) -> Answer:
+        """The answer in a frame. Raises `VisitError` for a refusal, and for what is no answer."""
+        if header.kind == Kind.REFUSAL and header.note in _REFUSALS:
+            why = Why(header.note)
+            cause = f"Host {member.name} refused: {why.name.lower()}"
+            raise VisitError(cause, outcome=_REFUSALS[why])
+        asked, answered = sent.header, f"Host {member.name} answered"
+        if (header.kind, header.dtype, header.slot) != (Kind.ANSWER, asked.dtype, asked.slot):
+            raise VisitError(f"{answered} with a frame of another kind", outcome="wrong")
+        if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
+            raise VisitError(f"{answered} for another number of images", outcome="wrong")
+        try:
+            values = wire.state_in(content, header, shape=self._shape)
+        except WireError as error:
+            raise VisitError(f"{answered} with {error}", outcome="wrong") from error
+        if sent.before is not None:
+            values += sent.before  # in place: a new array takes longer than the sum
+        return Answer(
+            values,
+            compute_ms=header.time / _MILLI,
+            queue_ms=header.waited / _MILLI,
+            batch=header.note,
+        )
+
+    # --- files ------------------------------------------------------------------------------------
+
+    async def _file(self, request: Request) -> Response:
+        """A file of the model, or the part of it that a Range names."""
+        _, _, token = request.headers.get("authorization", "").partition(" ")
+        if not self.knows(token):
+            return PlainTextResponse("another token\n", HTTPStatus.UNAUTHORIZED)
+        path = self._model.files.get(request.path_params["digest"])
+        if path is None:
+            return PlainTextResponse("no such file\n", HTTPStatus.NOT_FOUND)
+        return FileResponse(path, media_type="application/octet-stream")
+
+
+class HostConnection(asyncio.Protocol):
+    """A host's WebSocket, which tells `members` what comes; uvicorn hands it over, once it is one.
+
+    uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
+    long as all else that the gateway does for a visit, so this one calls them, and sends at once.
+
+    `accepted` is called with the address of the other end, once it is a host: whoever does not know
+    the token stays a stranger, whose silent connection makes room for others.
+    `unread_since`: since when, in seconds of the event loop, the host does not read what is sent;
+    `None` while it does.
+    """
+
+    def __init__(self, members: Members, *, accepted: Callable[[Any], None]) -> None:
+        self._members, self._accepted = members, accepted
+        self._wire = ServerProtocol(max_size=members.most_bytes)
+        self._parts: list[Any] = []
+        self._is_text, self._open = False, False
+        self._asked_since: float | None = None
+        self._pinging: asyncio.TimerHandle | None = None
+        self.address = ""
+        self._peer: Any = None
+        self.unread_since: float | None = None
+
+    def keep(self) -> None:
+        """It is a host's: it may be silent for any time."""
+        if self._peer:
+            self._accepted(self._peer)
+
+    def send(self, content: str | bytes) -> None:
+        """Send a message; to a connection that is closing nothing is sent."""
+        try:
+            if isinstance(content, str):
+                self._wire.send_text(content.encode())
+            else:
+                self._wire.send_binary(content)
+        except InvalidState:
+            return
+        self._flush()
+
+    def close(self, code: int, why: str) -> None:
+        """Close the connection, with a reason that the host reads."""
+        self._wire.fail(code, why.encode()[:_MOST_REASON].decode(errors="ignore"))
+        self._flush()
+        self._transport.close()
+        self._end(why)
+
+    # --- what uvicorn and the event loop call -----------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = transport
+        self._peer = transport.get_extra_info("peername")
+        self.address = self._peer[0] if self._peer else ""
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._asked_since = None
+        self._wire.receive_data(data)
+        for event in self._wire.events_received():
+            if isinstance(event, Frame):
+                self._take(event)
+            elif isinstance(event, http11.Request):
+                self._answer(event)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        del exc
+        self._end("its connection has ended")
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.unread_since = asyncio.get_running_loop().time()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.unread_since = None
+
+    def _answer(self, request: http11.Request) -> None:
+        if request.path.partition("?")[0] == wire.HOST_PATH:
+            response = self._wire.accept(request)
+        else:
+            response = self._wire.reject(
+                HTTPStatus.NOT_FOUND, f"hosts dial in at {wire.HOST_PATH}\n"
+            )
+        self._wire.send_response(response)
+        if response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            self._open = True
+            self._members.opened(self)
+            self._ping()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
+            self._parts, self._is_text = [frame.data], frame.opcode is Opcode.TEXT
+        elif frame.opcode is Opcode.CONT:
+            self._parts.append(frame.data)
+        else:
+            return  # answered by the library
+        if not frame.fin or not self._open:
+            return
+        content = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = []
+        try:
+            self._members.received(self, str(content, "utf-8") if self._is_text else content)
+        except (WireError, UnicodeDecodeError) as error:
+            self._end(f"it breaks the protocol: {error}")
+            self.close(Close.BROKEN, str(error))
+
+    def _ping(self) -> None:
+        """Ask for a sign of life; the first one asked for in vain may not be too old."""
+        loop = asyncio.get_running_loop()
+        # Not since the last sign: this loop may have stood still, and asked for none.
+        if self._asked_since is None:
+            self._asked_since = loop.time()
+        elif loop.time() - self._asked_since >= wire.PONG_SECONDS:
+            self._end("it answers no pings")
+            self._transport.abort()
+            return
+        self._wire.send_ping(b"")
+        self._flush()
+        self._pinging = loop.call_later(wire.PING_SECONDS, self._ping)
+
+    def _flush(self) -> None:
+        for data in self._wire.data_to_send():
+            if data:
+                self._transport.write(data)
+            else:
+                self._transport.close()
+
+    def _end(self, why: str) -> None:
+        if self._pinging is not None:
+            self._pinging.cancel()
+        if self._open:
+            self._open = False
+            self._members.ended(self, why)

@@ -1,0 +1,313 @@
+"""The coordinator: which member holds which blocks, and when the router may send it visits.
+
+It gives blocks to the hosts that dial in (`assignment`), tests every block that a host has loaded
+(`health`), and tells the router of those that passed. Use it from the router's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from layershuffle.gateway.brain import state
+from layershuffle.gateway.brain.assignment import COPIES, Holder, assign
+from layershuffle.gateway.brain.messages import Visit
+from layershuffle.gateway.brain.state import HostView
+from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.children import Children
+from layershuffle.gateway.hosts.connections import Member, Members
+from layershuffle.gateway.hosts.health import ROUNDING, HealthMonitor, Reference
+from layershuffle.gateway.hosts.router import Router
+from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import counted
+
+_LOOK = 0.1  # seconds between looks at who is there
+_GRACE = 0.3  # seconds in which a host may come back before others take its blocks
+_AGAIN = 0.2  # seconds after which a block that failed its test is tested again
+_MOST_GONE = 64  # hosts that have left and are still listed
+_QUIET = 10.0  # seconds between two lines of the log on one host
+_SAID = {
+    "healthy": (logging.INFO, "is back"),
+    "suspect": (logging.WARNING, "is suspected"),
+    "shut-out": (logging.WARNING, "is shut out"),
+    "draining": (logging.INFO, "takes no more visits"),
+    "gone": (logging.WARNING, "has gone"),
+}
+_JOINED = logging.INFO, "has joined"
+_MILLI = 1000.0
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
+
+    `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`; `watching`:
+    whether `run` is active.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        router: Router,
+        members: Members,
+        copies: int = COPIES,
+    ) -> None:
+        self.model, self.router, self.members = model, router, members
+        self.children = Children(limits=router.limits)
+        self.copies, self.watching = copies, False
+        self.health = HealthMonitor(router)
+        self.away = set[str]()
+        self._references = _references_of(model)
+        self._departed: dict[str, tuple[Holder, float]] = {}
+        self._planned: list[Holder] = []
+        self._said: dict[str, tuple[str, float]] = {}
+        self._changed = asyncio.Event()
+        self._tests = set[asyncio.Task[None]]()
+        members.watcher = self
+
+    async def run(self) -> None:
+        """Give blocks to hosts, and send canaries, until cancelled."""
+        self.watching = True
+        try:
+            # If the health check breaks, so does this, and both are started again.
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.health.run())
+                while True:
+                    self._plan()
+                    self._say()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK):
+                            await self._changed.wait()
+                    self._changed.clear()
+        finally:
+            self.watching = False
+
+    async def ready(
+        self, hosts: int, *, within: float, say: Callable[[str], object] = _log.info
+    ) -> list[int]:
+        """Wait for this number of hosts and for all blocks; returns the blocks that nobody holds.
+
+        For blocks that no host has room for it does not wait. It only waits, so `run` must run at
+        the same time. `say` gets a sentence for each host.
+        """
+        end, reported = self.router.clock() + within, set[str]()
+        while True:
+            up = {name for name, member in self.members.items() if self.is_up(member)}
+            for name in sorted(up - reported):
+                reported.add(name)
+                say(f"{name} is up with {counted(len(self.router.swarm[name].blocks), 'block')}")
+            lacking = self.router.swarm.lacking(self.model.depth)
+            loading = any(m.assigned.intersection(lacking) for m in self.members.values())
+            if (len(up) >= hosts and not loading) or self.router.clock() >= end:
+                return lacking
+            await asyncio.sleep(_LOOK / 5)
+
+    def is_up(self, member: Member) -> bool:
+        """Whether a host serves all blocks that it is to hold: none, if others hold enough."""
+        view = self.router.swarm.get(member.name)
+        planned = any(device.name == member.name for device in self._planned)
+        return planned and view is not None and view.blocks == member.assigned
+
+    async def close(self) -> None:
+        """Stop testing, and end all connections."""
+        for task in self._tests:
+            task.cancel()
+        await asyncio.gather(*self._tests, return_exceptions=True)
+        await self.health.close()
+        self.members.close()
+
+    # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        before = self.router.swarm.get(member.name)
+        returned = self._departed.pop(member.name, None)
+        loading = frozenset[int]() if returned is None else returned[0].blocks
+        view = HostView(member.name, frozenset(), loading=loading)
+        if before is not None and before.condition == "shut-out":
+            # A new connection is no proof of honesty.
+            view = view._replace(condition="shut-out", why=before.why)
+        elif member.name in self.away:
+            view = state.draining(view)
+        elif member.hello["memory"] < (least := min(file.size for file in self.model.weights)):
+            why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
+            view = view._replace(why=why)
+        self.router.put(view)
+        if returned is not None:
+            # It comes back to what it had, and nobody else has taken that yet.
+            self.members.assign(member.name, returned[0].blocks)
+        self._changed.set()
+
+    def loaded(self, member: Member, block: int) -> None:
+        """See `members.MemberWatcher`."""
+        self.health.expect(member.name, {block: self._references[block]})
+        task = asyncio.create_task(self._admit(member, block))
+        self._tests.add(task)
+        task.add_done_callback(self._tests.discard)
+
+    def failed(self, member: Member, block: int, *, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        key, now = f"{member.name} loads", self.router.clock()
+        before = self._said.get(key, ("", -math.inf))[1]
+        if now - before >= _QUIET:  # it tries again, every few seconds
+            self._said[key] = why, now
+            _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
+
+    def leaving(self, member: Member) -> None:
+        """See `members.MemberWatcher`."""
+        self.router.update(member.name, state.draining)
+        self._changed.set()
+
+    def left(self, member: Member, why: str) -> None:
+        """See `members.MemberWatcher`."""
+        name, now, limits = member.name, self.router.clock(), self.router.limits
+        self.health.drop(name)
+        self._departed[name] = self._device(member), now
+        until = now + limits.return_ms / _MILLI
+        self.router.update(name, lambda host: _gone(host, why, until=until))
+        gone = [n for n in self.router.swarm if n not in self.members and n not in self.away]
+        if len(gone) > _MOST_GONE:
+            longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
+            self.router.swarm.remove(longest)
+        self._changed.set()
+
+    def _say(self) -> None:
+        """Log what has become of the hosts, of each at most a line in `_QUIET` seconds."""
+        now, swarm = self.router.clock(), self.router.swarm
+        self._said = {n: last for n, last in self._said.items() if n.partition(" ")[0] in swarm}
+        for host in swarm.values():
+            before, at = self._said.get(host.name, ("", -math.inf))
+            if host.condition == before or now - at < _QUIET:
+                continue
+            self._said[host.name] = host.condition, now
+            level, words = _SAID[host.condition] if before or not host.usable else _JOINED
+            why = f": {host.why}" if host.why else ""
+            _log.log(level, "Host %s %s%s", host.name, words, why, extra={"host": host.name})
+
+    async def _admit(self, member: Member, block: int) -> None:
+        """Test a loaded block until it passes; then the router may use it."""
+        name = member.name
+        limit = self.router.limits.start_ms / _MILLI
+        while await self.health.canary(Visit(name, block, limit)):
+            if self.router.swarm[name].condition == "shut-out":
+                return
+            await asyncio.sleep(_AGAIN)
+        # It may have lost the block, or its connection, while it was tested: then it says again
+        # that it is ready, and the next test counts.
+        if self.members.get(name) is member and block in member.ready:
+            self.router.update(name, lambda host: _loaded(host, block))
+
+    # --- who holds what ---------------------------------------------------------------------------
+
+    def _device(self, member: Member) -> Holder:
+        hello = member.hello
+        return Holder(
+            member.name,
+            hello["memory"],
+            hello["speed"],
+            frozenset(hello["held"]),
+            member.assigned,
+            frozenset(member.ready),
+        )
+
+    def _plan(self) -> None:
+        """Give every host its blocks, if who is there has changed."""
+        now, swarm = self.router.clock(), self.router.swarm
+        present = {
+            name: self._device(member)
+            for name, member in self.members.items()
+            if swarm[name].condition in ("healthy", "suspect")
+        }
+        whole = not swarm.lacking(self.model.depth)
+        self._departed = {
+            name: (device, since)
+            for name, (device, since) in self._departed.items()
+            # Requests wait for a block that nobody else holds.
+            if whole and now - since < _GRACE
+        }
+        devices = [*present.values(), *(device for device, _ in self._departed.values())]
+        if devices == self._planned:
+            return
+        self._planned = devices
+        for name, blocks in assign(devices, self.model.weights, copies=self.copies).items():
+            if name in present and blocks != present[name].blocks:
+                self._give(name, blocks)
+
+    def _give(self, name: str, blocks: frozenset[int]) -> None:
+        # First, so that no visit to a block that leaves is sent behind the assignment.
+        self.router.update(
+            name,
+            lambda host: host._replace(blocks=host.blocks & blocks, loading=blocks - host.blocks),
+        )
+        self.health.forget(name, self.members[name].assigned - blocks)
+        self.members.assign(name, blocks)
+
+    # --- commands of operators --------------------------------------------------------------------
+
+    async def drain(self, name: str) -> bool:
+        """Stop new visits to `name`; returns whether it has finished those in progress.
+
+        It waits at most as long as a request may take; others take over its blocks.
+        """
+        self.check_known(name)
+        self.away.add(name)
+        self.router.update(name, state.draining)
+        self._changed.set()
+        end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
+        while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
+            await asyncio.sleep(_LOOK / 5)
+        return view is None or not view.waiting
+
+    def kill(self, name: str) -> None:
+        """Kill the process of a host that this gateway started; it stays dead until `readmit`.
+
+        Raises `UsageError` for any other host, and `LayerShuffleError` if it is dead.
+        """
+        # Hosts that dialled in from elsewhere may be processes of others.
+        if name not in self.children.names:
+            raise UsageError(f"This gateway did not start a host {name!r}")
+        self.children.signal(name, signal.SIGKILL)
+        self.children.hold(name)
+
+    def readmit(self, name: str) -> None:
+        """Bring back a host that was shut out, drained or ended."""
+        self.check_known(name)
+        self.away.discard(name)
+        if name in self.children.names:
+            self.children.release(name)
+        self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
+        # It gets its blocks and its tests anew, as any host that dials in.
+        self.members.cut(name)
+
+    def check_known(self, name: str) -> None:
+        """Raises `UsageError` for a host that the swarm does not have."""
+        if name not in self.router.swarm and name not in self.children.names:
+            names = ", ".join(self.router.swarm) or "none"
+            raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
+
+
+def _references_of(model: ServedModel) -> list[Reference]:
+    rounding = ROUNDING["int8"] if model.quantised else 0.0
+    return [
+        Reference(model.sample, partial(model.compute, block), file.digest, rounding)
+        for block, file in enumerate(model.weights)
+    ]
+
+
+def _loaded(host: HostView, block: int) -> HostView:
+    return host._replace(blocks=host.blocks | {block}, loading=host.loading - {block})
+
+
+def _gone(host: HostView, why: str, *, until: float) -> HostView:
+    if host.condition == "shut-out":
+        return host._replace(blocks=frozenset(), loading=frozenset(), retry_at=until)
+    blocks = host.blocks | host.loading
+    gone = host._replace(condition="gone", why=why, retry_at=until)
+    return gone._replace(blocks=blocks, loading=frozenset())

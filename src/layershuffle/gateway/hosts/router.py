@@ -1,0 +1,354 @@
+"""The router: a thin asyncio layer that carries out the policy's decisions over a transport.
+
+Everything that it learns goes into its `Swarm` through the pure functions of `state`, and
+`policy.decide` decides everything that it does. Use it from one event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layershuffle.gateway.brain import policy, state
+from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import (
+    Answer,
+    Ending,
+    Outcome,
+    Route,
+    State,
+    Transport,
+    Visit,
+    Visited,
+    VisitError,
+)
+from layershuffle.gateway.brain.places import HeldPlace
+from layershuffle.gateway.brain.policy import RequestProgress, UnderWay, Wait, counts, decide
+from layershuffle.gateway.brain.rounds import QUEUE, Rounds
+from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import HostView, Swarm
+
+_MILLI = 1000.0
+_SLACK, _SLACK_MS = 1.1, 1.0
+"""Allowed difference between the clocks of a host and of the router over one visit."""
+_GROWTH = 1e4
+"""Growth of the largest value above which an answer is wrong: blocks add to their state."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PendingVisit(UnderWay):
+    """A visit in flight that carries the state `before`.
+
+    `ends`: the time from which the visit is late, in seconds of the router's clock; then its
+    lateness counts against its host, once.
+    """
+
+    visit: Visit
+    answer: asyncio.Future[Answer]
+    started: float
+    before: State
+    ends: float
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Walk(RequestProgress):
+    """A running request: its state, its progress, its visits so far and those in flight.
+
+    `judge`: the chance that the answer for a state after so many blocks is right; `place`: what it
+    leaves while nothing of it is under way. While it waits, `woken` is not done.
+    """
+
+    state: State
+    started: float
+    rounds: Rounds
+    judge: Callable[[State, int], float] | None
+    place: HeldPlace | None
+    hops: list[Visited] = field(default_factory=list)
+    under_way: list[PendingVisit] = field(default_factory=list)
+    woken: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Go on, if it waits."""
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
+
+
+class Router:
+    """Sends states through the swarm. `swarm` is its knowledge about the hosts.
+
+    `rounds` (how many blocks run side by side, and how often) may be changed at any time; a running
+    request keeps what it began with. Each of `observers` is called with every hop and the states
+    around it (metrics and audits use this).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        depth: int,
+        limits: Limits,
+        wire: Wire = "fp32",
+        rounds: Rounds = QUEUE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.transport = transport
+        self.depth = depth
+        self.limits = limits
+        self.wire: Wire = wire
+        self.clock = clock
+        self.rounds = rounds
+        self.swarm = Swarm()
+        self._moving: set[Walk] = set()
+        self.observers: list[Callable[[Visited, State, State | None], None]] = []
+        # Not a set, whose order is another one in every process: they are woken in turn.
+        self._watching: dict[Walk, None] = {}
+
+    @property
+    def walks(self) -> int:
+        """The number of requests of which something is under way."""
+        return len(self._moving)
+
+    def put(self, host: HostView) -> None:
+        """Take this for what is known of a host from now on."""
+        before = self.swarm.get(host.name)
+        self.swarm.put(host)
+        # Times change with every visit, and a request that waits for hosts needs none of them.
+        same = before is not None and _presence(before) == _presence(host)
+        for walk in self._watching:
+            if walk in self._moving or not same:
+                walk.wake()
+
+    def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
+        """Apply a pure change to one host, if it is still known."""
+        if (host := self.swarm.get(name)) is not None:
+            self.put(change(host))
+
+    async def walk(
+        self,
+        start: State,
+        *,
+        deadline: float,
+        min_blocks: int = 1,
+        confidence: float | None = None,
+        chance: Callable[[State, int], float] | None = None,
+        place: HeldPlace | None = None,
+    ) -> tuple[State, Route]:
+        """Run the blocks that can be reached; return the state after them, and the route.
+
+        `start`: float32 `[1, tokens, width]`; `deadline`: the time to return, in seconds of
+        the router's clock; `min_blocks`: with fewer blocks, the request waits for hosts that may
+        come back. Failing hosts raise no exception: the route names the skipped blocks with the
+        reasons. `chance(state, blocks)`: that the answer after so many blocks is right; the request
+        ends when it reaches `confidence`. `place`: what the request leaves to others while nothing
+        of it is under way.
+        """
+        walk = Walk(
+            depth=self.depth,
+            deadline=deadline,
+            min_blocks=min_blocks,
+            confidence=confidence,
+            state=start,
+            started=self.clock(),
+            rounds=self.rounds,
+            judge=chance if confidence is not None else None,
+            place=place,
+        )
+        self._moving.add(walk)
+        try:
+            route = self._route(walk, await self._ending(walk))
+        finally:
+            for call in walk.under_way:
+                self._drop(call)
+            self._moving.discard(walk)
+        return walk.state, route
+
+    async def _ending(self, walk: Walk) -> Ending:
+        """Make the visits of a request until it ends."""
+        while True:
+            # Read once: the deadline might pass between two reads, and no visit would be late.
+            now = self.clock()
+            self._take_ended(walk, now)
+            action = decide(
+                walk,
+                self.swarm,
+                now=now,
+                limits=self.limits,
+                rounds=walk.rounds,
+                walks=self.walks,
+            )
+            if isinstance(action, Visit):
+                walk.under_way.append(self._call(walk, action, now=now))
+            elif isinstance(action, Wait):
+                await self._wait(walk, action)
+            else:
+                return action
+
+    def _take_ended(self, walk: Walk, now: float) -> None:
+        """Give up late visits, add answers that arrived, and drop visits that no longer count."""
+        for call in walk.under_way:
+            if not call.late and now >= call.ends and not call.answer.done():
+                self._fail(walk, call, outcome="late", why="no answer in time")
+        for call in [call for call in walk.under_way if call.answer.done()]:
+            if self._counts(walk, call):  # since the answer before it
+                walk.under_way.remove(call)
+                self._take(walk, call)
+        for call in [call for call in walk.under_way if not self._counts(walk, call)]:
+            self._drop(call)
+            walk.under_way.remove(call)
+
+    def _counts(self, walk: Walk, call: PendingVisit) -> bool:
+        return counts(walk, call, max_age=walk.rounds.max_age)
+
+    def _drop(self, call: PendingVisit) -> None:
+        """Nobody waits for a visit any more; without this its host would look busy forever."""
+        call.answer.cancel()
+        self.update(call.visit.host, lambda host: state.sent(host, -1))
+
+    async def _wait(self, walk: Walk, action: Wait) -> None:
+        """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes.
+
+        It follows a decision without any await in between, so that no change is missed.
+        """
+        until = min([action.until, *[call.ends for call in walk.under_way if not call.late]])
+        loop = asyncio.get_running_loop()
+        walk.woken = loop.create_future()
+        alarm = loop.call_later(max(0.0, until - self.clock()), walk.wake)
+        if action.for_hosts:
+            self._watching[walk] = None
+        # Visits that were given up may still answer, but nobody can say when.
+        idle = action.for_hosts and all(call.late for call in walk.under_way)
+        if idle:
+            self._moving.discard(walk)
+            if walk.place is not None:
+                walk.place.leave()
+        try:
+            await walk.woken
+        finally:
+            alarm.cancel()
+            self._watching.pop(walk, None)
+        if idle:
+            if walk.place is not None:
+                ends = walk.deadline - self.limits.reserve_ms / _MILLI
+                # Without a place there is time left to end it, and no more.
+                await walk.place.come_back(seconds=ends - self.clock())
+            self._moving.add(walk)
+
+    def _route(self, walk: Walk, ending: Ending) -> Route:
+        return Route(
+            depth=self.depth,
+            order=tuple(walk.done),
+            versions=tuple(walk.versions),
+            skipped=policy.skipped(walk, self.swarm, ending=ending),
+            hops=tuple(walk.hops),
+            ending=ending,
+            ms=(self.clock() - walk.started) * _MILLI,
+        )
+
+    def _call(self, walk: Walk, visit: Visit, *, now: float) -> PendingVisit:
+        """Send the newest state to a host, as decided at `now`."""
+        # Read before the visit is sent: a host may have begun by the time that this goes on.
+        before, started = walk.state, self.clock()
+        self.put(state.sent(self.swarm[visit.host]))
+        answer = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
+
+        def over(answer: asyncio.Future[Answer]) -> None:
+            if not answer.cancelled():
+                answer.exception()  # otherwise asyncio reports those of dropped visits as lost
+            walk.wake()
+
+        answer.add_done_callback(over)
+        return PendingVisit(
+            block=visit.block,
+            version=len(walk.done),
+            visit=visit,
+            answer=answer,
+            started=started,
+            before=before,
+            # From `now`: sending a large state takes time, and no limit may pass the deadline.
+            ends=now + visit.limit,
+        )
+
+    def _take(self, walk: Walk, call: PendingVisit) -> None:
+        """Add the answer of a visit that has ended, or count its failure."""
+        elapsed = self.clock() - call.started
+        try:
+            answer = call.answer.result()
+            refuse_odd(answer, before=call.before, ms=elapsed * _MILLI)
+        except VisitError as error:
+            self._fail(walk, call, outcome=error.outcome, why=error.cause)
+            self._drop(call)
+            return
+        hop = self._hop(walk, call, outcome="answered", seconds=elapsed)._replace(
+            compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
+        )
+        after = answer.state
+        self._note(walk, call, hop=hop, after=after)
+        self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
+        # The answer itself if it read the newest state; otherwise add its residual.
+        newest = call.version == len(walk.done)
+        walk.state = after if newest else walk.state + (after - call.before)
+        walk.done.append(call.block)
+        walk.versions.append(call.version)
+        kept = len(set(walk.done))
+        # With fewer blocks it does not end, however sure it is.
+        if walk.judge is not None and kept >= walk.min_blocks:
+            # Here and not in a thread: a head takes less time than a hop.
+            walk.chance = walk.judge(walk.state, kept)
+
+    def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
+        """Record a failed visit: one hop and at most one strike, even if it fails several times."""
+        now = self.clock()
+        hop = self._hop(walk, call, outcome=outcome, seconds=now - call.started)._replace(why=why)
+        if not call.late:
+            self._note(walk, call, hop=hop, after=None)
+        if policy.strikes(call.visit, outcome, over=now >= call.ends, again=call.late):
+            self.report(hop)
+        call.late = True
+
+    def report(self, hop: Visited) -> None:
+        """Count a failed visit or probe against its host."""
+        now = self.clock()
+        self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
+
+    def _hop(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, seconds: float) -> Visited:
+        visit = call.visit
+        return Visited(
+            visit.host,
+            visit.block,
+            outcome,
+            ms=seconds * _MILLI,
+            lag_ms=(seconds - visit.expected) * _MILLI,
+            begun_ms=(call.started - walk.started) * _MILLI,
+        )
+
+    def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
+        walk.hops.append(hop)
+        for observe in self.observers:
+            observe(hop, call.before, after)
+
+
+def _presence(host: HostView) -> tuple[object, ...]:
+    """What a request that waits for hosts has to know of one: whether it is there, or may be."""
+    return host.condition, host.blocks, host.loading, host.retry_at, host.strikes
+
+
+def refuse_odd(answer: Answer, *, before: State, ms: float) -> None:
+    """Raises `VisitError` for the answer to a visit with the state `before` that holds numbers so
+    large that no block produced them, or says that it took longer than the `ms` milliseconds of
+    the visit, which would make a distant host look near. Transports have checked shape and dtype.
+    """
+    if answer.compute_ms + answer.queue_ms > _SLACK * ms + _SLACK_MS:
+        # The router's clock may have stopped, on a machine that was paused.
+        raise VisitError("it answered that it took longer than its visit", outcome="failed")
+    # No number is larger than the length of all, which takes a third of the time; NaN is not
+    # smaller than anything.
+    if np.vdot(answer.state, answer.state) <= _GROWTH**2:
+        return
+    largest = float(np.abs(answer.state).max(initial=0.0))
+    # At least 1, because a state of zeros may grow by any factor.
+    if not largest <= _GROWTH * max(1.0, float(np.abs(before).max(initial=0.0))):
+        raise VisitError(f"it answered with numbers up to {largest:.1g}", outcome="wrong")

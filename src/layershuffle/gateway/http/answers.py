@@ -1,0 +1,214 @@
+"""The JSON of the gateway's answers, and how it is made from a route.
+
+It imports no torch and no web framework, because clients read answers with the same classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from layershuffle.gateway.brain.messages import Ending, Outcome
+from layershuffle.gateway.brain.rounds import Cell, cell_of
+from layershuffle.gateway.brain.state import Condition, HostView
+from layershuffle.gateway.brain.sureness import probabilities
+from layershuffle.gateway.calibration.calibration import Expected
+
+if TYPE_CHECKING:
+    # It imports the runtime, which clients may not have.
+    from layershuffle.gateway.hosts.remote_model import Classified
+
+_MILLI = 1000.0
+
+
+def encodable(text: str) -> str:
+    """Text from hosts without half surrogate pairs, which a file name in an error may hold: JSON
+    and logs cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
+Reason = Annotated[str, AfterValidator(encodable)]
+"""Text from hosts, made encodable."""
+
+
+class Guess(BaseModel):
+    """A class and its probability (0 to 1)."""
+
+    label: str
+    index: int
+    probability: float
+
+
+class Hop(BaseModel):
+    """One visit to one host. Milliseconds: from the begin of the walk to that of the visit, of the
+    visit in total, of compute, and of waiting at the host."""
+
+    model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
+
+    host: str
+    block: int
+    outcome: Outcome
+    begun_ms: float
+    ms: float
+    compute_ms: float
+    queue_ms: float
+    why: Reason = Field("", description='The reason, if the outcome is not "answered".')
+
+
+class Skipped(BaseModel):
+    """A block that did not run."""
+
+    block: int
+    why: Reason
+
+
+class Times(BaseModel):
+    """Milliseconds since the request was complete, and of the parts of the model's forward."""
+
+    total: float
+    stem: float
+    swarm: float
+    head: float
+
+
+class Classification(BaseModel):
+    """The answer to a classification, with the route it took."""
+
+    top: list[Guess] = Field(description="The most probable classes, best first.")
+    chance: float | None = Field(
+        None,
+        description="That the first class is right, as measured on held-out images; `null` if that "
+        "was never measured.",
+    )
+    depth: int = Field(description="Number of blocks of the model.")
+    blocks: list[int] = Field(description="Blocks that ran, in execution order.")
+    versions: list[int] = Field(
+        description="The version of the state that each block read; version k is the state after "
+        "k steps. A block that read an older version added its residual to the newest."
+    )
+    skipped: list[Skipped]
+    degraded: bool = Field(description="Whether blocks that were to run are missing.")
+    ending: Ending
+    route: list[Hop]
+    expected: Expected | None
+    expected_why: str = Field("", description="Why there is no expected accuracy.")
+    ms: Times
+
+    @property
+    def cell(self) -> Cell | None:
+        """How the blocks ran; `None` if none did."""
+        steps = tuple(zip(self.blocks, self.versions, strict=True))
+        return cell_of(steps) if steps else None
+
+
+class HostAnswer(BaseModel):
+    """One host as the router sees it; averages in milliseconds, `null` until measured."""
+
+    name: str
+    condition: Condition
+    why: Reason
+    blocks: list[int]
+    compute_ms: float | None = Field(description="Average per block.")
+    link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
+    waiting: int = Field(description="Blocks sent to it and not answered yet.")
+    visits: int = Field(description="Visits to it since the gateway started.")
+    started_here: bool = Field(
+        False, description="Whether it is a process that this gateway started."
+    )
+
+    @classmethod
+    def of(cls, host: HostView, *, visits: int, started_here: bool) -> HostAnswer:
+        """That of `host`."""
+        return cls(
+            name=host.name,
+            condition=host.condition,
+            why=host.why,
+            blocks=sorted(host.blocks),
+            compute_ms=None if host.compute is None else host.compute * _MILLI,
+            link_ms=None if host.link is None else host.link * _MILLI,
+            waiting=host.waiting,
+            visits=visits,
+            started_here=started_here,
+        )
+
+
+class Audits(BaseModel):
+    """Visits that were computed again at the gateway and compared."""
+
+    audited: int
+    disagreed: int = Field(description="Audits whose answers differed.")
+
+
+class SwarmAnswer(BaseModel):
+    """The current state of the swarm."""
+
+    model: str
+    depth: int
+    unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
+    hosts: list[HostAnswer]
+    counters: dict[str, int] = Field(description="Requests by outcome since the start.")
+    audits: Audits = Field(description="Since the start.")
+    expected: Expected | None = Field(
+        None, description="Of answers with all blocks that are reachable now."
+    )
+    expected_why: str = Field("", description="Why there is no expected accuracy.")
+
+
+class Health(BaseModel):
+    """Whether requests can be answered, if only in part."""
+
+    ok: bool
+    why: str
+
+
+class Problem(BaseModel):
+    """What went wrong and what to do next; `id` marks an unexpected failure in the log."""
+
+    cause: Reason
+    hint: str
+    id: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every error response."""
+
+    error: Problem
+
+
+def classification(
+    classified: Classified,
+    *,
+    labels: Sequence[str],
+    top: int,
+    expected: tuple[Expected | None, str],
+    total_ms: float,
+) -> Classification:
+    """The answer for the logits `[1, classes]` and the route of `classified`."""
+    route, logits = classified.route, classified.logits[0]
+    chances = probabilities(logits, classified.temperature or 1.0)
+    # Of equal ones the first, as torch takes.
+    best = np.argsort(-chances, kind="stable")[:top].tolist()
+    guesses = [(index, float(chances[index])) for index in best]
+    return Classification(
+        top=[Guess(label=labels[index], index=index, probability=p) for index, p in guesses],
+        chance=None if classified.temperature is None else guesses[0][1],
+        depth=route.depth,
+        blocks=list(route.order),
+        versions=list(route.versions),
+        # Sorted, so that two answers of one route are equal as text.
+        skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
+        degraded=route.degraded,
+        ending=route.ending,
+        route=[Hop.model_validate(hop) for hop in route.hops],
+        expected=expected[0],
+        expected_why=expected[1],
+        ms=Times(
+            total=total_ms,
+            stem=classified.stem_ms,
+            swarm=classified.swarm_ms,
+            head=classified.head_ms,
+        ),
+    )

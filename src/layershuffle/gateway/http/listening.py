@@ -1,0 +1,366 @@
+"""Run the gateway, in the process of router and coordinator and on their event loop.
+
+uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
+below it, at the socket, and above it, as an app around the app: bounds on the connections of one
+address, on the time until a request is there, and on the time until an answer is read. Its own
+`limit_concurrency` answers everybody with 503 once silent connections reach it, and its
+`timeout_keep_alive` counts from the first request on, so that 200 clients which send a byte of
+their heads now and then stay for ever. Decision 040 says what other servers hold, and
+docs/deploy.md what none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import logging
+import math
+import os
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from layershuffle.gateway.hosts.connections import HostConnection, Members
+from layershuffle.gateway.http.admission import GatewayLimits, client_of
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+
+_KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
+_GRACE = 5  # seconds that requests under way get when the server is told to end
+_HEADER_BYTES = 1 << 14
+_BACKLOG = 128
+_LOOK = 0.25  # seconds between two looks at the connections
+_QUIET = 1.0  # seconds between two lines of the log on descriptors that are used up
+_PAUSE = 0.005  # seconds
+_AT_ONCE = 16  # connections that are accepted before what others sent is read
+_AMBIGUOUS = json.dumps(
+    {
+        "error": {
+            "cause": "The request has both a Content-Length and a Transfer-Encoding",
+            "hint": "send one of them: a proxy may read another body than this gateway",
+            "id": None,
+        }
+    }
+).encode()
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def listening(
+    app: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: GatewayLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    trusted: Sequence[str] = (),
+    members: Members | None = None,
+    at_end: Callable[[], None] = lambda: None,
+) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
+    """Serve `app` within; gives the listening socket, and the task of the server, which ends at
+    SIGINT or SIGTERM.
+
+    `port` 0 takes a free one. With `tls` it accepts only https. `trusted`: addresses or networks of
+    proxies, whose X-Forwarded-For is believed; `members`: the hosts that dial in there, if any;
+    `at_end`: called when the server has been told to end, some seconds before requests under way
+    are dropped. Raises what `GatewaySocket` raises.
+
+        async with listening(app) as (listener, _):
+            httpx.get(f"http://127.0.0.1:{listener.port}/livez")
+    """
+    # It logs every broken head: a client could fill the disk.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
+    inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
+
+    def connection(**_: Any) -> asyncio.Protocol:
+        assert members is not None
+        return HostConnection(members, accepted=listener.keep)
+
+    limits = limits or GatewayLimits()
+    with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
+        listener.scheme = "http" if tls is None else "https"
+        config = uvicorn.Config(
+            listener.around(inner),
+            http="h11",
+            ws="none" if members is None else cast("type[asyncio.Protocol]", connection),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            timeout_keep_alive=_KEEP,
+            timeout_graceful_shutdown=_GRACE,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        watching = asyncio.create_task(_watch(listener, server, at_end=at_end))
+        try:
+            yield listener, serving
+        finally:
+            server.should_exit = True
+            # It raises the signal that ended it once more, which whoever waits for it gets.
+            await asyncio.gather(serving, return_exceptions=True)
+            watching.cancel()
+
+
+async def _watch(
+    listener: GatewaySocket, server: uvicorn.Server, *, at_end: Callable[[], None]
+) -> None:
+    """Cut the connections that have waited too long for their client, until cancelled."""
+    ending = False
+    while True:
+        await asyncio.sleep(_LOOK)
+        listener.cut(asyncio.get_running_loop().time())
+        if server.should_exit and not ending:
+            ending = True
+            at_end()
+
+
+class GatewaySocket(socket.socket):
+    """A listening socket that bounds its connections: their number, in total and for each client,
+    and the time that they take for nothing.
+
+    A connection waits for its client until a whole request is there, and while an answer is not
+    read: it is silent. Where there are too many, the one that has been silent the longest makes
+    room for a new one, also where the process has no file descriptor left. Connections count from
+    their acceptance, so TLS handshakes do as well. Those of `trusted` proxies count in the total
+    alone. Raises `UsageError` for a proxy that is no address or network,
+    and `LayerShuffleError` if it cannot listen on the address.
+    """
+
+    def __init__(
+        self, host: str, *, port: int, limits: GatewayLimits, trusted: Sequence[str] = ()
+    ) -> None:
+        try:
+            self._trusted = [ipaddress.ip_network(proxy) for proxy in trusted]
+        except ValueError as error:
+            raise UsageError(
+                f"A trusted proxy is no address or network ({error})",
+                place="--trusted-proxy",
+                hint="write for example 127.0.0.1 or 10.0.0.0/8",
+            ) from error
+        # Without the protocol asyncio leaves Nagle's algorithm on, and every answer, which is sent
+        # as head and body, waits 40 ms for the client's delayed acknowledgement.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._limits = limits
+        self._patience = limits.head_ms / 1000
+        self.scheme = "http"
+        self.open: dict[tuple[str, int], Accepted] = {}
+        self._of_client: Counter[str] = Counter()
+        self._accepted_at_once = 0
+        self._spare: int | None = None
+        self._complained_at = -math.inf
+        try:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
+            # of what is to be sent for so long.
+            self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.head_ms))
+            self.bind((host.strip("[]"), port))
+            self.listen(_BACKLOG)
+        except (OSError, OverflowError) as error:  # the second one: no port has this number
+            self.close()
+            why = getattr(error, "strerror", None) or error
+            raise LayerShuffleError(
+                f"The gateway cannot listen on {host}:{port} ({why})",
+                hint="end what listens there, or name another --port (0: a free one) or address",
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        number: int = self.getsockname()[1]
+        return number
+
+    @property
+    def url(self) -> str:
+        """The address for clients."""
+        name = self.getsockname()[0]
+        return f"{self.scheme}://{f'[{name}]' if ':' in name else name}:{self.port}"
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection and its address. Raises `ConnectionAbortedError` for a connection
+        beyond the limits, and `BlockingIOError` after some at once: asyncio calls again after it
+        has read what the others sent."""
+        if self._accepted_at_once == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._accepted_at_once >= _AT_ONCE:
+            raise BlockingIOError
+        self._accepted_at_once += 1
+        connection, address = self._next()
+        client = client_of(address[0])
+        crowded = self._of_client[client] >= self._limits.client_connections
+        if crowded and self._is_trusted(client):
+            crowded = False
+        full = len(self.open) >= self._limits.connections
+        if (crowded or full) and not self._make_room(client if crowded else None):
+            connection.close()
+            raise ConnectionAbortedError(f"{client} has too many connections")
+        accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
+        self.open[accepted.address] = accepted
+        self._of_client[client] += 1
+        return accepted, address
+
+    def _next_turn(self) -> None:
+        self._accepted_at_once = 0
+
+    def _is_trusted(self, client: str) -> bool:
+        """Whether this is a proxy, whose connections are those of many clients."""
+        network = ipaddress.ip_network(client)  # of one address, or of IPv6 a /64
+        return any(map(network.overlaps, self._trusted))
+
+    def _forget(self, accepted: Accepted) -> None:
+        """A connection is closed, or makes room: it does not count any more."""
+        if self.open.get(accepted.address) is not accepted:
+            return
+        del self.open[accepted.address]
+        self._of_client[accepted.client] -= 1
+        if not self._of_client[accepted.client]:
+            del self._of_client[accepted.client]
+
+    def _next(self) -> tuple[socket.socket, Any]:
+        """The next connection, also where this process has no file descriptor left for one.
+
+        A spare descriptor is closed for it, and a silent connection, which gives the next spare.
+        """
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        # asyncio would log each of some thousand tries with its traceback, and then pause.
+        now = time.monotonic()
+        if now - self._complained_at >= _QUIET:
+            self._complained_at = now
+            _log.error("No file descriptor is left for connections: raise the limit (ulimit -n)")
+        if not self._make_room(None) and self._spare is None:
+            time.sleep(_PAUSE)  # this would be called again at once
+        if self._spare is None:
+            raise ConnectionAbortedError("no file descriptor is left")
+        os.close(self._spare)
+        self._spare = None
+        return super().accept()
+
+    def _make_room(self, client: str | None) -> bool:
+        """Cut the connection that has been silent the longest, of a client or of all; false if none
+        is."""
+        longest: Accepted | None = None
+        for accepted in self.open.values():
+            if accepted.since is None or client not in (None, accepted.client):
+                continue
+            if longest is None or accepted.since < (longest.since or 0.0):
+                longest = accepted
+        if longest is None:
+            return False
+        longest.cut()
+        self._forget(longest)
+        return True
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        super().close()
+
+    def around(self, app: Any) -> Any:
+        """`app`, with its requests noted at their connections, and HEAD answered as GET is."""
+
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope.get("method") == "HEAD":  # the server keeps its own, and sends no body
+                scope = {**scope, "method": "GET"}
+            if scope["type"] == "http" and _is_ambiguous(scope):
+                await _refuse_ambiguous(send)
+                return
+            connection = self.open.get(tuple(scope.get("client") or ()))
+            if connection is None:  # the lifespan of the app
+                await app(scope, receive, send)
+                return
+
+            async def sent(message: Message) -> None:
+                connection.since = asyncio.get_running_loop().time()
+                await send(message)
+                connection.since = None
+
+            connection.since = None
+            try:
+                await app(scope, receive, sent)
+            finally:
+                connection.since = asyncio.get_running_loop().time()
+
+        return noted
+
+    def cut(self, now: float) -> None:
+        """Cut the connections that have waited too long for their client at `now`."""
+        for connection in list(self.open.values()):
+            if connection.since is not None and now - connection.since >= self._patience:
+                connection.cut()
+
+    def keep(self, address: Any) -> None:
+        """Let the connection of a host, which has time-outs of its own, wait for any time."""
+        if (connection := self.open.get(tuple(address[:2]))) is not None:
+            connection.since = None
+
+
+class Accepted(socket.socket):
+    """An accepted connection of a client at an address.
+
+    `since`: the time of the event loop, in seconds, since when it waits for its client, who shall
+    ask or take an answer; `None` while it does not. `closed` is called once it is closed.
+    """
+
+    def __init__(
+        self,
+        plain: socket.socket,
+        *,
+        address: tuple[str, int],
+        client: str,
+        closed: Callable[[Accepted], None],
+    ) -> None:
+        super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        self.address = address
+        self.client = client
+        self.since: float | None = asyncio.get_running_loop().time()
+        self._when_closed = closed
+
+    def close(self) -> None:
+        """The server has ended it."""
+        super().close()
+        self._when_closed(self)
+
+    def cut(self) -> None:
+        """End it below the server, which sees its client leave. An answer that is not read is
+        lost."""
+        with suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+
+def _is_ambiguous(scope: Scope) -> bool:
+    """Whether two headers say differently where the body of a request ends (RFC 9112, 6.1)."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    return {b"content-length", b"transfer-encoding"} <= names
+
+
+async def _refuse_ambiguous(send: Send) -> None:
+    """Answer a request whose body could end in two places, and close its connection."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(_AMBIGUOUS)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": _AMBIGUOUS})

@@ -1,0 +1,246 @@
+"""The operator of a gateway: drain a host, readmit it, kill one that the gateway started itself.
+
+The commands come over HTTP, on the port of the API, with the operator's key. A key and not a socket
+of its own: the page needs it to kill hosts, also behind a proxy, and a second server in the process
+would need a second set of limits. The key is made anew at every start and lies, with the address,
+in a directory that no other user may enter (`state_directory`), where the command line finds both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import ssl
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+from fastapi.exceptions import RequestValidationError
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from layershuffle.gateway.http.admission import key_of
+from layershuffle.gateway.http.errors import HTTPError
+from layershuffle.gateway.http.keys import Keys, client_context, pinned, secret_in
+from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.files import explained, write_bytes
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from layershuffle.gateway.http.requests import Gateway
+
+CommandName = Literal["drain", "readmit", "kill"]
+_FILE = "operator.json"
+_KEY_BYTES = 24
+_TIMEOUT = 60.0  # seconds; a drain answers once no visit is under way, after 30 s at most
+
+
+# --- the gateway's end ----------------------------------------------------------------------------
+
+
+class Fields(BaseModel):
+    """The fields of a command. Unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+
+
+def add_operator(app: FastAPI, *, key: str) -> None:
+    """Add POST /operator/NAME to the gateway's app, for requests with `key`.
+
+    `drain`: let `host` finish its visits and take no more; the answer says in `empty` whether it
+    has finished. `readmit`: start a host again that was shut out, was drained or died. `kill`: kill
+    the process of a host that this gateway started.
+    """
+    gateway: Gateway = app.state.gateway
+    keys = Keys([key])
+
+    async def command(name: CommandName, request: Request) -> dict[str, Any]:
+        if not keys.accept(key_of(request)):
+            raise HTTPError(
+                HTTPStatus.UNAUTHORIZED,
+                "The operator's key is missing or wrong",
+                hint="`layershuffle swarm up` prints the address of the page with the key in it",
+            )
+        try:  # not as an argument: FastAPI would read the body of anybody, of any size
+            host = Fields.model_validate_json(await request.body()).host
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            raise RequestValidationError(problems) from error
+        try:
+            return await _carry_out(gateway, host, name=name)
+        except UsageError:
+            raise
+        except LayerShuffleError as error:
+            hint = error.hint or ""
+            raise HTTPError(
+                HTTPStatus.CONFLICT, error.cause, place=error.place, hint=hint
+            ) from error
+
+    app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
+
+
+async def _carry_out(gateway: Gateway, host: str, *, name: CommandName) -> dict[str, Any]:
+    """Carry out a command, and return its answer."""
+    coordinator = gateway.coordinator
+    if name == "drain":
+        return {"empty": await coordinator.drain(host)}
+    if name == "kill":
+        coordinator.kill(host)
+        return {}
+    # The router knows a spare only once it is up.
+    if host in gateway.router.swarm and gateway.router.swarm[host].usable:
+        raise UsageError(
+            f"Host {host} is healthy, so it was not restarted",
+            hint=f"layershuffle swarm drain {host} takes it out of service",
+        )
+    coordinator.readmit(host)
+    return {}
+
+
+class Operated:
+    """The operator's file of one gateway, in the directory `state`; it is locked until `close`.
+
+    Raises `UsageError` if a swarm is using the directory.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.key = secrets.token_urlsafe(_KEY_BYTES)
+        self.state = state
+        self._path = state / _FILE
+        self._lock = FileLock(state / "lock", mode=0o600)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            raise UsageError(
+                "A swarm of this user runs already",
+                place=state,
+                hint="end it, or name another --state",
+            ) from error
+
+    def publish(self, url: str, *, certificate: Path | None) -> None:
+        """Write where the gateway is, its process, the key and, for https, its certificate."""
+        facts = {"url": url, "key": self.key, "process": os.getpid()}
+        if certificate is not None:
+            facts["certificate"] = str(certificate.absolute())
+        write_bytes(self._path, json.dumps(facts).encode(), private=True)
+
+    def close(self) -> None:
+        """Remove the file and let another swarm use the directory."""
+        self._path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def state_directory(path: str | None = None) -> Path:
+    """The directory where a swarm of this user keeps its address, key and token; it is created if
+    needed.
+
+    Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
+    other users may enter it.
+    """
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
+    with explained(directory, flag="--state"):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # An existing directory keeps its mode and owner.
+    status = directory.stat()
+    if status.st_mode & 0o077 or status.st_uid != os.getuid():
+        raise UsageError(
+            "Other users may enter the swarm's directory and could control it",
+            place=directory,
+            hint=f"chmod 700 {directory}, or remove it if it is not yours",
+        )
+    return directory
+
+
+# --- the operator's end ---------------------------------------------------------------------------
+
+
+class Operator:
+    """Gives commands to a gateway.
+
+    >>> Operator(url, key=key).command("drain", host="pi-1")  # doctest: +SKIP
+    {'empty': True}
+
+    `url`: its address; `key`: the operator's; `tls`: what to trust (default: the well-known
+    authorities).
+    """
+
+    def __init__(self, url: str, *, key: str, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=_TIMEOUT,
+            trust_env=False,  # a proxy cannot reach this machine's loopback
+            verify=True if tls is None else tls,
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def command(self, name: CommandName, *, host: str) -> dict[str, Any]:
+        """The gateway's answer to a command (`add_operator`).
+
+        Raises `UsageError` for one that it refuses, and `LayerShuffleError` if it cannot be carried
+        out or nobody answers.
+        """
+        try:
+            response = self._http.post(f"/operator/{name}", json={"host": host})
+        except httpx.HTTPError as error:
+            raise LayerShuffleError(
+                f"The swarm does not answer its operator ({type(error).__name__})",
+                place=self.url,
+                hint="it may have been killed; start it again",
+            ) from error
+        answer: dict[str, Any] = response.json()
+        if response.is_success:
+            return answer
+        kind = UsageError if response.status_code == 422 else LayerShuffleError
+        raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
+
+
+def operator_of(
+    state: str | None = None,
+    *,
+    address: str | None = None,
+    key_file: Path | None = None,
+    authority: Path | None = None,
+) -> Operator:
+    """The operator of the gateway of this user on this machine, or of the one at `address`.
+
+    `state`: the directory of the gateway on this machine; `key_file`: the file of the operator's
+    key (default: the key in `state`). Raises `UsageError` if the directory is needed and no swarm
+    uses it, and for a key file that others may read.
+    """
+    tls = None if authority is None else client_context(authority)
+    if address is not None and key_file is not None:
+        key = secret_in(key_file, what="operator key", hint="put the key into it").strip()
+        return Operator(address, key=key, tls=tls)
+    facts = published(state)
+    if tls is None and "certificate" in facts:
+        tls = pinned(Path(facts["certificate"]))
+    return Operator(address or facts["url"], key=facts["key"], tls=tls)
+
+
+def published(state: str | None = None) -> dict[str, Any]:
+    """What the gateway of the directory `state` wrote (`Operated.publish`).
+
+    Raises `UsageError` if no swarm uses the directory.
+    """
+    place = state_directory(state) / _FILE
+    try:
+        facts: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            "No swarm of this user runs on this machine",
+            place=place,
+            hint="start one with `layershuffle swarm up`, or name its --state directory",
+        ) from error
+    return facts

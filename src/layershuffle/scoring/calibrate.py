@@ -1,0 +1,262 @@
+"""Measure a calibration: how accurate the answers of a model are, and how sure they may be.
+
+Every cell has the same number of orders. Those of one seed are prefixes of the same permutations
+(`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import harmonic_mean
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from layershuffle.core.evaluation import Score, evaluate, micro_batches
+from layershuffle.core.forwards import run_many
+from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import Shuffled
+from layershuffle.core.position import PositionedModel, backbone_of
+from layershuffle.core.runs import in_eval
+from layershuffle.core.sharing import forget
+from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
+from layershuffle.core.tensors import logits_of
+from layershuffle.data import DataOptions, ImageData, Split, open_data
+from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.contract import limited_test
+from layershuffle.gateway.brain.rounds import Cell, late_last, overlapped
+from layershuffle.gateway.brain.sureness import (
+    STOPS,
+    Stop,
+    Sureness,
+    calibration_error,
+    chances_of,
+    default_confidence,
+    ending_at,
+    temperature_of,
+)
+from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.ground.errors import DataError, StackError, UsageError
+from layershuffle.ground.machine import Device, device_of
+from layershuffle.ground.stats import deviation, mean, t_interval, wilson_interval
+from layershuffle.ground.text import Progress, unheard
+from layershuffle.models import file_view, image_view
+from layershuffle.models.files import weights_digest
+from layershuffle.models.onnx_models import ExportedModel
+from layershuffle.models.origin import training_settings
+from layershuffle.models.stem_head import refuse_more_than_blocks
+from layershuffle.scoring.evaluate_spec import batches_of, matched
+from layershuffle.scoring.settings import ScoreSettings
+
+_TEST, _HELD_OUT = "test", "holdout"
+"""The split that no training and no choice of a checkpoint uses; the one that chose it."""
+_TAIL = 0.05  # share of the orders outside of each end of the range over orders
+_PARALLEL = 4  # the bundled model loses 3 points with 4 blocks side by side, and 7 with 6
+_PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more there was no gain
+_SURE_ORDERS = 6  # the logits of every number of blocks are in memory at once
+_log = logging.getLogger(__name__)
+
+
+def calibrate(
+    model: nn.Module,
+    data: str,
+    *,
+    orders: int = 20,
+    images: int = 2000,
+    seed: int = 0,
+    batch_size: int = 250,
+    device: Device = "auto",
+    progress: Progress = unheard,
+) -> Calibration:
+    """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
+
+    Then fit, on as many held-out images, how sure its answers are (`sureness`). `progress` is
+    called with the images done. Raises `StackError` for models that a swarm cannot serve,
+    `DataError` for data with other classes, `UsageError` for fewer than two orders.
+    """
+    # One order has no spread, hence no interval.
+    if orders < 2:
+        raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
+    host = served_host(model)
+    tested = _opened(host, data, DataOptions(train=False, max_test=images))
+    # The weights of exported files are not in the module; their manifest names them.
+    weights = host.manifest.weights if isinstance(host, ExportedModel) else weights_digest(host)
+    depth = depth_of(host)
+    permutations = [Shuffled().draw(depth, seed=seed, step=k).blocks for k in range(orders)]
+    batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
+    cells, split = cells_of(depth, parallel=_PARALLEL), tested.splits[_TEST]
+    ways = [overlapped(p, cell, depth=depth) for cell in cells for p in permutations]
+    # Those with a last block that is 1, 2 ... versions late.
+    ways += [late_last(p, age, depth=depth) for age in range(1, depth) for p in permutations]
+    scores = evaluate(
+        host,
+        batches,
+        orders=ways,
+        on_images=lambda done: progress("images", done, split.size),
+    )
+    each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
+    return Calibration(
+        schema=3,
+        weights=weights,
+        data=data,
+        split=_TEST,
+        seed=seed,
+        orders=orders,
+        images=each[0][0].images,
+        classes=tested.classes,
+        rows=rows_of(dict(zip(cells, each, strict=False)), split),
+        late=tuple(mean([score.top1 for score in group]) for group in each[len(cells) :]),
+        sureness=_sureness(host, tested, permutations, images=images, batch_size=batch_size),
+    )
+
+
+def served_host(model: nn.Module) -> nn.Module:
+    """The wrapped model, without a position prediction, as hosts run it.
+
+    Raises `StackError` for models with position encoding, and for models that compute something
+    between their blocks.
+    """
+    if isinstance(model, PositionedModel) and model.encoding is not None:
+        raise StackError(
+            "A model with position encoding cannot be served by a swarm: its blocks compute "
+            "something else at every position, and block hosts do not know theirs",
+            hint="serve a model refined by layershuffle or anyorder",
+        )
+    host = wrap(backbone_of(model))
+    weight, view = next(blocks_of(host)[0].parameters()), image_view(host)
+    images = weight.new_zeros(2, view.channels, view.height, view.width)
+    refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels)))
+    return host
+
+
+def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
+    """The measured cells: all numbers of blocks, and repeated passes as far as they may help."""
+    return tuple(
+        Cell(kept, passes, under_way)
+        for under_way in range(1, parallel + 1)
+        for passes, share in {1: 1.0, **_PASSES}.items()
+        for kept in range(1, math.floor(share * depth) + 1)
+    )
+
+
+def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
+    opened = open_data(data, file_view(host), options=options)
+    fitting = matched(host, opened, name="the model")
+    for note in fitting.notes[len(opened.notes) :]:
+        _log.warning(note)
+    return fitting
+
+
+def _batches(host: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:
+    device = next(host.parameters()).device.type
+    return batches_of(data, split, settings=ScoreSettings(batch_size=batch_size), device=device)
+
+
+def rows_of(scores: Mapping[Cell, Sequence[Score]], split: Split) -> tuple[CellAccuracy, ...]:
+    """A row per cell, from the scores of its orders on `split`."""
+    return tuple(_row(cell, group, split=split) for cell, group in scores.items())
+
+
+def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
+    """The row of a cell: the mean with a 95 % interval over orders and over images.
+
+    Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
+    (t-interval over orders; Wilson's over images, which is wide enough for any correlation between
+    orders) add as independent errors do: by their squares, separately on each side.
+    """
+    top1 = [score.top1 for score in scores]
+    centre = mean(top1)
+    low_orders, high_orders = t_interval(top1)
+    # With the harmonic mean, p (1 - p) / n is the mean of the orders' variances, which the variance
+    # of their mean does not exceed.
+    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
+    # Wilson's interval stays within 0 and 100 %, also for accuracies near 100 %.
+    low_images, high_images = wilson_interval(centre, harmonic_mean(counts))
+    ordered, last = sorted(top1), len(top1) - 1
+    return CellAccuracy(
+        kept=cell.kept,
+        passes=cell.passes,
+        parallel=cell.parallel,
+        top1=centre,
+        low=max(0.0, centre - math.hypot(centre - low_orders, centre - low_images)),
+        high=min(100.0, centre + math.hypot(high_orders - centre, high_images - centre)),
+        # Rounded outwards, so few orders give their whole range.
+        orders_low=ordered[math.floor(_TAIL * last)],
+        orders_high=ordered[math.ceil((1 - _TAIL) * last)],
+        sd_orders=deviation(top1),
+    )
+
+
+def _sureness(
+    host: nn.Module,
+    tested: ImageData,
+    permutations: Sequence[tuple[int, ...]],
+    *,
+    images: int,
+    batch_size: int,
+) -> Sureness | None:
+    """How sure the answers of `host` are, fitted on at most `images` held-out images, and scored on
+    those of `tested`, in the first of `permutations`; `None` if the data hold none out."""
+    share = training_settings(backbone_of(host)).get(_HELD_OUT, DataOptions.holdout)
+    try:
+        fitted = _opened(host, tested.spec, DataOptions(holdout=share))
+    except DataError as error:
+        _log.warning("How sure answers are is not known, so requests run all blocks: %s", error)
+        return None
+    split = fitted.splits[_HELD_OUT]
+    split = limited_test(split.dataset, limit=images)
+    fitted = replace(fitted, splits={_HELD_OUT: split})
+    permutations = permutations[:_SURE_ORDERS]
+    logits, labels = answers_by_blocks(
+        host, _batches(host, fitted, _HELD_OUT, batch_size), permutations=permutations
+    )
+    many = np.tile(labels, len(permutations))
+    temperatures = tuple(
+        temperature_of(answers.reshape(len(many), -1), many) for answers in logits.swapaxes(0, 1)
+    )
+    right = logits.argmax(axis=-1) == labels
+    confidence = default_confidence(chances_of(logits, temperatures), right)
+    logits, labels = answers_by_blocks(
+        host, _batches(host, tested, _TEST, batch_size), permutations=permutations
+    )
+    right = logits.argmax(axis=-1) == labels
+    chances, raw = (chances_of(logits, t) for t in (temperatures, (1.0,) * len(temperatures)))
+    shown = sorted({*STOPS} if confidence is None else {*STOPS, confidence})
+    ends = [(c, *ending_at(c, chances, right=right)) for c in shown]
+    places = range(len(temperatures))
+    return Sureness(
+        split=_HELD_OUT,
+        orders=len(permutations),
+        images=split.size,
+        temperatures=temperatures,
+        raw_error=tuple(calibration_error(raw[:, n].ravel(), right[:, n].ravel()) for n in places),
+        error=tuple(calibration_error(chances[:, n].ravel(), right[:, n].ravel()) for n in places),
+        stops=tuple(Stop(confidence=c, blocks=blocks, top1=top1) for c, blocks, top1 in ends),
+        confidence=confidence,
+    )
+
+
+def answers_by_blocks(
+    host: nn.Module, batches: DeviceBatches, *, permutations: Sequence[tuple[int, ...]]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Logits `[orders, depth, images, classes]` after 1, 2 ... blocks of every order, and labels
+    `[images]`."""
+    depth = depth_of(host)
+    orders = [ExecutionOrder(blocks, depth) for blocks in permutations]
+    cuts = [order.beginning(count) for order in orders for count in range(1, depth + 1)]
+    parts: list[NDArray[np.float32]] = []
+    truth: list[NDArray[np.int64]] = []
+    forget(stack_of(host))
+    with in_eval(host), torch.no_grad():
+        for batch in batches:
+            for pixels, labels in micro_batches(host, batch):
+                answers = dict(run_many(host, pixels, orders=cuts))
+                every = torch.stack([answers[place].float() for place in range(len(cuts))])
+                parts.append(every.view(len(orders), depth, *every.shape[1:]).cpu().numpy())
+                truth.append(labels.cpu().numpy())
+    return np.concatenate(parts, axis=2), np.concatenate(truth)
