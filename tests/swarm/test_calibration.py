@@ -49,11 +49,11 @@ from layershuffle.gateway.calibration.calibration import (
     useful_blocks,
     write_calibration,
 )
+from layershuffle.gateway.client.calibrate import calibrate, cells_of, rows_of
 from layershuffle.ground.errors import DataError, ModelFileError, StackError, UsageError
 from layershuffle.ground.stats import independent_images, t_interval, wilson_interval
 from layershuffle.models import file_view, image_view, truncate
 from layershuffle.models.files import weights_digest
-from layershuffle.scoring.calibrate import calibrate, cells_of, rows_of
 from pictures import file_of
 
 DATA = "digit-pairs?test=40"

@@ -36,8 +36,8 @@ class CalibrateCommand(ComputingCommand, Reporting):
     def run(self) -> int:
         """Measure, store, and print the table."""
         from layershuffle.gateway.calibration.calibration import calibration_path, write_calibration
+        from layershuffle.gateway.client.calibrate import calibrate
         from layershuffle.models import load
-        from layershuffle.scoring.calibrate import calibrate
 
         # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)

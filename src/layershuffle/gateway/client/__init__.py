@@ -1,1 +1,1 @@
-"""Ask a gateway from Python, and judge its answers."""
+"""Ask a gateway from Python, judge its answers, and measure what they may promise (`calibrate`)."""
