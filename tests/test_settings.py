@@ -109,7 +109,7 @@ def test_a_recipe_that_is_absent(tmp_path):
 def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-ordinary.yaml", "digits-swarm.yaml"]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "imagenet-paper")
-    names += ("fashion-dinov2", "fashion-dinov2-320")
+    names += ("fashion-dinov2", "fashion-dinov2-320", "fashion-ends", "digits-ends")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
         FitSettings(**read_recipe(asset("recipes", name)))
