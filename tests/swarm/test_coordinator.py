@@ -87,7 +87,7 @@ def test_answers_are_those_of_one_process_bit_for_bit(tmp_path: Path, parallel: 
 
 
 def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
-    """A connection ends five times a second while eight clients ask."""
+    """A connection ends up to five times a second while eight clients ask."""
 
     async def main() -> None:
         async with swarm(tmp_path, 4, parallel=3) as (site, _):
@@ -102,12 +102,17 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             async def breaker() -> None:
                 for turn in range(100):
                     await asyncio.sleep(0.2)
-                    site.members.cut(f"host-{1 + turn % 4}")
+                    name = f"host-{1 + turn % 4}"
+                    if is_up(site, name):  # on a busy machine it takes longer to be back
+                        site.members.cut(name)
 
             breaking = asyncio.create_task(breaker())
             await asyncio.gather(*map(client, range(8)))
             breaking.cancel()
-            assert [route.kept for *_, route in routes] == [12] * 304
+            assert len(routes) == 304
+            assert [
+                (route.ending, route.ms, route.skipped) for *_, route in routes if route.kept < 12
+            ] == []
             failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
             assert failed > 0, "no fault hit a request"
             for start, state, route in routes:

@@ -66,6 +66,9 @@ class Children:
         finally:
             for name in self.pids:
                 self.signal(name, signal.SIGKILL)
+            # Until then their pipes and watches hold on to the event loop.
+            for process in self._processes.values():
+                await process.communicate()
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the process of a host. Raises `LayerShuffleError` if there is none."""
