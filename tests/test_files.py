@@ -7,7 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+import layershuffle as ls
+from common import DIGITS_VIT
+from layershuffle import cli
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import (
     explained,
@@ -16,8 +20,11 @@ from layershuffle.ground.files import (
     refuse_others,
     remove_stale_stages,
     staged_directory,
+    user_path,
     write_text,
 )
+from layershuffle.models import name_classes, num_classes_of
+from layershuffle.swarm.server.operating import state_directory
 from refusals import refuses
 
 
@@ -170,3 +177,39 @@ def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
     holder.join(30)
     with locked(tmp_path):  # the lock went with its process
         pass
+
+
+def test_a_tilde_is_the_home_directory_wherever_a_place_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = ls.load(DIGITS_VIT)
+    ls.save(model, "~/saved")
+    assert cli.main(["eval", "--model=~/saved", "--data=folder:~/none", "--num-orders=1"]) == 1
+    assert f"{tmp_path}/home/none" in capsys.readouterr().err
+    Image.new("RGB", (40, 40), (200, 30, 30)).save(tmp_path / "home" / "red.png")
+    assert cli.main(["predict", "dir:~/saved", "--image=~/red.png", "--top=1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/home/red.png: ")
+    names = tmp_path / "home" / "names.txt"
+    names.write_text("\n".join(map(str, range(num_classes_of(model)))))
+    name_classes(model, Path("~/names.txt"), place="saved")
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == [
+        "names.txt",
+        "red.png",
+        "saved",
+    ]
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_tilde_without_a_home_directory_is_explained(monkeypatch):
+    def unknown(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    # What pathlib does for a user without HOME and without an entry in passwd.
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with refuses(UsageError, "~/run") as caught:
+        user_path("~/run")
+    assert "HOME" in caught.value.hint
+    with refuses(UsageError) as caught:
+        state_directory(None)
+    assert "--state" in caught.value.hint

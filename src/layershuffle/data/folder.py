@@ -27,6 +27,7 @@ from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import counted, one_line, shortened
 from layershuffle.images.pixels import extensions, read_image
 
@@ -66,7 +67,7 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
     classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
-    root = Path(request.place).expanduser()
+    root = user_path(request.place)
     training = request.options.train
     folders, notes = split_folders(root, need_train=training)
     # Without training data (eval), the classes come from the reported split.

@@ -23,6 +23,7 @@ from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError, UsageError, of_the_machine
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import one_line, shortened
 from layershuffle.images.pixels import SKIP_HINT, read_image
 
@@ -170,7 +171,7 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
     """All splits by name. Raises DataError."""
     place = request.place
     config = None
-    root = Path(request.place).expanduser()
+    root = user_path(request.place)
     if ":" in place and not root.is_dir():
         place, _, config = place.rpartition(":")
     # datasets would treat a mistyped path as the name of a data set on the hub.

@@ -53,6 +53,23 @@ _LOCK_SECONDS = 90.0  # longer than a study gives its runs to save and end
 _LOCK_POLL_SECONDS = 0.2
 
 
+def user_path(path: str | Path, *, hint: str = "set HOME, or name a place without ~") -> Path:
+    """`path` as a shell reads it: a tilde at its beginning is the home directory.
+
+    Shells leave the tilde of `--out=~/run` and of `folder:~/data` as it is, so everything that a
+    user names goes through here, whether it is read or written. Raises `UsageError` if nobody knows
+    the home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            "The home directory is unknown: HOME is not set, and this user has no entry in passwd",
+            place=path,
+            hint=hint,
+        ) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in UTF-8, in one step, as `write_bytes` does."""
     # Names of files may hold bytes that are no UTF-8.

@@ -19,6 +19,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import shortened
 from layershuffle.images.view import ImageView, Resize
 from layershuffle.models.files import (
@@ -107,7 +108,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     hint = f"correct or leave out an argument after '?': timm.create_model({name!r}, ...) takes it"
     with library_errors("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
         if checkpoint is not None:
-            path = Path(str(checkpoint)).expanduser()
+            path = user_path(str(checkpoint))
             backbone, natural = _from_checkpoint(name, args, path, seed)
         else:
             weights: dict[str, Any] = {}

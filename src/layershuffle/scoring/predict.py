@@ -19,6 +19,7 @@ from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import Progress, unheard
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
@@ -84,7 +85,7 @@ def predict(
     chosen = drawn_order(mode, depth=depth, seed=seed) if order is None else order_of(order, depth)
     if isinstance(images, str | Path):
         images = [images]
-    paths = [Path(image) for image in images]
+    paths = [user_path(image) for image in images]
     if not paths or top < 1:
         raise UsageError(
             "There is no image to answer for" if not paths else "top is 1 or more",

@@ -19,7 +19,7 @@ from torch import nn
 from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
-from layershuffle.ground.files import locked, names_in, refuse_foreign, write_text
+from layershuffle.ground.files import locked, names_in, refuse_foreign, user_path, write_text
 from layershuffle.ground.machine import device_of, hardware, stop_signals, torch_threads, versions
 from layershuffle.ground.settings import digest
 from layershuffle.ground.text import unheard
@@ -98,7 +98,7 @@ def fit(
             hint='fit(model="timm:NAME", data="folder:DIR", out="runs/NAME")',
         )
     settings = settings or FitSettings(**fields)
-    out = Path(out)
+    out = user_path(out)
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
     with (

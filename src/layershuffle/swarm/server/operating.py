@@ -25,7 +25,7 @@ import httpx
 from filelock import FileLock, Timeout
 
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.ground.files import explained, write_bytes
+from layershuffle.ground.files import explained, user_path, write_bytes
 from layershuffle.swarm.server.doors import Https, pinned
 
 CommandName = Literal["drain", "readmit", "fault", "join", "roll"]
@@ -131,7 +131,8 @@ def state_directory(path: str | None = None) -> Path:
     other users may enter it.
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
+    hint = "name a directory of this user with --state, or set HOME"
+    directory = user_path(path or f"{base}/layershuffle/swarm", hint=hint).absolute()
     with explained(directory, flag="--state"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An existing directory keeps its mode and owner.
