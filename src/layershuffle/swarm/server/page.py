@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache, partial
 from http import HTTPStatus
-from importlib.util import find_spec
 from mimetypes import MimeTypes
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from starlette.routing import Route
 
 from layershuffle.ground.bundled import asset, packaged_file
 from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.extras import installed
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 
@@ -201,7 +201,7 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
 
 def runtime() -> Path | None:
     """The directory of ONNX Runtime for browsers, `None` if it is not installed."""
-    if find_spec("layershuffle_browser") is None:
+    if not installed("layershuffle_browser"):
         return None
     from layershuffle_browser import RUNTIME
 
