@@ -284,15 +284,13 @@ def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
             place=type(backbone).__name__,
             hint="add crop_mode=center or crop_mode=squash to the spec of the model",
         )
-    # timm also has "random" and "lanczos", which a view does not support.
-    nearest = {"random": "bicubic", "lanczos": "bicubic"}
     return ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=per_channel(config["mean"], channels),
         std=per_channel(config["std"], channels),
-        interpolation=nearest.get(config["interpolation"], config["interpolation"]),
+        interpolation=config["interpolation"],
         crop_pct=float(config["crop_pct"]),
         resize=cast(Resize, _CROP_MODES[config["crop_mode"]]),
     )
