@@ -347,6 +347,12 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
 
 def library_of(backbone: nn.Module) -> Library:
     """The adapter of the library that made `backbone`. Raises `UsageError` for other models."""
+    # PEFT's wrapper has the attributes of the model inside, and adapters that no library reads.
+    if hasattr(backbone, "merge_and_unload"):
+        raise UsageError(
+            f"{type(backbone).__name__} holds adapters beside the weights of its model",
+            hint="merge them first: layershuffle.save(model.merge_and_unload(), directory)",
+        )
     for name, (_, needed) in _ADAPTERS.items():
         # A library that was never imported cannot have made the model.
         if needed in sys.modules and _library(name).owns(backbone):

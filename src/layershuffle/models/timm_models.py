@@ -129,7 +129,13 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         names = None
     return remember(
         backbone,
-        Origin(model_args=args, base_model=base, class_names=names, natural_classes=natural),
+        Origin(
+            model_args=args,
+            base_model=base,
+            class_names=names,
+            natural_classes=natural,
+            random=not pretrained and checkpoint is None,
+        ),
     )
 
 
@@ -198,7 +204,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     cfg = {key: value for key, value in backbone.pretrained_cfg.items() if key != "label_names"}
     backbone.pretrained_cfg = {**cfg, "num_classes": classes}
     if classes:  # ?num_classes=0 asks for the features themselves
-        warn_new_head(old, classes, seed=seed)
+        warn_new_head(backbone, old, classes, seed=seed)
 
 
 def class_names(backbone: Backbone) -> tuple[str, ...] | None:
@@ -251,6 +257,8 @@ def write(
         built = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
         args: dict[str, Any] = json.loads(json.dumps(built))
     _check_rebuilt(backbone, name, args)
+    # The configuration has it beside them, and transformers' wrapper refuses it twice.
+    del args["num_classes"]
     cfg = getattr(backbone, "pretrained_cfg", None) or {}
     config = {
         "architecture": name,
