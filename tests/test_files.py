@@ -4,15 +4,18 @@ import errno
 import itertools
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import layershuffle as ls
 from common import DIGITS_VIT
 from layershuffle import cli
-from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.errors import LayerShuffleError, UsageError, of_the_machine
 from layershuffle.ground.files import (
     explained,
     listed_files,
@@ -213,3 +216,33 @@ def test_a_tilde_without_a_home_directory_is_explained(monkeypatch):
     with refuses(UsageError) as caught:
         state_directory(None)
     assert "--state" in caught.value.hint
+
+
+def write_plain(place):
+    write_text(place / "text", "x" * 200_000)
+
+
+def write_checkpoint(place):
+    torch.save(torch.zeros(50_000), place / "state.pt")
+
+
+def write_weights(place):
+    save_file({"w": torch.zeros(50_000)}, place / "w.safetensors")
+
+
+@pytest.mark.parametrize("write", [write_plain, write_checkpoint, write_weights])
+def test_a_limit_on_the_size_of_files_is_named(tmp_path, write):
+    """As `ulimit -f` sets it: Python ignores its signal, and every saver fails in its own way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
+    try:
+        with refuses(LayerShuffleError) as caught, explained(tmp_path):
+            write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ulimit -f" in caught.value.hint
+
+
+def test_a_limit_is_a_cause_of_the_machine_wherever_it_is_met():
+    for error in (OSError(errno.EFBIG, "File too large"), RuntimeError("io (os error 27)")):
+        assert "larger than this shell" in of_the_machine(error).cause

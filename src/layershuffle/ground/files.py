@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -38,6 +39,10 @@ _MOUNTED = ("A mount point cannot be replaced", "name a place inside it")
 _CAUSES = {
     errno.ENOSPC: ("The disk is full", _AGAIN),
     errno.EDQUOT: ("The disk quota is used up", _AGAIN),
+    errno.EFBIG: (
+        "A file would be larger than this shell or file system allows",
+        "raise the limit of files (ulimit -f unlimited), or name a place on another file system",
+    ),
     errno.EROFS: ("The file system is read-only", _ELSEWHERE),
     errno.EACCES: ("This user may not write here", _ELSEWHERE),
     errno.EPERM: ("This user may not write here", _ELSEWHERE),
@@ -255,11 +260,14 @@ def _error_number(error: Exception, place: Path) -> int | None:
     in_text = re.search(r"os error (\d+)", str(error))
     if in_text is not None:  # safetensors gives the number in its message alone
         return int(in_text[1])
-    # torch's saver gives no number at all: a disk with nothing left is the likely cause.
+    # torch's saver gives no number at all: a full disk or a limit is the likely cause.
     while not place.exists():
         place = place.parent
     if shutil.disk_usage(place).free <= _NEARLY_FULL_BYTES:
         return errno.ENOSPC
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and re.search("StreamWriter|inline_container", str(error)):
+        return errno.EFBIG
     return None
 
 
