@@ -72,6 +72,13 @@ def renamed(**names: str) -> Callable[[Path], object]:
     return lambda root: [(root / old).rename(root / new) for old, new in names.items()]
 
 
+def deeper(place: Path) -> None:
+    """All of a folder in a folder of its own within it, as archives often have it."""
+    place.rename(place.with_name("moved"))
+    place.mkdir()
+    place.with_name("moved").rename(place / "images")
+
+
 def file_in_its_place(root: Path) -> None:
     shutil.rmtree(root)
     root.write_text("x")
@@ -98,6 +105,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str, Mapping[str, Any]]] = {
     "no classes": (without_classes, "", {}),
     "an empty class": (each_split("dog"), "", {}),
     "a class of other files": (each_split("dog", b"hello"), "", {}),
+    "classes one level deeper": (
+        lambda root: [deeper(root / split) for split in ("train", "val")], "", {},
+    ),
+    "splits one level deeper": (deeper, "", {}),
     "other classes": (lambda root: (root / "val/cat").rename(root / "val/dog"), "", {}),
     "val and validation": (
         lambda root: shutil.copytree(root / "val", root / "validation"), "", {},
