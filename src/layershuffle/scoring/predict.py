@@ -97,6 +97,11 @@ def predict(
             "The model has no classifier, so it cannot name classes",
             hint="layershuffle fit --model ... --data ... gives it one",
         )
+    if classes == 1:
+        raise UsageError(
+            "The model has a single output, so every answer would be 100 % of one class",
+            hint="name a model with an output for each class; a regression has none",
+        )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device
     view = file_view(model)
