@@ -158,7 +158,8 @@ def parse(words: Sequence[str]) -> Command | None:
     if words[:1] == ["help"]:  # `help fit` says what `fit --help` does
         words = [*words[1:], "--help"]
     path, apps, _ = APP.parse_commands([word for word in words if word not in HELP_FLAGS])
-    if (kind := apps[-1].default_command) is not None:
+    # Without docstrings (python -OO) the line stays, as a dataclass then has its signature there.
+    if (kind := apps[-1].default_command) is not None and sys.flags.optimize < 2:
         apps[-1].help = kind.__doc__  # in place of its line in the list of commands
     next_command = " ".join(["layershuffle", *path, "--help"])
     try:
