@@ -98,10 +98,10 @@ class Cache:
         if self._directory is None:
             memory = io.BytesIO()
             _fetch(memory, digest, size=size, source=source, stopped=stopped)
-            content = memory.getvalue()
-            if hashlib.sha256(content).hexdigest() != digest:
+            fetched = memory.getvalue()
+            if hashlib.sha256(fetched).hexdigest() != digest:
                 raise OSError(f"what came is not the file {digest[:12]}: other SHA-256")
-            return content
+            return fetched
         path, part = self._directory / digest, self._directory / f"{digest}.part"
         if (content := self._read(path, digest)) is not None:
             return content

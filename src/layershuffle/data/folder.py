@@ -138,12 +138,11 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
     if not reported:
         absent.append("val/ (or validation/ or test/)")
     if absent:
-        (first, *others) = inside or ("",)
-        if first and not others and (root / first / "train").is_dir():
+        if len(inside) == 1 and (root / inside[0] / "train").is_dir():
             raise DataError(
                 "The folders of the splits lie one level deeper",
                 place=root,
-                hint=f"did you mean folder:{root / first}?",
+                hint=f"did you mean folder:{root / inside[0]}?",
             )
         splits = {"train", *VALIDATION_NAMES, TEST_NAME}
         others = splits - {root.name}

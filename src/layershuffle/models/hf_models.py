@@ -117,7 +117,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     timm_model = getattr(backbone, "timm_model", None)
     if timm_model is not None:
         timm_model.num_classes = classes
-    warn_new_head(backbone, old, classes, seed=seed)
+    warn_new_head(backbone, old=old, new=classes, seed=seed)
 
 
 def _heads(backbone: Backbone) -> dict[str, nn.Linear]:

@@ -163,7 +163,7 @@ def check_rebuilt(
                 )
 
 
-def warn_new_head(backbone: nn.Module, old: int, new: int, *, seed: int) -> None:
+def warn_new_head(backbone: nn.Module, *, old: int, new: int, seed: int) -> None:
     """Warn that the classification head was replaced, unless it was random anyway."""
     if origin_of(backbone).random:
         return

@@ -204,7 +204,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     cfg = {key: value for key, value in backbone.pretrained_cfg.items() if key != "label_names"}
     backbone.pretrained_cfg = {**cfg, "num_classes": classes}
     if classes:  # ?num_classes=0 asks for the features themselves
-        warn_new_head(backbone, old, classes, seed=seed)
+        warn_new_head(backbone, old=old, new=classes, seed=seed)
 
 
 def class_names(backbone: Backbone) -> tuple[str, ...] | None:
