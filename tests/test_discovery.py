@@ -171,6 +171,23 @@ def test_differences_that_are_allowed() -> None:
     assert ls.depth_of(ls.wrap(vit)) == 4
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [([7, 7], [14, 14]), ({"size": [7]}, {"size": [8]}), (None, 3), ({1}, {2})]
+)
+def test_settings_in_collections_count(one: Any, other: Any) -> None:
+    assert find_blocks(_blocks({"window": one}, {"window": one}))[0] == "blocks"
+    with refuses(StackError, "blocks"):
+        find_blocks(_blocks({"window": one}, {"window": other}))
+
+
+def test_blocks_behind_a_longer_convolutional_stem_are_named() -> None:
+    model = timm.create_model("vit_base_r50_s16_224", embed_dim=32, num_heads=2, depth=4)
+    with refuses(StackError) as caught:
+        ls.wrap(model)
+    assert "wrap(model, blocks='blocks')" in caught.value.hint
+    assert ls.depth_of(ls.wrap(model, blocks="blocks")) == 4
+
+
 def test_a_number_that_changes_nothing_is_allowed_by_name() -> None:
     """Only the author of the blocks knows whether their index affects their output."""
     model = FAMILIES["timm-vit"].plain()

@@ -4,11 +4,19 @@ import errno
 import itertools
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
-from layershuffle.ground.errors import LayerShuffleError, UsageError
+import layershuffle as ls
+from common import DIGITS_VIT
+from layershuffle import cli
+from layershuffle.gateway.http.upkeep import state_directory
+from layershuffle.ground.errors import LayerShuffleError, UsageError, of_the_machine
 from layershuffle.ground.files import (
     explained,
     listed_files,
@@ -16,8 +24,10 @@ from layershuffle.ground.files import (
     refuse_others,
     remove_stale_stages,
     staged_directory,
+    user_path,
     write_text,
 )
+from layershuffle.models import name_classes, num_classes_of
 from refusals import refuses
 
 
@@ -170,3 +180,69 @@ def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
     holder.join(30)
     with locked(tmp_path):  # the lock went with its process
         pass
+
+
+def test_a_tilde_is_the_home_directory_wherever_a_place_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = ls.load(DIGITS_VIT)
+    ls.save(model, "~/saved")
+    assert cli.main(["eval", "--model=~/saved", "--data=folder:~/none", "--num-orders=1"]) == 1
+    assert f"{tmp_path}/home/none" in capsys.readouterr().err
+    Image.new("RGB", (40, 40), (200, 30, 30)).save(tmp_path / "home" / "red.png")
+    assert cli.main(["predict", "dir:~/saved", "--image=~/red.png", "--top=1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/home/red.png: ")
+    names = tmp_path / "home" / "names.txt"
+    names.write_text("\n".join(map(str, range(num_classes_of(model)))))
+    name_classes(model, Path("~/names.txt"), place="saved")
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == [
+        "names.txt",
+        "red.png",
+        "saved",
+    ]
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_tilde_without_a_home_directory_is_explained(monkeypatch):
+    def unknown(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    # What pathlib does for a user without HOME and without an entry in passwd.
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with refuses(UsageError, "~/run") as caught:
+        user_path("~/run")
+    assert "HOME" in caught.value.hint
+    with refuses(UsageError) as caught:
+        state_directory(None)
+    assert "--state" in caught.value.hint
+
+
+def write_plain(place):
+    write_text(place / "text", "x" * 200_000)
+
+
+def write_checkpoint(place):
+    torch.save(torch.zeros(50_000), place / "state.pt")
+
+
+def write_weights(place):
+    save_file({"w": torch.zeros(50_000)}, place / "w.safetensors")
+
+
+@pytest.mark.parametrize("write", [write_plain, write_checkpoint, write_weights])
+def test_a_limit_on_the_size_of_files_is_named(tmp_path, write):
+    """As `ulimit -f` sets it: Python ignores its signal, and every saver fails in its own way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
+    try:
+        with refuses(LayerShuffleError) as caught, explained(tmp_path):
+            write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ulimit -f" in caught.value.hint
+
+
+def test_a_limit_is_a_cause_of_the_machine_wherever_it_is_met():
+    for error in (OSError(errno.EFBIG, "File too large"), RuntimeError("io (os error 27)")):
+        assert "larger than this shell" in of_the_machine(error).cause

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder, order_of, orders_of
 from layershuffle.ground.errors import UsageError
 from refusals import refuses
 
@@ -167,6 +167,7 @@ BAD = {
     "few versions": lambda: ExecutionOrder((0, 1), 4, (0,)),
     "bool version": lambda: ExecutionOrder((0,), 4, (False,)),
     "set": lambda: order_of({2, 0, 1}, 3),
+    "words": lambda: orders_of(["2", "0", "1"], 3),  # or an order of one block per sample?
 }
 
 

@@ -193,6 +193,22 @@ def test_models_without_common_seeds_are_compared_by_welch(theirs: Values):
     assert (gap.low, gap.high) == pytest.approx((slow.low, slow.high), rel=1e-10)
 
 
+def test_a_single_pair_is_compared_in_itself_where_welch_has_no_interval():
+    """The mean of other seeds would say something about those seeds."""
+    gap = compare({0: 80.0, 1: 90.0}, {1: 88.0})
+    assert (gap.seeds, gap.points, gap.low, gap.high) == (1, 2.0, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_refused(bad: float):
+    with pytest.raises(ValueError, match="seed 1"):
+        estimate({0: [1.0, 2.0], 1: [3.0, bad]})
+    with pytest.raises(ValueError, match="sample"):
+        compare({0: bad, 1: 1.0}, {0: 1.0, 1: 1.0})
+    with pytest.raises(ValueError, match="reference"):
+        compare([1.0, 2.0], [1.0, bad])
+
+
 def test_one_model_says_nothing_about_others():
     gap = compare({0: 3.0}, {0: 1.0})
     assert (gap.points, gap.low, gap.high) == (2.0, -math.inf, math.inf)

@@ -16,7 +16,7 @@ from torchvision.models import ViT_B_16_Weights
 from transformers import BeitConfig, BeitForImageClassification
 
 import layershuffle as ls
-from common import FAMILIES, SIZE, images, redraw
+from common import DIGITS_VIT, FAMILIES, SIZE, images, redraw
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import Item
@@ -25,7 +25,7 @@ from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.merging.scoring import score_ensemble
 from layershuffle.merging.settings import EnsembleSettings
 from layershuffle.models import name_classes, set_class_names
-from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.evaluate_spec import evaluate_spec, matched
 from layershuffle.scoring.settings import EvalSettings
 from refusals import refuses
 
@@ -112,6 +112,31 @@ def test_numbers_in_another_order_are_matched_as_names(turned: bool) -> None:
         data = match_classes(data, names, outputs=12, place="dir:m")
         assert [names[label] for label in labels_of(data)] == list(classes[start : start + 3])
     assert data.classes == names
+
+
+def test_some_of_the_classes_of_a_model_are_scored_over_all_of_them() -> None:
+    names = ("grid", "line", "stripe", "dot", "disk")
+    data = data_of("disk", "grid", "stripe", dataset=Labels([0, 1, 2]))
+    matched = match_classes(data, names, outputs=5, place="dir:m", some=True)
+    assert (matched.classes, labels_of(matched)) == (names, [4, 0, 2])
+    assert "3 of the 5 classes" in matched.notes[-1]
+    for bad in (("grid", "line", "stripe", "dot"), ("disk", "disk", "grid", "stripe")):
+        with refuses(DataError):
+            match_classes(data, bad, outputs=4, place="dir:m", some=True)
+    with refuses(DataError):  # a training makes a new head of these classes
+        match_classes(data, names, outputs=5, place="dir:m")
+
+
+def test_folders_of_imagenet_are_classes_of_a_model_that_describes_them() -> None:
+    info = ImageNetInfo("imagenet-1k")
+    names = tuple(info.label_descriptions())
+    data = data_of("n01440764", "n03888257", dataset=Labels([0, 1, 1]))
+    matched = match_classes(data, names, outputs=1000, place="hf:m", some=True)
+    assert [info.label_names()[label] for label in labels_of(matched)] == [
+        "n01440764",
+        "n03888257",
+        "n03888257",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -273,3 +298,18 @@ def test_a_model_can_be_trained_after_it_was_asked(tmp_path: Path) -> None:
     ls.predict(model, [file])
     loss = ls.Method("layershuffle").loss(model.train(), images(4), torch.zeros(4).long(), step=0)
     loss.backward()
+
+
+def test_folders_that_are_numbers_are_the_outputs_of_these_numbers() -> None:
+    """Of a model without names: in the order of the folders, 10 would be output 2."""
+    model = ls.load(DIGITS_VIT, num_classes=11)
+    folders = tuple(sorted(numbered(11)))
+    fitting = matched(model, data_of(*folders, dataset=Labels([2, 3, 10])), name="m")
+    assert [fitting.classes[label] for label in labels_of(fitting)] == ["10", "2", "9"]
+    assert labels_of(fitting) == [10, 2, 9]
+    assert "by their numbers" in fitting.notes[0]
+
+
+def test_a_model_with_one_output_names_no_class() -> None:
+    with refuses(UsageError):
+        ls.predict(ls.load(DIGITS_VIT, num_classes=1), ["bundled:digit-pair.png"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,30 @@ def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
     file = file_of(red, kind, save_all=True, append_images=[blue])
     assert Image.open(io.BytesIO(file)).n_frames == 2
     assert np.abs(read(file).astype(int) - [255, 0, 0]).max() <= 3
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG file, with its length and its checksum."""
+    checked = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checked
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        chunk(b"zTXt", b"note\0\0" + zlib.compress(bytes(3_000_000))),
+        chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(3_000_000))),
+        chunk(b"zTXt", b"note\0\0" + zlib.compress(bytes(1_000_000))) * 70,
+    ],
+    ids=["text", "profile", "texts"],
+)
+def test_a_whole_png_with_more_text_than_pillow_reads_is_not_called_damaged(chunks: bytes) -> None:
+    file = file_of(noise(1), "PNG")
+    header = 33  # the signature, and IHDR
+    with refuses(DataError, "here") as caught:
+        read(file[:header] + chunks + file[header:])
+    assert "metadata" in caught.value.hint
+    assert read(file).size
 
 
 ALPHA = np.zeros((8, 8, 4), dtype=np.uint8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import pickle
 import shutil
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,13 @@ def renamed(**names: str) -> Callable[[Path], object]:
     return lambda root: [(root / old).rename(root / new) for old, new in names.items()]
 
 
+def deeper(place: Path) -> None:
+    """All of a folder in a folder of its own within it, as archives often have it."""
+    place.rename(place.with_name("moved"))
+    place.mkdir()
+    place.with_name("moved").rename(place / "images")
+
+
 def file_in_its_place(root: Path) -> None:
     shutil.rmtree(root)
     root.write_text("x")
@@ -98,6 +108,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str, Mapping[str, Any]]] = {
     "no classes": (without_classes, "", {}),
     "an empty class": (each_split("dog"), "", {}),
     "a class of other files": (each_split("dog", b"hello"), "", {}),
+    "classes one level deeper": (
+        lambda root: [deeper(root / split) for split in ("train", "val")], "", {},
+    ),
+    "splits one level deeper": (deeper, "", {}),
     "other classes": (lambda root: (root / "val/cat").rename(root / "val/dog"), "", {}),
     "val and validation": (
         lambda root: shutil.copytree(root / "val", root / "validation"), "", {},
@@ -217,6 +231,30 @@ def test_samples_without_a_label_and_broken_tars(tmp_path: Path) -> None:
     (tmp_path / "tars" / "train-0.tar").write_bytes(b"no tar" * 200)
     with refuses(DataError, f"hf:{tmp_path}/tars"):
         opened(f"hf:{tmp_path}/tars")
+
+
+@pytest.mark.parametrize("apart", [0, 7])
+def test_samples_in_several_parts_of_a_tar(apart: int, tmp_path: Path) -> None:
+    """All labels behind all images, or the label of one behind the other samples."""
+    images = [(f"{k:04d}.png", file_of(noise(k))) for k in range(8)]
+    labels = [(f"{k:04d}.cls", b"%d" % (k % 2)) for k in range(8)]
+    beside = [*itertools.chain.from_iterable(zip(images[:apart], labels, strict=False))]
+    place = tmp_path / "tars"
+    place.mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(place / f"{split}-0.tar", "w") as archive:
+            for name, content in [
+                *beside,
+                *images[apart:],
+                ("9.png", file_of(noise(9))),
+                *labels[apart:],
+            ]:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    with refuses(DataError) as caught:
+        opened(f"hf:{place}")
+    assert "--sort=name" in caught.value.hint
 
 
 def test_absent_and_damaged_files_of_a_set(tmp_path: Path) -> None:

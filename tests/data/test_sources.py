@@ -235,6 +235,16 @@ def test_validation_beside_test_picks_the_checkpoint(root: Path) -> None:
     assert "the holdout is the validation split of the data" in data.notes
 
 
+def test_an_image_in_both_splits_is_said(root: Path) -> None:
+    assert not any("too high" in note for note in opened(f"folder:{root}").notes)
+    first, second = sorted((root / "train" / "ant").iterdir())[:2]
+    shutil.copy(first, root / "val" / "ant" / "copy.png")
+    (root / "val" / "ant" / "link.png").symlink_to(second)
+    (note,) = [note for note in opened(f"folder:{root}").notes if "too high" in note]
+    assert note.startswith("val: 2 of 17 images ")
+    assert "val/ant/copy.png" in note
+
+
 def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
     for path in sorted((root / "train" / "ant").iterdir())[1:]:
         path.unlink()

@@ -55,6 +55,7 @@ class Gateway:
         self.fetched: list[tuple[str, int, int]] = []
         self.knows_ranges = True
         self.refuse: tuple[int, str] | None = None
+        self.name = "127.0.0.1"
 
     def _entry(self, slot: int, block: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
         graph, weights = (
@@ -71,7 +72,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.port}"
+        return f"{self.scheme}://{self.name}:{self.port}"
 
     @asynccontextmanager
     async def listening(
@@ -176,7 +177,7 @@ def states(batch: int, *, seed: int = 0) -> State:
 
 
 @asynccontextmanager
-async def hosting(*gateways: Gateway, cache: Path, **how: Any) -> AsyncIterator[Host]:
+async def hosting(*gateways: Gateway, cache: Path | None, **how: Any) -> AsyncIterator[Host]:
     """A host in this process, which drains at the end."""
     urls = [gateway.url for gateway in gateways]
     host = Host(urls, **{"token": TOKEN, "name": "pi", "cache": cache, **how})
@@ -191,7 +192,7 @@ async def hosting(*gateways: Gateway, cache: Path, **how: Any) -> AsyncIterator[
 Talk = Callable[[Host, HostEnd], Awaitable[None]]
 
 
-def talk(gateway: Gateway, cache: Path, say: Talk, **how: Any) -> None:
+def talk(gateway: Gateway, cache: Path | None, say: Talk, **how: Any) -> None:
     """Run `say` with a host that has said hello."""
 
     async def main() -> None:

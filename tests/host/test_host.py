@@ -24,7 +24,7 @@ from exported import SHIPPED
 from layershuffle.core.stack import blocks_of
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle_host.blocks import Block
-from layershuffle_host.files import Cache, Source
+from layershuffle_host.files import Cache, Source, is_loopback
 from layershuffle_host.graph import RefusedGraph
 from layershuffle_host.host import Host, delays
 from layershuffle_host.wire import (
@@ -358,6 +358,7 @@ def test_proxies_of_the_environment(
     """Frames go by CONNECT, files by GET; a proxy that cannot be used is said, and does not end
     the host."""
     asked = list[str]()
+    gateway.name = "gateway.example"  # which the proxy alone can find
 
     async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while content := await reader.read(1 << 16):
@@ -390,6 +391,48 @@ def test_proxies_of_the_environment(
         assert asked == ["CONNECT", "GET", "GET"]
 
     asyncio.run(main())
+
+
+def test_no_proxy_is_asked_for_a_gateway_of_this_machine(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy cannot reach the loopback network of this machine."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://proxy.invalid:9")
+    monkeypatch.setenv("no_proxy", "")
+
+    async def say(host: Host, end: HostEnd) -> None:
+        await end.load(gateway.blocks[0])
+        assert (await end.visit(0, states(1))).shape == (1, *SHAPE)
+
+    for gateway.name in ("127.0.0.1", "localhost"):
+        talk(gateway, tmp_path, say)
+    assert is_loopback("::1")
+    assert is_loopback("127.9.9.9")
+    assert not is_loopback("10.0.0.1")
+    assert not is_loopback("pi.local")
+
+
+def test_a_host_without_a_place_for_files_works_without_a_cache(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a service whose home directory is read-only, or is not there."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+
+    async def say(host: Host, end: HostEnd) -> None:
+        gateway.cut.append(1000)
+        await end.assign(gateway.blocks[0])
+        message = await end.hear("failed")
+        assert "ended after 1000" in message["why"]
+        assert (await end.hear("ready"))["slot"] == 0
+        assert (await end.visit(0, states(1))).shape == (1, *SHAPE)
+
+    talk(gateway, None, say)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(OSError, match="file"):  # a place that was named has to be there
+        Host([], token=TOKEN, cache=tmp_path / "file" / "cache")
 
 
 def test_redirects_are_not_followed(

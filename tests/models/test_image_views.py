@@ -47,6 +47,9 @@ def prepared(view: ImageView, image: Image.Image) -> torch.Tensor:
     [
         {"crop_mode": "center", "crop_pct": 0.9},
         {"crop_mode": "center", "crop_pct": 0.95, "interpolation": "bilinear"},
+        {"crop_mode": "center", "crop_pct": 0.9, "interpolation": "lanczos"},
+        {"crop_mode": "squash", "crop_pct": 0.9, "interpolation": "hamming"},
+        {"crop_mode": "squash", "crop_pct": 0.9, "interpolation": "box"},
         {"crop_mode": "squash", "crop_pct": 1.0},
         {"crop_mode": "squash", "crop_pct": 0.9},
         {"crop_mode": "center", "crop_pct": 0.9, "img_size": (24, 40)},
@@ -107,6 +110,7 @@ PROCESSORS = [
     # What google/vit-base-patch16-224 and facebook/deit-base-patch16-224 have in their files.
     ("hf-vit", {"size": 32, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
     ("hf-deit", {"size": 37, "crop_size": 32, "resample": 3, "do_center_crop": True}),
+    ("hf-vit", {"size": 32, "resample": 1}),
     ("hf-deit", {"size": 36, "crop_size": 32, "feature_extractor_type": "DeiTFeatureExtractor"}),
     ("hf-siglip", {"size": {"height": 32, "width": 32}}),
     ("hf-beit", {"size": 32, "do_center_crop": False}),

@@ -33,7 +33,7 @@ from saved_models import (
 from torch import nn
 
 import layershuffle as ls
-from common import CLASSES, DEPTH, FAMILIES, images, redraw
+from common import CLASSES, DEPTH, DIGITS_VIT, FAMILIES, images, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, blocks_of
 from layershuffle.core.tying import middle_blocks, places_tied, tie
@@ -302,6 +302,50 @@ def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(tmp_path: Pa
     del model._model_args  # as timm before 1.0.31 leaves it
     ls.save(model, tmp_path / "m")
     assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+def test_a_saved_timm_model_opens_with_the_auto_class_of_transformers(tmp_path: Path) -> None:
+    model = redraw(FAMILIES["timm-vit"].wrapped(), seed=3)
+    ls.save(model, tmp_path / "m")
+    stock = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "m").eval()
+    again = timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(stock(images(3)).logits, model(images(3)))
+        assert torch.equal(again(images(3)), model(images(3)))
+
+
+class Adapted(nn.Module):
+    """What PEFT wraps around a model: its own attributes, and those of the model inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model inside, where there is none here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def merge_and_unload(self) -> nn.Module:
+        """The model inside."""
+        return self.base_model
+
+
+def test_adapters_are_merged_before_a_model_is_saved(tmp_path: Path) -> None:
+    adapted = Adapted(FAMILIES["timm-vit"].wrapped())
+    with refuses(UsageError) as caught:
+        ls.save(adapted, tmp_path / "m")
+    assert "merge_and_unload()" in caught.value.hint
+    ls.save(adapted.merge_and_unload(), tmp_path / "m")
+
+
+def test_random_weights_are_not_mourned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    FAMILIES["hf-vit"].plain().config.save_pretrained(tmp_path)
+    for spec in (DIGITS_VIT, f"hf:{tmp_path}?pretrained=false"):
+        assert num_classes_of(ls.load(spec, num_classes=3)) == 3
+    assert not caplog.records
 
 
 def test_a_timm_model_built_past_the_factory_needs_its_name(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import os
 import shutil
 import signal
 import sys
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runs import NO_DROPOUT, assert_same_weights, settings, weights
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 import layershuffle as ls
 from common import FAMILIES
@@ -26,8 +27,8 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.errors import Interrupted, SettingsError, TrainingError, UsageError
 from layershuffle.ground.settings import digest
 from layershuffle.models import image_view
-from layershuffle.training import fit
-from layershuffle.training.distributed import Ranks, joined
+from layershuffle.training import distributed, fit
+from layershuffle.training.distributed import Ranks, is_first_process, joined
 from layershuffle.training.loop import epoch_rows
 from refusals import refuses
 
@@ -298,3 +299,39 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
 
     with refuses(UsageError):
         prepare(settings(**RUN), tmp_path, ranks=Ranks(0, 3))
+
+
+def test_a_world_size_that_a_job_left_says_what_is_waited_for(monkeypatch, caplog):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for count in ("2", "two"):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        with refuses(UsageError) as caught, joined("cpu"):
+            pass
+        assert "unset WORLD_SIZE" in caught.value.hint
+
+    def never_complete(url):
+        # Half an hour of torch's; the warning comes after seconds of it.
+        assert said.wait(60)
+        yield from ()
+        raise DistStoreError("timed out")
+
+    said = threading.Event()
+    monkeypatch.setattr(distributed, "rendezvous", never_complete)
+    monkeypatch.setattr(distributed, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(caplog.handler, "emit", lambda record: (texts.append(record), said.set()))
+    texts = []
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with refuses(TrainingError, "127.0.0.1:1"), joined("cpu"):
+        pass
+    assert "127.0.0.1:1 for 2 other processes" in texts[0].getMessage()
+
+
+def test_a_rank_without_other_processes_is_the_first(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert is_first_process()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not is_first_process()

@@ -346,24 +346,35 @@ def test_slow_steps_tell_their_loss(tmp_path, monkeypatch):
     assert len(told) == 4, "a checkpoint every second step logs, too"
 
 
-def test_trackers_of_accelerate_get_every_row(tmp_path):
+def test_trackers_of_accelerate_get_every_row_once_also_after_a_kill(tmp_path):
+    def killed(event):
+        if event["kind"] == "history" and event["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(settings(log_with="tensorboard"), tmp_path, on_event=killed)
+    assert not (tmp_path / "result.json").exists()
     fit(settings(log_with="tensorboard"), tmp_path)
-    curves = EventAccumulator(str(tmp_path / "logs" / "layershuffle"))
+    place = str(tmp_path / "logs" / "layershuffle")
+    curves = EventAccumulator(place, purge_orphaned_data=False)
     curves.Reload()
-    for row in read_history(tmp_path / "history.csv"):
-        (loss,) = [e.value for e in curves.Scalars("loss") if e.step == row["step"]]
-        assert loss == pytest.approx(row["loss"])
-    assert len(curves.Scalars(SCORES[0])) == 2
+    rows = read_history(tmp_path / "history.csv")
+    told = [(event.step, pytest.approx(event.value)) for event in curves.Scalars("loss")]
+    assert told == [(row["step"], row["loss"]) for row in rows]
+    assert [event.step for event in curves.Scalars(SCORES[0])] == [4, 8]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_and_nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("layershuffle.training.job.find_spec", lambda name: None)
+def test_a_folder_is_no_tracker_and_nothing_stays_of_a_run_that_is_refused(tmp_path, monkeypatch):
+    # What wandb leaves in the working directory, which `python -m layershuffle` imports from.
+    (tmp_path / "here" / "wandb").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "here")
     empty = tmp_path / "empty"
     empty.mkdir()
     for out in (empty, tmp_path / "new"):
         with refuses(UsageError):
             fit(settings(log_with="wandb"), out)
-    assert [*tmp_path.rglob("*")] == [empty]
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "empty"}
+    assert not list(empty.iterdir())
 
 
 @pytest.mark.parametrize("reading", [0, 1])

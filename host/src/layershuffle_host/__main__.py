@@ -18,6 +18,10 @@ def _memory(text: str) -> int:
     return int(float(match[1]) * 1000 ** ("", "k", "m", "g").index(match[2]))
 
 
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # shells leave the tilde of --cache=~/files
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags of `layershuffle-host`."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("-._") or "host"
@@ -28,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = flags.add_argument
     add("urls", nargs="+", metavar="URL", help="gateways: ws://HOST:PORT, wss://HOST")
-    add("--token-file", required=True, type=Path, metavar="F", help="the token of the swarm")
+    add("--token-file", required=True, type=_path, metavar="F", help="the token of the swarm")
     add("--name", default=name, help="name in the swarm (default: %(default)s)")
     add("--memory", type=_memory, default="200MB", help="weights to hold (default: %(default)s)")
     add("--threads", type=int, default=1, help="threads of a block (default: %(default)s)")
-    add("--cache", type=Path, help="where files stay (default: ~/.cache/layershuffle-host)")
-    add("--ca", type=Path, metavar="FILE", help="certificate of a private authority, for wss")
+    add("--cache", type=_path, help="where files stay (default: ~/.cache/layershuffle-host)")
+    add("--ca", type=_path, metavar="FILE", help="certificate of a private authority, for wss")
     return flags
 
 

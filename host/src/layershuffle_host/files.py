@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
+import ipaddress
 import os
 import ssl
 import threading
@@ -26,13 +28,25 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address is this machine itself, which no proxy reaches."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
 @dataclass(frozen=True)
 class Source:
-    """Where files come from: the address of a gateway, its token, and how TLS is checked."""
+    """Where files come from: the address of a gateway, its token, and how TLS is checked.
+
+    `proxied`: whether the proxy of the environment is asked, if it names one.
+    """
 
     address: str
     token: str
     tls: ssl.SSLContext | None
+    proxied: bool = True
 
     def open(self, digest: str, *, start: int) -> Any:
         """The response with the file from byte `start` on."""
@@ -40,19 +54,39 @@ class Source:
         if start:
             headers["Range"] = f"bytes={start}-"
         request = urllib.request.Request(self.address + FILE_PATH + digest, headers=headers)
-        handlers = (_NoRedirect(), urllib.request.HTTPSHandler(context=self.tls))
+        proxies = urllib.request.ProxyHandler(None if self.proxied else {})
+        handlers = (_NoRedirect(), urllib.request.HTTPSHandler(context=self.tls), proxies)
         return urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS)
 
 
-class Cache:
-    """A directory of files by digest, of `limit` bytes; several hosts may share it."""
-
-    def __init__(self, directory: Path, *, limit: int) -> None:
-        self._directory, self._limit = directory, limit
+def usual_cache() -> Path | None:
+    """The directory for files that the user did not name, `None` where none can be written: a
+    service may have no home directory, or one that is read-only."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = caches / "layershuffle-host"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):  # the second one: nobody knows the home directory
+        return None
+    return directory if os.access(directory, os.W_OK) else None
+
+
+class Cache:
+    """A directory of files by digest, of `limit` bytes; several hosts may share it.
+
+    Without a directory, files are fetched anew by every process.
+    """
+
+    def __init__(self, directory: Path | None, *, limit: int) -> None:
+        self._directory = directory
+        self._limit = limit
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def digests(self) -> list[str]:
         """The digests of the files that are there."""
+        if self._directory is None:
+            return []
         return sorted(p.name for p in self._directory.iterdir() if len(p.name) == 64)
 
     def content(self, digest: str, size: int, *, source: Source, stopped: threading.Event) -> bytes:
@@ -61,6 +95,13 @@ class Cache:
         A cut transfer is taken up where it ended. Raises `OSError` for one that fails or is
         `stopped`, and for a disk that cannot be written.
         """
+        if self._directory is None:
+            memory = io.BytesIO()
+            _fetch(memory, digest, size=size, source=source, stopped=stopped)
+            fetched = memory.getvalue()
+            if hashlib.sha256(fetched).hexdigest() != digest:
+                raise OSError(f"what came is not the file {digest[:12]}: other SHA-256")
+            return fetched
         path, part = self._directory / digest, self._directory / f"{digest}.part"
         if (content := self._read(path, digest)) is not None:
             return content
@@ -99,7 +140,7 @@ class Cache:
     def _prune(self, *, keep: Path) -> None:
         """Remove files beyond the limit, the one unused for longest first."""
         facts = []
-        for path in self._directory.glob("?" * 64):  # not what another host still fetches
+        for path in keep.parent.glob("?" * 64):  # not what another host still fetches
             with suppress(FileNotFoundError):  # another host may remove files, too
                 facts.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in facts)

@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import itertools
 import logging
-import os
 import random
 import secrets
 import ssl
@@ -30,7 +29,7 @@ from websockets.frames import Frame, Opcode
 
 from layershuffle_host import __version__, wire
 from layershuffle_host.blocks import Block
-from layershuffle_host.files import Cache, Source
+from layershuffle_host.files import Cache, Source, is_loopback, usual_cache
 from layershuffle_host.wire import Header, Kind, State, Why, WireError
 
 _log = logging.getLogger("layershuffle_host")
@@ -85,9 +84,11 @@ class Host:
     ) -> None:
         self.name, self.instance = name, secrets.token_hex(8)
         self.memory, self.threads = memory, threads
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = cache or usual_cache()
+        if directory is None:
+            _log.info("No file is kept: no place for them can be written (--cache names one)")
         # What was dropped may be wanted again, so the disk holds more than the memory.
-        self.cache = Cache(cache or caches / "layershuffle-host", limit=4 * memory)
+        self.cache = Cache(directory, limit=4 * memory)
         self.speed = _speed()
         self.blocks: dict[Key, Block] = {}
         self.links = [_Link(self, url, token=token, ca=ca) for url in urls]
@@ -261,7 +262,8 @@ class _Link:
         tls = ssl.create_default_context(cafile=ca and ca.resolve(strict=True)) if secure else None
         base = f"{parts.netloc}{parts.path.rstrip('/')}"
         self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
-        self._source = Source(f"http{secure}://{base}", token, tls)
+        self._proxied = not is_loopback(parts.hostname or "")
+        self._source = Source(f"http{secure}://{base}", token, tls, self._proxied)
         self.slots: dict[int, Key] = {}
         self.socket: _Socket | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -281,6 +283,7 @@ class _Link:
                 async with _Dial(
                     self._url + wire.HOST_PATH,
                     ssl=self._tls,
+                    proxy=True if self._proxied else None,
                     compression=None,
                     max_size=wire.MAX_FRAME_BYTES,
                     open_timeout=_OPEN_SECONDS,

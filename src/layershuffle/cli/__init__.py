@@ -24,6 +24,7 @@ from layershuffle.ground.errors import (
     UsageError,
     of_the_machine,
 )
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import one_line
 
 if TYPE_CHECKING:
@@ -149,11 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> Command | None:
     """The command that `words` name, with its arguments; `None` where help or the version was
     printed. Raises `UsageError` or `SettingsError` for what cannot be understood."""
-    words = list(words)
+    words = [_with_home(word) for word in words]
     if words[:1] == ["help"]:  # `help fit` says what `fit --help` does
         words = [*words[1:], "--help"]
     path, apps, _ = APP.parse_commands([word for word in words if word not in HELP_FLAGS])
-    if (kind := apps[-1].default_command) is not None:
+    # Without docstrings (python -OO) the line stays, as a dataclass then has its signature there.
+    if (kind := apps[-1].default_command) is not None and sys.flags.optimize < 2:
         apps[-1].help = kind.__doc__  # in place of its line in the list of commands
     next_command = " ".join(["layershuffle", *path, "--help"])
     try:
@@ -170,6 +172,19 @@ def parse(words: Sequence[str]) -> Command | None:
         # Without all commands, which `next_command` lists with what they do.
         cause, _, _ = _cause(error).partition(" Available commands: ")
         raise UsageError(cause, hint=next_command) from None
+
+
+def _with_home(word: str) -> str:
+    """`word` with its tilde, or that behind the = of a flag, as the home directory.
+
+    The others, as of folder:~/data, are read where the place is.
+    """
+    flag, equals, value = word.partition("=")
+    if not flag.startswith("--"):
+        flag, equals, value = "", "", word
+    if value == "~" or value.startswith("~/"):
+        value = str(user_path(value))
+    return flag + equals + value
 
 
 def _cause(error: CycloptsError) -> str:

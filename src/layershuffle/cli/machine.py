@@ -84,10 +84,17 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
     # and sockets into the temporary directory.
     places = {
         "working directory": Path.cwd(),
-        "home": Path.home(),
+        "home": Path(os.path.expanduser("~")),
         "temporary space": Path(tempfile.gettempdir()),
     }
     for name, path in places.items():
+        if not path.is_dir():
+            yield (
+                name,
+                False,
+                "unknown: set HOME" if str(path) == "~" else f"{path} is no directory",
+            )
+            continue
         free = shutil.disk_usage(path).free / 2**30
         writable = os.access(path, os.W_OK)
         yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"

@@ -139,10 +139,14 @@ def _refuse_stages(model: nn.Module, path: str, container: nn.Module) -> None:
     by_path = {p: m for p, m in _candidates(model) if type(next(m.children())) is kind}
     others = [p for p in by_path if p != path and not p.startswith(path + ".")]
     if others:
-        towers = (
-            p for p, m in by_path.items() if not any(_difference(a, b, ()) for a, b in _pairs(m))
-        )
-        tower = next(towers, None)
+        alike = [
+            p
+            for p, m in _candidates(model)
+            if not any(_difference(first, second, ()) for first, second in _pairs(m))
+        ]
+        # Rather blocks of another class: the stages may be a convolutional stem before them.
+        alike.sort(key=lambda candidate: candidate in by_path)
+        tower = next(iter(alike), None)
         raise StackError(
             f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(by_path)} places "
             f"({', '.join(by_path)}), not in one stack",
@@ -204,7 +208,7 @@ def _setting_difference(
 
 
 def _settings(block: nn.Module, may_differ: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Plain settings of a block and its parts: numbers, words and tuples of them."""
+    """Plain settings of a block and its parts: numbers, words, and collections of them."""
     for path, module in block.named_modules():
         # timm's drop-path rates rise with depth; a rate belongs to its block and travels with it.
         if path.rpartition(".")[2] in _DROP_PATH:
@@ -212,8 +216,17 @@ def _settings(block: nn.Module, may_differ: Collection[str]) -> Iterator[tuple[s
         for name, value in vars(module).items():
             if name.startswith("_") or name in _MAY_DIFFER or name in may_differ:
                 continue
-            if isinstance(value, int | float | str | bool | tuple):
+            if _is_plain(value):
                 yield f"{path}.{name}".lstrip("."), value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `value` is a number, a word, or made of such in lists, tuples, sets and mappings."""
+    if isinstance(value, dict):
+        return all(_is_plain(part) for item in value.items() for part in item)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str | bool)
 
 
 def _pairs(container: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

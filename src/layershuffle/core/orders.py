@@ -312,6 +312,11 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _are_ids_as_text(order: Sequence[object]) -> bool:
+    """Whether all entries are the text of a single block id, as in ["2", "0", "1"]."""
+    return bool(order) and all(isinstance(own, str) and own.strip().isdigit() for own in order)
+
+
 def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrder, ...]:
     """`order` as an order of `depth` blocks, or as several if it is a sequence of one per sample.
 
@@ -330,6 +335,13 @@ def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrde
             f"{order!r} is not an execution order",
             hint="pass block ids (running(model, '3,0,2')), or omit running: then the blocks run "
             "in sequential order",
+        )
+    if isinstance(order, Sequence) and _are_ids_as_text(order):
+        listed = ",".join(order)
+        alone = ", ".join(f"[{block}]" for block in order)
+        raise UsageError(
+            f"{order!r} may be an order of block ids, or one order of a single block per sample",
+            hint=f'write "{listed}" for the first and [{alone}] for the second',
         )
     per_sample = isinstance(order, Sequence) and isinstance(
         next(iter(order), 0), ExecutionOrder | Sequence

@@ -7,6 +7,7 @@ another order. Without matching, all of its answers would silently count as wron
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from unicodedata import normalize
@@ -32,18 +33,27 @@ def have_names(classes: ClassNames) -> bool:
 
 
 def match_classes(
-    data: ImageData, names: ClassNames | None, *, outputs: int, place: str
+    data: ImageData, names: ClassNames | None, *, outputs: int, place: str, some: bool = False
 ) -> ImageData:
     """`data` with the classes of a model, in the order of its outputs.
 
     `names`: the names of the model's classes, `None` if it has none; `outputs`: the number of
     outputs of its head. Where one side has numbers alone, they are matched by number, and a note
-    says so. Raises `DataError` with the differences.
+    says so. `some`: the data may have a part of the model's classes, by name. Raises `DataError`
+    with the differences.
     """
     classes = data.classes
     both = f"{place} and {data.spec}"
     hint = f"layershuffle fit --model ... --data {data.spec} makes a new head; "
     hint += "or use data with the model's classes"
+    if some and names is not None and 0 < len(classes) < outputs == len(names):
+        part = _indices_in(names, classes)
+        if part is not None:
+            note = (
+                f"the data have {len(classes)} of the {outputs} classes of the model; its answers, "
+                f"and top-1, are over all {outputs}"
+            )
+            return replace(_renumbered(data, part), classes=tuple(names), notes=(*data.notes, note))
     if len(classes) != outputs:
         head = f"{outputs} outputs" if outputs else "no classifier"
         cause = f"the model has {head}, the data has {len(classes)} classes"
@@ -62,13 +72,9 @@ def match_classes(
         classes = classes if have_names(classes) else tuple(names)
         note = f"{unnamed} no names of classes, so number 0 is {classes[0]}, and so on"
         return replace(data, classes=classes, notes=(*data.notes, note))
-    splits = data.splits
     if indices != list(range(len(names))):
-        splits = {
-            name: replace(split, dataset=RenumberedImages(split.dataset, indices))
-            for name, split in splits.items()
-        }
-    return replace(data, classes=tuple(names), splits=splits)
+        data = _renumbered(data, indices)
+    return replace(data, classes=tuple(names))
 
 
 def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], str] = str) -> str:
@@ -91,6 +97,31 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
         accented = shortened(sorted(lone_names))
         return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
     return ", ".join(parts)
+
+
+def _renumbered(data: ImageData, indices: Sequence[int]) -> ImageData:
+    """`data` with `indices[i]` in place of label i."""
+    splits = {}
+    for name, split in data.splits.items():
+        splits[name] = replace(split, dataset=RenumberedImages(split.dataset, indices))
+    return replace(data, splits=splits)
+
+
+def _indices_in(names: ClassNames, classes: ClassNames) -> list[int] | None:
+    """The index in `names` of every class, `None` unless each of them is there once."""
+    written = [_plain(name) for name in names]
+    often = Counter(written)
+    places = {name: index for index, name in enumerate(written) if often[name] == 1}
+    if _is_imagenet(names):
+        from timm.data import ImageNetInfo  # timm takes seconds to import
+
+        # A model may describe its classes, whose folders are n01440764 and the like.
+        for index, folder in enumerate(ImageNetInfo("imagenet-1k").label_names()):
+            places[folder] = index
+    plain = [_plain(name) for name in classes]
+    if len(set(plain)) < len(plain) or not places.keys() >= set(plain):
+        return None
+    return [places[name] for name in plain]
 
 
 def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:

@@ -12,6 +12,7 @@ columns `file` ("val/cat/1.jpg") and `group` (any text).
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import stat
 import sys
@@ -27,12 +28,14 @@ from layershuffle.data.class_names import listed_difference
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import counted, one_line, shortened
 from layershuffle.images.pixels import extensions, read_image
 
 VALIDATION_NAMES = ("val", "valid", "validation")
 TEST_NAME = "test"
 GROUPS_FILE = "groups.csv"
+_MOST_COMPARED = 20_000  # files; reading these takes seconds
 _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
@@ -66,7 +69,7 @@ def open_source(request: SourceRequest) -> ImageData:
     Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
     classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
-    root = Path(request.place).expanduser()
+    root = user_path(request.place)
     training = request.options.train
     folders, notes = split_folders(root, need_train=training)
     # Without training data (eval), the classes come from the reported split.
@@ -78,6 +81,8 @@ def open_source(request: SourceRequest) -> ImageData:
             place=reference,
             hint="put the images in one folder per class",
         )
+    for split in folders.values():
+        refuse_deeper_classes(split)
     tables: dict[str, FolderTable] = {}
     for name, split in folders.items():
         # Indices come from the sorted names, so another folder would shift all labels after it.
@@ -96,6 +101,13 @@ def open_source(request: SourceRequest) -> ImageData:
                     "kind, hidden, special or counted already, and were left out: "
                     f"{shortened(left_out)}"
                 )
+    twice = in_both(tables["train"], tables["test"]) if training else []
+    if twice:
+        images = len(tables["test"].files)
+        notes.append(
+            f"{folders['test'].name}: {len(twice)} of {counted(images, 'image')} "
+            f"are training images, too, so scores are too high: {shortened(twice)}"
+        )
     groups = group_numbers(root, tables["test"].files)
     if groups is not None:
         count = len(set(groups[:, 0].tolist()))
@@ -126,6 +138,12 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
     if not reported:
         absent.append("val/ (or validation/ or test/)")
     if absent:
+        if len(inside) == 1 and (root / inside[0] / "train").is_dir():
+            raise DataError(
+                "The folders of the splits lie one level deeper",
+                place=root,
+                hint=f"did you mean folder:{root / inside[0]}?",
+            )
         splits = {"train", *VALIDATION_NAMES, TEST_NAME}
         others = splits - {root.name}
         if root.name in splits and any((root.parent / name).is_dir() for name in others):
@@ -150,6 +168,54 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[dict[str, Path], lis
         folders["validation"] = reported[0]
     folders["test"] = reported[-1]
     return folders, notes
+
+
+def refuse_deeper_classes(split: Path) -> None:
+    """Raises DataError where the one class folder of a split holds folders and no image.
+
+    They are the classes then, and all images would have the same one.
+    """
+    inside = class_folders(split)
+    if len(inside) != 1:
+        return
+    only = split / inside[0]
+    below = class_folders(only)
+    names = os.listdir(only)
+    if len(below) > 1 and not any(name.lower().endswith(extensions()) for name in names):
+        raise DataError(
+            f"the only class folder, {inside[0]!r}, holds no image, and {len(below)} folders "
+            f"({shortened(below)})",
+            place=split,
+            hint=f"if these are the classes, move them one level up, into {split}",
+        )
+
+
+def in_both(train: FolderTable, test: FolderTable) -> list[str]:
+    """Paths of images of `test` whose bytes are those of an image of `train`.
+
+    Only files of one size can be the same. Where these are many, only those that have a common
+    name, too, are read: it would take as long as an epoch.
+    """
+    sizes = set(train.sizes) & set(test.sizes)
+    alike: list[list[str]] = []
+    for table in (train, test):
+        pairs = zip(table.files, table.sizes, strict=True)
+        alike.append([file for file, size in pairs if size in sizes])
+    if len(alike[0]) + len(alike[1]) > _MOST_COMPARED:
+        names = [{os.path.basename(file) for file in files} for files in alike]
+        common = names[0] & names[1]
+        alike = [[file for file in files if os.path.basename(file) in common] for files in alike]
+    seen = {_digest(file) for file in alike[0]}
+    return [file for file in alike[1] if _digest(file) in seen]
+
+
+def _digest(file: str) -> bytes:
+    """The SHA-256 of a file; of one that cannot be read that of its path."""
+    try:
+        with open(file, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").digest()
+    except OSError:  # it is named when it is read as an image
+        return hashlib.sha256(os.fsencode(file)).digest()
 
 
 def class_folders(split: Path) -> tuple[str, ...]:

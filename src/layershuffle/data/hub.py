@@ -11,6 +11,7 @@ The label is never guessed: class folders, else the only `ClassLabel`, else a co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from layershuffle.data.class_names import listed_difference, numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError, UsageError, of_the_machine
-from layershuffle.ground.text import one_line, shortened
+from layershuffle.ground.files import user_path
+from layershuffle.ground.text import counted, one_line, shortened
 from layershuffle.images.pixels import SKIP_HINT, read_image
 
 SPLITS = {
@@ -35,6 +37,11 @@ LABEL_NAMES = ("label", "cls", "json.label")
 # Columns of the library's reader of tars.
 _KEY = "__key__"
 _TAR = "__url__"
+
+_SIDE_BY_SIDE = (
+    "write the tars again with the members of a sample (7.png, 7.cls) behind each other, as "
+    "tar --sort=name does"
+)
 
 # DatasetsError is the library's own tree; OSError has its ConnectionError and FileNotFoundError.
 LOAD_ERRORS = (DatasetsError, OSError, ValueError)
@@ -170,7 +177,7 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
     """All splits by name. Raises DataError."""
     place = request.place
     config = None
-    root = Path(request.place).expanduser()
+    root = user_path(request.place)
     if ":" in place and not root.is_dir():
         place, _, config = place.rpartition(":")
     # datasets would treat a mistyped path as the name of a data set on the hub.
@@ -195,10 +202,28 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
         loaded = dict(datasets.load_dataset(target, name=config))
     except LOAD_ERRORS as error:
         raise of_the_machine(error) or _load_failure(request, root, error) from error
+    for name, split in loaded.items():
+        _refuse_scattered(split, place=f"{request.spec} ({name})")
     # The members of a tar's .json files become columns of their own.
     if any(isinstance(split.features.get("json"), dict) for split in loaded.values()):
         loaded = {name: split.flatten() for name, split in loaded.items()}
     return loaded
+
+
+def _refuse_scattered(split: Any, *, place: str) -> None:
+    """Raises DataError for tars whose samples lie in several parts, of which each is read as a
+    sample: an image without a label, and a label without an image."""
+    if _KEY not in split.column_names or _TAR not in split.column_names:
+        return
+    often = Counter(zip(split[_TAR][:], split[_KEY][:], strict=True))
+    scattered = [key for (_, key), times in often.items() if times > 1]
+    if scattered:
+        raise DataError(
+            f"{counted(len(scattered), 'sample')} in the tars lie in several parts, such as "
+            f"{scattered[0]}",
+            place=place,
+            hint=_SIDE_BY_SIDE,
+        )
 
 
 def _classes(
@@ -284,6 +309,8 @@ def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> D
             "check the name and unset HF_HUB_OFFLINE, or, without a network, point at a copy "
             "(hf:DIR, folder:DIR) or at a cache that has it (HF_HOME, HF_HUB_OFFLINE=1)"
         )
+    if "WebDataset format" in str(error):
+        hint = _SIDE_BY_SIDE
     # The library wraps the error that explains the failure.
     reason = one_line(error.__cause__ or error)
     return DataError(f"Cannot open the data set ({reason})", place=request.spec, hint=hint)

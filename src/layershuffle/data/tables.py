@@ -130,9 +130,9 @@ def _training_splits(
             )
         held_out = Images(train, [training[i] for i in cut], plain)
         training = [training[i] for i in left]
-    # torch's nearest pixel differs from Pillow's, which scores use.
-    exact = view.interpolation == "nearest"
-    fitted = Images(train, training, plain if exact else PixelTransform(view))
+    # torch's nearest pixel differs from Pillow's, which scores use; others it does not have.
+    fast = view.interpolation in ("bilinear", "bicubic")
+    fitted = Images(train, training, PixelTransform(view) if fast else plain)
     if options.augment:
         fitted = Images(train, training, augment_transform(view), seed=options.seed)
     splits = {"train": Split(dataset=fitted)}

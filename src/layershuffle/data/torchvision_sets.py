@@ -22,6 +22,7 @@ from layershuffle.data.class_names import numbered
 from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import did_you_mean, one_line
 from layershuffle.images.pixels import decoded, faults_named, read_image
 
@@ -159,7 +160,7 @@ def _part(kind: Any, request: SourceRequest, part: str, fits: set[str]) -> Any:
             choices[0]["split"] = settings["split"]
     for choice in choices:
         try:
-            return kind(Path(settings["root"]).expanduser(), **choice, **options)
+            return kind(user_path(settings["root"]), **choice, **options)
         except (RuntimeError, OSError, TypeError, AssertionError, ValueError) as error:
             # Sets refuse the name of a part that they do not have by a ValueError.
             if isinstance(error, ValueError) and "train" not in fits:

@@ -143,6 +143,11 @@ _OF_THE_MACHINE = (
         "and so do fewer --workers of fit",
     ),
     (r"No space left|Errno 28|os error 28", "The disk is full", _ROOM),
+    (
+        r"File too large|Errno 27\b|os error 27\b",
+        "A file would be larger than this shell or file system allows",
+        "raise the limit of files (ulimit -f unlimited), or give another place",
+    ),
     (r"Disk quota|Errno 122", "The quota of this disk is used up", _ROOM),
     (
         r"AF_UNIX path too long|socket path|File name too long",

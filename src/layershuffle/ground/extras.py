@@ -49,10 +49,18 @@ EXTRAS = {
 }
 
 
+def installed(module: str) -> bool:
+    """Whether a package is there under this name; it is not imported, which may take seconds.
+
+    A folder of that name in the working directory, such as wandb/ with logs, is no package.
+    """
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
 def missing(extra: str, *modules: str) -> list[str]:
     """Those of `modules` (default: all of the extra) that are not installed."""
-    # Looked for, not imported: importing them takes seconds, and this runs before many commands.
-    return [name for name in modules or EXTRAS[extra].modules if find_spec(name) is None]
+    return [name for name in modules or EXTRAS[extra].modules if not installed(name)]
 
 
 def require(extra: str, *modules: str) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -38,6 +39,10 @@ _MOUNTED = ("A mount point cannot be replaced", "name a place inside it")
 _CAUSES = {
     errno.ENOSPC: ("The disk is full", _AGAIN),
     errno.EDQUOT: ("The disk quota is used up", _AGAIN),
+    errno.EFBIG: (
+        "A file would be larger than this shell or file system allows",
+        "raise the limit of files (ulimit -f unlimited), or name a place on another file system",
+    ),
     errno.EROFS: ("The file system is read-only", _ELSEWHERE),
     errno.EACCES: ("This user may not write here", _ELSEWHERE),
     errno.EPERM: ("This user may not write here", _ELSEWHERE),
@@ -51,6 +56,23 @@ _CAUSES = {
 }
 _LOCK_SECONDS = 90.0  # longer than a study gives its runs to save and end
 _LOCK_POLL_SECONDS = 0.2
+
+
+def user_path(path: str | Path, *, hint: str = "set HOME, or name a place without ~") -> Path:
+    """`path` as a shell reads it: a tilde at its beginning is the home directory.
+
+    Shells leave the tilde of `--out=~/run` and of `folder:~/data` as it is, so everything that a
+    user names goes through here, whether it is read or written. Raises `UsageError` if nobody knows
+    the home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            "The home directory is unknown: HOME is not set, and this user has no entry in passwd",
+            place=path,
+            hint=hint,
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -238,11 +260,14 @@ def _error_number(error: Exception, place: Path) -> int | None:
     in_text = re.search(r"os error (\d+)", str(error))
     if in_text is not None:  # safetensors gives the number in its message alone
         return int(in_text[1])
-    # torch's saver gives no number at all: a disk with nothing left is the likely cause.
+    # torch's saver gives no number at all: a full disk or a limit is the likely cause.
     while not place.exists():
         place = place.parent
     if shutil.disk_usage(place).free <= _NEARLY_FULL_BYTES:
         return errno.ENOSPC
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and re.search("StreamWriter|inline_container", str(error)):
+        return errno.EFBIG
     return None
 
 

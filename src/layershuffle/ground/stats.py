@@ -73,7 +73,8 @@ class Difference:
     def __str__(self) -> str:
         interval = "one model or equal differences, no interval"
         if math.isfinite(self.low):
-            interval = f"{self.low:+.2f} to {self.high:+.2f}, {self.seeds or 'no'} common seeds"
+            pairs = f"{self.seeds} common seeds" if self.seeds else "not in pairs"
+            interval = f"{self.low:+.2f} to {self.high:+.2f}, {pairs}"
         return f"{self.points:+.2f} points ({interval})"
 
 
@@ -92,11 +93,13 @@ def estimate(
     Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
     orders. One value, or equal ones: Wilson interval over `images`, if they are given and scores
     are a `percent`, else none. `images`: as how many independent images those of a model count
-    (`independent_images`). Percentages are clipped to [0, 100]. Raises `ValueError` for no scores
-    or a seed without any.
+    (`independent_images`). Percentages are clipped to [0, 100]. Raises `ValueError` for no scores,
+    a seed without any, and a score that is not finite.
     """
     if not scores or not all(scores.values()):
         raise ValueError("an estimate needs at least one score of every seed")
+    for seed, group in scores.items():
+        _refuse_not_finite(group, what=f"the scores of seed {seed}")
     # By seed, so that the order of the mapping changes nothing.
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
@@ -152,6 +155,13 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
     return math.sqrt(math.fsum(squares) / freedom)
 
 
+def _refuse_not_finite(values: Sequence[float], *, what: str) -> None:
+    """Raises `ValueError` for NaN and infinity, which would pass through every mean."""
+    for value in values:
+        if not math.isfinite(value):
+            raise ValueError(f"{what} hold {value}: leave it out, or look why it is there")
+
+
 def _numbers(values: Values) -> Sequence[float]:
     """The values without their seeds."""
     if isinstance(values, Mapping):
@@ -177,28 +187,34 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 def compare(sample: Values, reference: Values) -> Difference:
     """mean(sample) - mean(reference), with its 95 % interval.
 
-    It is in pairs over two or more common seeds, and Welch's (1947) without them.
+    It is in pairs over common seeds if there are two or more, and Welch's (1947) otherwise. Where
+    that needs more values, a single common seed gives the difference of its pair and no interval.
 
         print(ls.compare({0: 87.5, 1: 88.1}, {0: 90.7, 1: 90.2}))  # a value of each seed
 
     The result has `points`, and `low` and `high` of the interval, infinite if there is none. Models
     of one seed saw the same batches and are scored under the same orders, so most of what moves one
-    of a pair moves the other, too. Raises `ValueError` for no values.
+    of a pair moves the other, too. Raises `ValueError` for no values, and
+    for one that is not finite.
     """
+    if not (sample and reference):
+        raise ValueError("a comparison needs at least one value of each")
+    _refuse_not_finite(_numbers(sample), what="the values of the sample")
+    _refuse_not_finite(_numbers(reference), what="the values of the reference")
+    # With a single value on a side nothing tells by how much models of other seeds differ.
+    alone = min(len(sample), len(reference)) == 1
     if isinstance(sample, Mapping) and isinstance(reference, Mapping):
         seeds = sorted(sample.keys() & reference.keys())
-        if len(seeds) > 1:
+        if len(seeds) > 1 or (seeds and alone):
             gaps = [sample[seed] - reference[seed] for seed in seeds]
             low = -math.inf
             high = math.inf
             if deviation(gaps):
                 low, high = t_interval(gaps)
             return Difference(points=mean(gaps), low=low, high=high, seeds=len(seeds))
-    if not (sample and reference):
-        raise ValueError("a comparison needs at least one value of each")
     low = -math.inf
     high = math.inf
-    if min(len(sample), len(reference)) > 1 and (deviation(sample) or deviation(reference)):
+    if not alone and (deviation(sample) or deviation(reference)):
         from scipy import stats
 
         with warnings.catch_warnings():

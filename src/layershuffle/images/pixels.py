@@ -10,6 +10,7 @@ loaders of torchvision, timm and transformers. 16-bit values are scaled, not cli
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -25,7 +26,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.text import one_line
-from layershuffle.images.view import MAX_PIXELS, ImageView, resized_size
+from layershuffle.images.view import INTERPOLATIONS, MAX_PIXELS, ImageView, resized_size
 
 # What it warns of, `read_image` refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -43,6 +44,8 @@ DECODE_ERRORS = (
     zlib.error,
 )
 _PIECE = 1 << 20  # pixels of 16 bits that are scaled at a time
+# Pillow's bounds on what a PNG file carries beside its pixels, which no viewer shows.
+_LONG_TEXT = re.compile(r"MAX_TEXT_CHUNK|memory used in text chunks")
 SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
 
 # Pillow decodes these by another program, or not at all.
@@ -60,11 +63,7 @@ _TURNS = {
 }
 
 
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-}
+_RESAMPLING = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 
 
 @cache
@@ -109,7 +108,11 @@ def faults_named(place: str | Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or one_line(error)
         if isinstance(error, UnidentifiedImageError):
             reason = "it is of no known format"
-        raise DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT) from error
+        hint = SKIP_HINT
+        if _LONG_TEXT.search(reason):
+            reason = "a text or colour profile beside its pixels is longer than Pillow reads"
+            hint = "save the image again without its metadata; its pixels are whole"
+        raise DataError(f"Cannot read image ({reason})", place=place, hint=hint) from error
 
 
 def decoded(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from layershuffle.ground.errors import DataError, UsageError
 
-INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "hamming", "box")
 MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 Resize = Literal["crop", "squash"]
 RESIZES = get_args(Resize)

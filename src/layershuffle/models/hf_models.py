@@ -66,7 +66,7 @@ def random(directory: Path, *, seed: int) -> nn.Module:
     config = checked_config(directory)
     with library_errors(NAME, directory, hint=_HINT), quiet(), seeded(seed):
         backbone: Backbone = AutoModelForImageClassification.from_config(config)
-    return remember(backbone.eval(), Origin(view=stored_view(backbone, directory)))
+    return remember(backbone.eval(), Origin(view=stored_view(backbone, directory), random=True))
 
 
 def foreign(directory: Path, *, seed: int, base: str | None) -> nn.Module:
@@ -117,7 +117,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     timm_model = getattr(backbone, "timm_model", None)
     if timm_model is not None:
         timm_model.num_classes = classes
-    warn_new_head(old, classes, seed=seed)
+    warn_new_head(backbone, old=old, new=classes, seed=seed)
 
 
 def _heads(backbone: Backbone) -> dict[str, nn.Linear]:

@@ -26,8 +26,8 @@ from layershuffle.models.timm_models import view_of_config
 _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
-# Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.
-_RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
+# Pillow's numbers, as image processor files store them; transformers refuses its 4 and 5.
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # Processor classes that only resize, crop, rescale and normalise. Others have additional steps
 # (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
 _PLAIN = (
@@ -154,16 +154,18 @@ def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
 def make_processor(view: ImageView) -> ViTImageProcessor | None:
     """An image processor for `view`: of the simplest class, for any kind of model.
 
-    `None` for views that no processor of transformers supports: a crop that is not square.
+    `None` for views that no processor of transformers supports: a crop that is not square, and the
+    filters box and hamming.
     """
     width, height = uncropped_size(view)
-    if view.resize == "crop" and height != width:
+    numbers = {name: number for number, name in _RESAMPLE.items()}
+    if view.interpolation not in numbers or (view.resize == "crop" and height != width):
         return None
     squashed = {"height": height, "width": width}
     return ViTImageProcessor(
         do_convert_rgb=True if view.channels == 3 else None,
         size=squashed if view.resize == "squash" else {"shortest_edge": height},
-        resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[view.interpolation],
+        resample=numbers[view.interpolation],
         do_center_crop=view.resize == "crop" or (height, width) != view.size,
         crop_size={"height": view.height, "width": view.width},
         image_mean=list(view.mean),

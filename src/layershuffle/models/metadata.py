@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.ground.errors import ModelFileError, UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import one_line
 from layershuffle.images.view import ImageView
 
@@ -67,7 +68,7 @@ class ModelMetadata(ModelRecord):
 
 def read_record(directory: str | Path) -> dict[str, Any]:
     """The content of DIRECTORY/layershuffle.json. Raises `ModelFileError` if it is invalid."""
-    metadata = read_metadata(Path(directory))
+    metadata = read_metadata(user_path(directory))
     return metadata.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 

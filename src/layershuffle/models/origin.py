@@ -40,8 +40,8 @@ class Origin:
     `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
     there. `view` and `class_names`: how it wants its images and names its classes, where that is
     known better than its library can tell. `natural_classes`: whether it numbers classes without
-    names as timm does, which sorts folders naturally (species2 before species10). `record`: see
-    `layershuffle.save`.
+    names as timm does, which sorts folders naturally (species2 before species10). `random`: whether
+    its weights were random when it was made. `record`: see `layershuffle.save`.
     """
 
     model_args: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Origin:
     view: ImageView | None = None
     class_names: tuple[str, ...] | None = None
     natural_classes: bool = False
+    random: bool = False
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -164,8 +165,10 @@ def check_rebuilt(
                 )
 
 
-def warn_new_head(old: int, new: int, *, seed: int) -> None:
-    """Warn that the classification head was replaced."""
+def warn_new_head(backbone: nn.Module, *, old: int, new: int, seed: int) -> None:
+    """Warn that the classification head was replaced, unless it was random anyway."""
+    if origin_of(backbone).random:
+        return
     LOG.warning(
         "The model has a new head: %d -> %d classes. It is freshly initialised "
         "(seed %d); its old weights are lost, so train before you score.",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.models.files import CONFIG, PROCESSOR, WEIGHTS_INDEX
 from layershuffle.models.manifest import CALIBRATION
 from layershuffle.models.metadata import METADATA_FILE
@@ -66,8 +67,8 @@ def directory_of(spec: str) -> Path | None:
     if parsed.scheme == "bundled":
         return asset(parsed.place)
     if "checkpoint" in parsed.settings:
-        return Path(str(parsed.settings["checkpoint"])).expanduser().parent
-    path = Path(parsed.place).expanduser()
+        return user_path(str(parsed.settings["checkpoint"])).parent
+    path = user_path(parsed.place)
     if parsed.scheme == "dir":
         return within(path)
     # Names of the hub are no paths, unless a directory of that name exists.

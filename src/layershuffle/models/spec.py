@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import did_you_mean
 
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
@@ -40,7 +40,7 @@ def parse_spec(spec: str) -> ModelSpec:
     scheme, colon, place = spec.partition(":")
     # A known scheme has precedence over a path of the same name, which `dir:` can name.
     if not colon or scheme not in FORMS:
-        if Path(spec).expanduser().exists():
+        if user_path(spec).exists():
             return ModelSpec("dir", spec)
         near = did_you_mean(scheme, FORMS) if colon else _meant(spec)
         raise UsageError(

@@ -32,7 +32,7 @@ from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.ground.bundled import asset, recipe_of_model
 from layershuffle.ground.errors import ModelFileError, StackError, UsageError
-from layershuffle.ground.files import refuse_others, staged_directory
+from layershuffle.ground.files import refuse_others, staged_directory, user_path
 from layershuffle.ground.text import counted, one_line, shortened
 from layershuffle.images.view import ImageView, view_of_files
 from layershuffle.models.card import render
@@ -165,7 +165,7 @@ def save(
     `ModelFileError` for weights that are not finite; `LayerShuffleError` for a full disk and the
     like.
     """
-    final = Path(directory)
+    final = user_path(directory)
     refuse_others(final, ours=FILES_OF_A_MODEL, kind="saved model")
     with staged_directory(final) as stage:
         _write(model, stage, record, model_args, title=final.absolute().name)
@@ -325,6 +325,7 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
     """
     if file is None:
         return
+    file = user_path(file)
     own = class_names_of(model)
     outputs = num_classes_of(model)
     hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
@@ -350,6 +351,12 @@ def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
 
 def library_of(backbone: nn.Module) -> Library:
     """The adapter of the library that made `backbone`. Raises `UsageError` for other models."""
+    # PEFT's wrapper has the attributes of the model inside, and adapters that no library reads.
+    if hasattr(backbone, "merge_and_unload"):
+        raise UsageError(
+            f"{type(backbone).__name__} holds adapters beside the weights of its model",
+            hint="merge them first: layershuffle.save(model.merge_and_unload(), directory)",
+        )
     for name, (_, needed) in _ADAPTERS.items():
         # A library that was never imported cannot have made the model.
         if needed in sys.modules and _library(name).owns(backbone):
@@ -367,7 +374,7 @@ def _library(name: str) -> Library:
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "timm":
         return wrap(_library("timm").build(spec.place, spec.settings, seed=seed))
-    place = Path(spec.place).expanduser()
+    place = user_path(spec.place)
     random = spec.settings.get("pretrained") is False
     base = None
     if spec.scheme == "bundled":

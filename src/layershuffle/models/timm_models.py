@@ -19,6 +19,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from layershuffle.ground.errors import UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import shortened
 from layershuffle.images.view import ImageView, Resize
 from layershuffle.models.files import (
@@ -107,7 +108,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     hint = f"correct or leave out an argument after '?': timm.create_model({name!r}, ...) takes it"
     with library_errors("timm", f"{name} with {dict(settings)}", hint=hint, kind=UsageError):
         if checkpoint is not None:
-            path = Path(str(checkpoint)).expanduser()
+            path = user_path(str(checkpoint))
             backbone, natural = _from_checkpoint(name, args, path, seed)
         else:
             weights: dict[str, Any] = {}
@@ -128,7 +129,13 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         names = None
     return remember(
         backbone,
-        Origin(model_args=args, base_model=base, class_names=names, natural_classes=natural),
+        Origin(
+            model_args=args,
+            base_model=base,
+            class_names=names,
+            natural_classes=natural,
+            random=not pretrained and checkpoint is None,
+        ),
     )
 
 
@@ -197,7 +204,7 @@ def resize_head(backbone: Backbone, classes: int, *, seed: int) -> None:
     cfg = {key: value for key, value in backbone.pretrained_cfg.items() if key != "label_names"}
     backbone.pretrained_cfg = {**cfg, "num_classes": classes}
     if classes:  # ?num_classes=0 asks for the features themselves
-        warn_new_head(old, classes, seed=seed)
+        warn_new_head(backbone, old=old, new=classes, seed=seed)
 
 
 def class_names(backbone: Backbone) -> tuple[str, ...] | None:
@@ -250,6 +257,8 @@ def write(
         built = {**_known_args(backbone), **named, "num_classes": num_classes(backbone)}
         args: dict[str, Any] = json.loads(json.dumps(built))
     _check_rebuilt(backbone, name, args)
+    # The configuration has it beside them, and transformers' wrapper refuses it twice.
+    del args["num_classes"]
     cfg = getattr(backbone, "pretrained_cfg", None) or {}
     config = {
         "architecture": name,
@@ -283,15 +292,13 @@ def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
             place=type(backbone).__name__,
             hint="add crop_mode=center or crop_mode=squash to the spec of the model",
         )
-    # timm also has "random" and "lanczos", which a view does not support.
-    nearest = {"random": "bicubic", "lanczos": "bicubic"}
     return ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=per_channel(config["mean"], channels),
         std=per_channel(config["std"], channels),
-        interpolation=nearest.get(config["interpolation"], config["interpolation"]),
+        interpolation=config["interpolation"],
         crop_pct=float(config["crop_pct"]),
         resize=cast(Resize, _CROP_MODES[config["crop_mode"]]),
     )

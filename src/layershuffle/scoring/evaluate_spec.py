@@ -18,6 +18,7 @@ from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, fixed_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.class_names import numbered
 from layershuffle.data.loading import loader_processes
 from layershuffle.ground.errors import DataError
 from layershuffle.ground.machine import Device, choose_precision, device_of
@@ -120,22 +121,33 @@ def open_scored(
     data = open_data(spec, resized_as(image_view(models[0]), settings.resize), options=options)
     for model, name in zip(models, names, strict=True):
         of = "the data" if model is models[0] else names[0]
-        data = matched(model, data, name=name, of=of)
+        data = matched(model, data, name=name, of=of, some=True)
     return data
 
 
-def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data") -> ImageData:
+def matched(
+    model: nn.Module,
+    data: ImageData,
+    *,
+    name: str,
+    of: str = "the data",
+    some: bool = False,
+) -> ImageData:
     """`data` with the classes of `model`, which is called `name`, in the order of its outputs.
 
     Outputs without names get those of the data, which are `of` it or of another model, and a note
     says so. A model of timm was trained on folders that timm sorts naturally and without case
-    (species2 before species10), so its outputs get them in that order. With other classes scores
-    would be meaningless: raises `DataError`.
+    (species2 before species10), so its outputs get them in that order. Folders 0, 1, ... 10 are the
+    numbers of the outputs. `some`: a part of the model's classes is enough. With other classes
+    scores would be meaningless: raises `DataError`.
     """
     if class_names_of(model) is None and num_classes_of(model) == len(data.classes):
         names = data.classes
         order = f"in the order of {of}"
-        if origin_of(backbone_of(model)).natural_classes:
+        if sorted(names) == sorted(numbered(len(names))):
+            names = numbered(len(names))
+            order = "by their numbers"
+        elif origin_of(backbone_of(model)).natural_classes:
             from timm.utils import natural_key
 
             names = tuple(sorted(names, key=natural_key))
@@ -146,7 +158,9 @@ def matched(model: nn.Module, data: ImageData, *, name: str, of: str = "the data
             "--classes FILE names them"
         )
         data = replace(data, notes=(*data.notes, note))
-    return match_classes(data, class_names_of(model), outputs=num_classes_of(model), place=name)
+    return match_classes(
+        data, class_names_of(model), outputs=num_classes_of(model), place=name, some=some
+    )
 
 
 def batches_of(

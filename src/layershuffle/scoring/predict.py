@@ -19,6 +19,7 @@ from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.files import user_path
 from layershuffle.ground.text import Progress, unheard
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
@@ -93,7 +94,7 @@ def predict(
         chosen = order_of(order, depth)
     if isinstance(images, str | Path):
         images = [images]
-    paths = [Path(image) for image in images]
+    paths = [user_path(image) for image in images]
     if not paths or top < 1:
         raise UsageError(
             "There is no image to answer for" if not paths else "top is 1 or more",
@@ -104,6 +105,11 @@ def predict(
         raise UsageError(
             "The model has no classifier, so it cannot name classes",
             hint="layershuffle fit --model ... --data ... gives it one",
+        )
+    if classes == 1:
+        raise UsageError(
+            "The model has a single output, so every answer would be 100 % of one class",
+            hint="name a model with an output for each class; a regression has none",
         )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from layershuffle.ground.errors import TrainingError
+from layershuffle.ground.errors import TrainingError, UsageError
 from layershuffle.ground.files import staged_directory
+from layershuffle.ground.text import one_line
 
 T = TypeVar("T")
+_OF_TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_ALONE = "unset WORLD_SIZE RANK LOCAL_RANK"
+_PATIENCE_SECONDS = 10.0  # torchrun starts all processes of a machine within these
+_log = logging.getLogger("layershuffle")
 _GROUPS = itertools.count()  # the groups of processes so far, as many in all of them
 
 
@@ -97,20 +103,68 @@ class Ranks:
 
 def is_first_process() -> bool:
     """Whether torchrun calls this process the first one; true without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _number("WORLD_SIZE", 1) == 1 or _number("RANK", 0) == 0
+
+
+def _number(name: str, default: int) -> int:
+    """The whole number that the environment has under this name."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UsageError(f"{name} is {text!r} in the environment, and no number", hint=_ALONE)
+    return int(text)
+
+
+@contextmanager
+def _said_if_it_waits(count: int) -> Iterator[None]:
+    """Within, a warning after some seconds names the processes that are waited for: the number may
+    be left from a job that has ended."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    timer = threading.Timer(
+        _PATIENCE_SECONDS,
+        _log.warning,
+        args=(
+            "WORLD_SIZE is %d in the environment: waiting at %s for %d other processes of this "
+            "training. To train alone: %s",
+            count,
+            place,
+            count - 1,
+            _ALONE,
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """The processes that torchrun started, or this one alone. `device`: cpu or cuda."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = _number("WORLD_SIZE", 1)
     # A process group that exists already belongs to the caller, who also ends it.
     if count == 1 or dist.is_initialized():
         yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
         return
+    lacking = [name for name in _OF_TORCHRUN if name not in os.environ]
+    if lacking:
+        raise UsageError(
+            f"WORLD_SIZE is {count} in the environment, and {' and '.join(lacking)} are not there",
+            hint=f"{_ALONE}; to train with {count} processes: torchrun",
+        )
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, count = next(rendezvous("env://"))
+        torch.cuda.set_device(_number("LOCAL_RANK", 0))
+    try:
+        with _said_if_it_waits(count):
+            store, rank, count = next(rendezvous("env://"))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise TrainingError(
+            f"The {count} processes that WORLD_SIZE names did not come together "
+            f"({one_line(error, limit=200)})",
+            place=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            hint=_ALONE,
+        ) from error
     # torchrun's store outlives a group and keeps its keys, so every group has names of its own.
     store = PrefixStore(f"layershuffle-{next(_GROUPS)}", store)
     # On GPUs both: gradients travel by NCCL, our messages by gloo without waiting for a GPU.

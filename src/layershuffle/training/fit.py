@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from layershuffle.core.policies import OrderMode, policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
-from layershuffle.ground.files import locked, names_in, refuse_foreign, write_text
+from layershuffle.ground.files import locked, names_in, refuse_foreign, user_path, write_text
 from layershuffle.ground.machine import device_of, hardware, stop_signals, torch_threads, versions
 from layershuffle.ground.settings import digest
 from layershuffle.ground.text import unheard
@@ -34,7 +34,7 @@ from layershuffle.training.checkpoints import (
     prepare_directory,
 )
 from layershuffle.training.distributed import is_first_process, joined
-from layershuffle.training.history import HISTORY, add_row, begin_history, write_page
+from layershuffle.training.history import HISTORY, add_row, begin_history, read_history, write_page
 from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Listener, OnPhase, train
 from layershuffle.training.settings import FitSettings
@@ -98,7 +98,7 @@ def fit(
             hint='fit(model="timm:NAME", data="folder:DIR", out="runs/NAME")',
         )
     settings = settings or FitSettings(**fields)
-    out = Path(out)
+    out = user_path(out)
     if is_first_process():
         refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
     with (
@@ -157,7 +157,7 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
         if kind == "history":
             add_row(job.out / HISTORY, facts)
             if tracking is not None:
-                tracking.log({k: v for k, v in facts.items() if k != "step"}, facts["step"])
+                _track(tracking, facts)
         on_event({"kind": kind, **facts})
 
     def keep_best(model: nn.Module, scores: dict[str, float]) -> None:
@@ -190,13 +190,25 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
 
 
 def _trackers(job: Job) -> Accelerator:
-    """The trackers that accelerate has, begun with the settings of the run."""
+    """The trackers that accelerate has, begun with the settings and the history of the run.
+
+    A killed run had told them steps that it takes again. So every start begins their curves anew,
+    and each step is there once: in OUT/logs, or in the newest run of a tracker that keeps all.
+    """
+    shutil.rmtree(job.out / LOGS, ignore_errors=True)
     place = ProjectConfiguration(logging_dir=str(job.out / LOGS))
     tracking = Accelerator(log_with=job.settings.log_with, project_config=place)
     # Trackers take numbers and words alone.
     config = {name: str(value) for name, value in job.settings.model_dump(mode="json").items()}
     tracking.init_trackers("layershuffle", config=config)
+    for row in read_history(job.out / HISTORY):
+        _track(tracking, row)
     return tracking
+
+
+def _track(tracking: Accelerator, row: Mapping[str, float]) -> None:
+    """Tell the trackers a row of the history."""
+    tracking.log({name: row[name] for name in row if name != "step"}, int(row["step"]))
 
 
 def _describe_data(job: Job) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 
 from torch import nn
@@ -19,6 +18,7 @@ from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.extras import installed
 from layershuffle.ground.machine import choose_precision, device_of
 from layershuffle.ground.text import counted
 from layershuffle.images.view import resized_as
@@ -147,7 +147,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
-    if settings.log_with is not None and find_spec(settings.log_with) is None:
+    if settings.log_with is not None and not installed(settings.log_with):
         raise UsageError(
             f"log_with needs the package {settings.log_with}, which is not installed",
             hint=f"pip install {settings.log_with}",

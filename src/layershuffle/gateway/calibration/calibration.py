@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
 from layershuffle.gateway.brain.sureness import CalibrationPart, Sureness
 from layershuffle.ground.errors import ModelFileError, UsageError
-from layershuffle.ground.files import write_text
+from layershuffle.ground.files import user_path, write_text
 from layershuffle.ground.rows import Count, Percent
 from layershuffle.ground.stats import mean
 from layershuffle.models.manifest import CALIBRATION
@@ -125,7 +125,7 @@ def calibration_path(model: str) -> Path:
             f"{model} has no directory of its own to keep a calibration in",
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
-    return within(Path(parsed.place).expanduser()) / CALIBRATION
+    return within(user_path(parsed.place)) / CALIBRATION
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

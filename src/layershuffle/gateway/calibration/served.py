@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from layershuffle.gateway.brain.assignment import BlockFile
 from layershuffle.gateway.brain.messages import State
 from layershuffle.ground.bundled import asset
+from layershuffle.ground.files import user_path
 from layershuffle.models.manifest import (
     MANIFEST,
     MANIFEST_SCHEMA,
@@ -127,7 +128,7 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
     Raises what `export_model` raises.
     """
     scheme, _, place = spec.partition(":")
-    here = asset(place) if scheme == "bundled" else Path(spec.removeprefix("dir:")).expanduser()
+    here = asset(place) if scheme == "bundled" else user_path(spec.removeprefix("dir:"))
     if (here / MANIFEST).is_file():
         return here
     # These import torch.
@@ -142,7 +143,8 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    hint = "set HOME or XDG_CACHE_HOME, or serve a directory of `layershuffle export`"
+    cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", hint=hint)
     out = cache / "layershuffle" / "exported" / digest.hexdigest()[:32]
     if not (out / MANIFEST).is_file():
         out.parent.mkdir(parents=True, exist_ok=True)

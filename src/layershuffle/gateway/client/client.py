@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from layershuffle.gateway.http.answers import Classification, ErrorAnswer, SwarmAnswer
 from layershuffle.gateway.http.keys import client_context, is_loopback
 from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.files import user_path
 
 ImageLike = str | Path | bytes
 """The path of an image file, or its bytes."""
@@ -223,7 +224,7 @@ def _gateways(
             "An API key may contain only ASCII letters, digits and signs",
             hint="copy a line of the file that the server got as --keys",
         )
-    verify = True if authority is None else client_context(Path(authority).expanduser())
+    verify = True if authority is None else client_context(user_path(authority))
     gateways = []
     for url in urls:
         try:
@@ -282,7 +283,7 @@ def _content(image: ImageLike) -> bytes:
     if isinstance(image, bytes):
         return image
     try:
-        return Path(image).expanduser().read_bytes()
+        return user_path(image).read_bytes()
     except OSError as error:
         raise UsageError(
             f"The image cannot be read ({error.strerror or error})",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from http import HTTPStatus
-from importlib.util import find_spec
 from mimetypes import MimeTypes
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from starlette.routing import Route
 
 from layershuffle.gateway.http.images import takes_pairs
 from layershuffle.ground.bundled import asset
+from layershuffle.ground.extras import installed
 
 if TYPE_CHECKING:
     from layershuffle.gateway.http.requests import Gateway
@@ -106,7 +106,7 @@ def page_of(gateway: Gateway) -> list[Route]:
 
 def runtime() -> Path | None:
     """The directory of ONNX Runtime for browsers, `None` if it is not installed."""
-    if find_spec("layershuffle_browser") is None:
+    if not installed("layershuffle_browser"):
         return None
     from layershuffle_browser import RUNTIME
 

@@ -26,7 +26,7 @@ from layershuffle.gateway.http.admission import key_of
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.keys import Keys, client_context, pinned, secret_in
 from layershuffle.ground.errors import LayerShuffleError, UsageError
-from layershuffle.ground.files import explained, write_bytes
+from layershuffle.ground.files import explained, user_path, write_bytes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -144,7 +144,8 @@ def state_directory(path: str | None = None) -> Path:
     other users may enter it.
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
+    hint = "name a directory of this user with --state, or set HOME"
+    directory = user_path(path or f"{base}/layershuffle/swarm", hint=hint).absolute()
     with explained(directory, flag="--state"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An existing directory keeps its mode and owner.
