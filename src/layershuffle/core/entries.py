@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from layershuffle.core.checks.blocks import Replays
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import Run, in_backward
@@ -164,27 +165,20 @@ def along(
 
     def entry(position: int, block: int, version: int) -> Entry:
         call = placed(blocks[block], Step(position, block), run=run)
-        first_run: list[bool] = []  # whether it had a graph
+        replays = Replays()
 
         def enter(state: Any, *args: Any, **kwargs: Any) -> Any:
             # If the backbone checkpoints, the same entry runs again in the backward pass, when
             # `states` must still be those of the forward.
-            replayed, graph = bool(first_run), torch.is_grad_enabled()
-            if not replayed:
-                first_run.append(graph)
-                if position in read_later:
-                    # A copy, because a backbone may write into the state between its blocks.
-                    states[position] = tensor_of(state).clone()
+            if not replays.begun and position in read_later:
+                # A copy, because a backbone may write into the state between its blocks.
+                states[position] = tensor_of(state).clone()
+            replays.refuse_reentrant("a block off from an older state", cut=version != position)
             if shared is not None and position < shared.reused:
                 return shared.outputs[position]
             if version == position:
                 out = call(state, *args, **kwargs)
             else:
-                if replayed and graph and not first_run[0]:
-                    raise StackError(
-                        "Reentrant gradient checkpointing cuts a block off from an older state",
-                        hint="checkpoint with use_reentrant=False",
-                    )
                 out = _older(call, state, states=states, version=version, others=(args, kwargs))
             if shared is not None and position < shared.kept:
                 shared.outputs.append(out)
@@ -275,8 +269,13 @@ def grouped(
         older = {version for several in moves.values() for _, version in several} - {position}
         inputs, outputs = axes.at(position)
         rows = [*groups.values()]
+        reads_others = bool(older) or leaving is not None
+        replays = Replays()
 
         def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+            replays.refuse_reentrant(
+                "the state of an exit, or an older one, off from its blocks", cut=reads_others
+            )
             samples = tensor_of(state).shape[axis]
             if samples != len(orders):
                 raise UsageError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,6 +25,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from layershuffle.core.checks.calls import (
+    count_samples,
+    refuse_cache,
+    refuse_hidden_states,
+    stack_use_watched,
+    watched_calls,
+)
+from layershuffle.core.checks.requests import StackRequests
+from layershuffle.core.checks.rounds import refuse_rounds
+from layershuffle.core.checks.sharing import sample_axes
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
@@ -37,18 +47,13 @@ from layershuffle.core.orders import (
 )
 from layershuffle.core.runs import (
     PLAIN,
-    Asked,
     Run,
     changed,
-    changed_stacks,
     holders,
     in_backward,
-    is_compiled,
-    never_asked,
     run_of,
 )
-from layershuffle.core.sharing import sample_axes
-from layershuffle.core.tensors import logits_of, tensors_of
+from layershuffle.core.tensors import Logits, logits_of
 from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
@@ -60,13 +65,13 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 class _Forwards:
     """Facts about the forwards of a stack: whether one ever had an order, and for replays.
 
-    `ways` are those of the forwards since the last replay that gradient checkpointing may rerun.
+    `orders` are those of the forwards since the last replay that gradient checkpointing may rerun.
     """
 
     ordered: bool = False
     warned: bool = False
     replayed: bool = False
-    ways: set[object] = field(default_factory=set)
+    orders: set[object] = field(default_factory=set)
 
 
 # Stored outside of the stack, because a copy of a model has not run anything.
@@ -145,12 +150,13 @@ class BlockStack(nn.ModuleList):
             _refuse_lost_order(run, forwards)
             return
         if forwards.replayed:
-            forwards.replayed, forwards.ways = False, set()
-        # Two ways are enough for the error; those of a long training would fill the memory.
-        if len(forwards.ways) < 2:
-            forwards.ways.add(run.way)
+            forwards.replayed = False
+            forwards.orders = set()
+        # Two orders are enough for the error; those of a long training would fill the memory.
+        if len(forwards.orders) < 2:
+            forwards.orders.add(run.order)
         learns = self.training and torch.is_grad_enabled()
-        forwards.ordered |= learns and run.way is not None
+        forwards.ordered |= learns and run.order is not None
         if learns and not forwards.ordered and not forwards.warned:
             forwards.warned = True
             _log.warning(
@@ -181,7 +187,7 @@ class BlockStack(nn.ModuleList):
         entries = self._entries(run)
         if run.asked is None or torch.compiler.is_compiling():
             return iter(entries)
-        return run.asked.handed_out(entries)
+        return run.asked.counted(entries)
 
     def __len__(self) -> int:
         return len(self._entries(run_of(self), begins=False))
@@ -218,14 +224,14 @@ def _refuse_lost_order(run: Run, forwards: _Forwards) -> None:
     # If the whole stack is checkpointed, the backward pass needs the order again, where it may not
     # be set: after `running`, or always on GPUs (autograd has its own threads). The blocks have
     # equal shapes, so torch's own check of the replay would not notice.
-    if run is PLAIN and forwards.ways - {None}:
+    if run is PLAIN and forwards.orders - {None}:
         raise StackError(
             "Gradient checkpointing reruns the whole stack in the backward pass, where its "
             "execution order is not set",
             hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
             "`with running(...)` is enough",
         )
-    if forwards.ways - {run.way}:
+    if forwards.orders - {run.order}:
         raise StackError(
             "Gradient checkpointing reruns the whole stack in the backward pass, and its forwards "
             "had several execution orders, of which only one is set now",
@@ -312,6 +318,7 @@ def running(
     *,
     exit_after: int | None = None,
     fixed: tuple[int, int] | None = None,
+    logits: Logits | None = None,
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
@@ -323,6 +330,8 @@ def running(
     last blocks of the model keep their place, the state after k steps passes through them first.
     `fixed`: the ends that orders have to keep, in place of those with which the model was trained;
     with `(0, 0)` every order runs.
+    `logits` takes the logits out of what the model returns, for `exit_after` with a model whose
+    output is neither `[batch, classes]` nor an object with `logits`.
 
     Raises `UsageError` for orders of another depth or without the ends in their place, and
     `StackError` if the backbone ran only a part of the order, or if samples do not get in one batch
@@ -332,32 +341,31 @@ def running(
             logits, early = model(images)
     """
     stack = stack_of(model)
-    way, asked = orders_of(order, stack.depth), Asked(stack.depth)
+    orders = orders_of(order, stack.depth)
+    asked = StackRequests(stack.depth)
     ends = stack.fixed if fixed is None else checked_fixed(fixed)
-    check_ends([way] if isinstance(way, ExecutionOrder) else way, ends)
-    watching: AbstractContextManager[None] = nullcontext()
-    if isinstance(way, ExecutionOrder) and exit_after is None:
-        change = in_order(stack, way, asked=asked)
-        if way.versions is not None:
-            watching = _hidden_states_refused(model, stack, way)
+    check_ends([orders] if isinstance(orders, ExecutionOrder) else orders, ends)
+    if isinstance(orders, ExecutionOrder) and exit_after is None:
+        change = in_order(stack, orders, asked=asked)
+        watching = watched_calls(model, stack, blocks=stack.blocks, order=orders, asked=asked)
     else:
-        samples = _Samples(stack, way, exit_after=exit_after, last=ends[1])
-        change = changed(stack, entries=samples.entries, way=(way, exit_after), asked=asked)
+        samples = _Samples(stack, orders, exit_after=exit_after, last=ends[1], logits=logits)
+        change = changed(stack, entries=samples.entries, order=(orders, exit_after), asked=asked)
         watching = samples.watching(model)
-    with change, watching, _calls_watched(model):
-        yield way
+    with change, watching, stack_use_watched(model):
+        yield orders
     asked.refuse_cut(model)
 
 
 def in_order(
-    stack: BlockStack, order: ExecutionOrder, *, asked: Asked, shared: Shared | None = None
+    stack: BlockStack, order: ExecutionOrder, *, asked: StackRequests, shared: Shared | None = None
 ) -> AbstractContextManager[None]:
     """Run `stack` along `order`; `shared`: outputs in common with other orders."""
 
     def entries(run: Run) -> Sequence[Callable[..., Any]]:
         return along(stack.blocks, order, run=run, shared=shared)
 
-    return changed(stack, entries=entries, way=order, asked=asked)
+    return changed(stack, entries=entries, order=order, asked=asked)
 
 
 class _Samples:
@@ -366,24 +374,29 @@ class _Samples:
     def __init__(
         self,
         stack: BlockStack,
-        way: ExecutionOrder | tuple[ExecutionOrder, ...],
+        orders: ExecutionOrder | tuple[ExecutionOrder, ...],
         *,
         exit_after: int | None,
         last: int,
+        logits: Logits | None,
     ) -> None:
-        self._several = isinstance(way, tuple)
-        orders = way if isinstance(way, tuple) else (way,)
-        longest = max(map(len, orders))
+        self._several = isinstance(orders, tuple)
+        each = orders if isinstance(orders, tuple) else (orders,)
+        longest = max(map(len, each))
         if exit_after is not None and (
             not is_integer(exit_after) or not 1 <= exit_after <= longest
         ):
             raise UsageError(
                 f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
-        self._stack, self._orders, self._exit, self._last = stack, orders, exit_after, last
+        self._stack = stack
+        self._orders = each
+        self._exit = exit_after
+        self._last = last
+        self._logits = logits
         self._calls = 0
         self._axes: Axes | None = None
-        self._uneven = len(set(map(len, orders))) > 1
+        self._uneven = len(set(map(len, each))) > 1
         if self._several:
             _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
 
@@ -429,7 +442,9 @@ class _Samples:
         if kwargs is None or not self._ours():
             return
         self._calls += 1
-        _refuse_hidden_states(module, kwargs, "an order per sample")
+        refuse_hidden_states(module, kwargs, what="an order per sample")
+        if any(order.has_repeats for order in set(self._orders)):
+            refuse_cache(module, kwargs)
         if self._exit is not None and kwargs.get("labels") is not None:
             raise UsageError(
                 f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
@@ -438,13 +453,22 @@ class _Samples:
             )
         if self._calls > 1:  # only the outermost call is tried; the calls inside follow from it
             return
-        samples = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
+        samples = count_samples((args, kwargs))
         if not self._several:
             self._orders = self._orders[:1] * samples
         elif samples != len(self._orders):
             raise UsageError(
                 f"{len(self._orders)} orders were given for a batch of {samples} samples",
                 hint="give one order per sample, or a single order for the whole batch",
+            )
+        if any(order.versions is not None for order in set(self._orders)):
+            refuse_rounds(
+                module,
+                self._stack,
+                blocks=self._stack.blocks,
+                arguments=(args, kwargs),
+                samples=samples,
+                forward=lambda call: module(*call[0], **call[1]),
             )
         self._axes = sample_axes(
             module,
@@ -464,7 +488,7 @@ class _Samples:
         self._calls -= 1
         if self._exit is None or self._calls or output is None:
             return None
-        logits = logits_of(output)
+        logits = logits_of(output, module) if self._logits is None else self._logits(output)
         if len(logits) != 2 * len(self._orders):
             raise StackError(
                 f"The head of {type(module).__name__} returned {len(logits)} rows for "
@@ -473,64 +497,6 @@ class _Samples:
                 hint="let it take the number of samples from its input, not from the images",
             )
         return logits.chunk(2)
-
-
-@contextmanager
-def _hidden_states_refused(
-    model: nn.Module, stack: nn.Module, order: ExecutionOrder
-) -> Iterator[None]:
-    """Refuse to let a backbone record its states while a step of `order` reads an older one."""
-
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
-        del args
-        # As above: the hooks belong to the model, and other threads have their own orders.
-        if kwargs is None or torch.compiler.is_compiling() or run_of(stack).way is not order:
-            return
-        _refuse_hidden_states(module, kwargs, "blocks side by side")
-
-    with ExitStack() as hooks:
-        for module in holders(model, stack):
-            if hasattr(module, "config"):
-                hooks.enter_context(
-                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                )
-        yield
-
-
-def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any], what: str) -> None:
-    # transformers records the states by hooks on the blocks, which see groups of samples, or what
-    # a block returns in place of the state after its step.
-    config = getattr(module, "config", None)
-    if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
-        raise UsageError(
-            f"output_hidden_states cannot be combined with {what}",
-            hint="record the outputs of blocks with layershuffle.tap(model), whose records name "
-            "their steps and samples, or use one order for the whole batch in which every step "
-            "reads the newest state",
-        )
-
-
-def _refuse_call(module: nn.Module, *_: object) -> None:
-    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
-
-    It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for stack in changed_stacks():
-        asked = run_of(stack).asked
-        if asked is not None and not asked.length:
-            around = holders(module, stack)
-            # A compiled model uses its stack only while it is being compiled.
-            if around and not any(map(is_compiled, around)):
-                raise never_asked(module)
-
-
-def _calls_watched(model: nn.Module) -> AbstractContextManager[Any]:
-    # A hook would be compiled into the model.
-    return nullcontext() if is_compiled(model) else model.register_forward_hook(_refuse_call)
 
 
 # --- around the blocks ----------------------------------------------------------------------------
@@ -563,8 +529,8 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
     """Add `hooks` around every block inside the `with` block, after those already there."""
     stack = stack_of(model)
-    asked = run_of(stack).asked or Asked(stack.depth)
-    with changed(stack, *hooks, asked=asked), _calls_watched(model):
+    asked = run_of(stack).asked or StackRequests(stack.depth)
+    with changed(stack, *hooks, asked=asked), stack_use_watched(model):
         yield
 
 
