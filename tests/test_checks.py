@@ -625,3 +625,29 @@ def test_a_step_that_comes_again_is_named_once(caplog: pytest.LogCaptureFixture)
         for _ in range(2):  # the same images, as in a closure of an optimiser
             method.loss(other, x, labels, step=step)
     assert not [record for record in caplog.records if "comes again" in record.message]
+
+
+def test_a_backbone_that_records_its_states_trains_group_by_group() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Dinov2Config(
+        hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=2, image_size=32,
+        patch_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = ls.wrap(transformers.Dinov2Backbone(config)).eval()
+    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(8) % CLASSES
+
+    def pooled(output: Any) -> Tensor:
+        maps: Tensor = output.feature_maps[0]
+        return maps.mean((2, 3))
+
+    method = ls.Method("layershuffle", orders_per_batch=4)
+    loss = method.loss(model, x, labels, step=1, logits=pooled)
+    orders = method.orders(DEPTH, step=1)
+    rows = []
+    for row in range(8):
+        with ls.running(model, orders[row % 4]):
+            rows.append(pooled(model(x[row : row + 1])))
+    wanted = F.cross_entropy(torch.cat(rows), labels)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from layershuffle.core.checks.outputs import refuse_loss
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel
-from layershuffle.core.stack import blocks_of, fixed_of, running, stack_of
+from layershuffle.core.stack import fixed_of, running, stack_of
 from layershuffle.core.tensors import Logits, logits_of, to_device
-from layershuffle.core.tying import places_tied
 from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
@@ -29,8 +27,6 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 # Stacks whose backbone cannot run several orders in one batch.
 _APART: WeakSet[nn.Module] = WeakSet()
-# Stacks that were tied when they were asked, and the number of their different blocks.
-_TIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def loss_along(
@@ -250,34 +246,3 @@ def positioned_in(model: nn.Module) -> PositionedModel | None:
         # Most modules are inside blocks, and this runs in every forward.
         waiting += [child for child in module.children() if child is not stack]
     return None
-
-
-def check_parts(
-    model: nn.Module, *, distinct: int | None, position: str, fixed: tuple[int, int]
-) -> None:
-    """Raises `UsageError` if the model lacks the position parts, ties or ends of a method."""
-    hint = "model = method.prepare(model), before the optimiser gets its parameters"
-    if position != "none":
-        positioned = positioned_in(model)
-        part = "encoding" if position == "encode" else "prediction"
-        if positioned is None or getattr(positioned, part) is None:
-            raise UsageError(
-                f"The method trains a position {part}, which the model lacks", hint=hint
-            )
-    stack = stack_of(model)
-    if stack.fixed != fixed:
-        raise UsageError(
-            f"The method trains a model with fixed={fixed}, and this one has fixed={stack.fixed}: "
-            "the first and the last blocks, which keep their place",
-            hint=hint,
-        )
-    if distinct is not None and _TIED.get(stack) != distinct:
-        blocks = blocks_of(model)
-        places = places_tied(blocks) or range(len(blocks))
-        different = len({places[block] for block in drawn_blocks(len(blocks), fixed)})
-        if different != distinct:
-            raise UsageError(
-                f"The method trains {distinct} different blocks; the model has {different}",
-                hint=hint,
-            )
-        _TIED[stack] = distinct

@@ -373,8 +373,9 @@ class Method:
         logits: Callable[[Any], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32."""
+        from layershuffle.core.checks.parts import check_parts
         from layershuffle.core.checks.steps import warn_of_step_again
-        from layershuffle.core.losses import check_parts, loss_along
+        from layershuffle.core.losses import loss_along
         from layershuffle.core.stack import depth_of, stack_of
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)

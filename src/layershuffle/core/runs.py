@@ -137,12 +137,6 @@ def in_eval(*models: nn.Module) -> Iterator[None]:
                     del _MODES[module]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of `module` runs a graph made by torch.compile."""
-    # Not `hasattr`: nn.Module makes the text of an error for every attribute that it lacks.
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
 def in_backward() -> bool:
     """Whether this code runs inside a backward pass, so as a replay by gradient checkpointing."""
     if torch.compiler.is_compiling():

@@ -18,13 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from layershuffle.core.checks.blocks import other_count
 from layershuffle.core.checks.calls import (
     count_samples,
     refuse_cache,
@@ -32,6 +31,7 @@ from layershuffle.core.checks.calls import (
     stack_use_watched,
     watched_calls,
 )
+from layershuffle.core.checks.forwards_noted import note_forward, say_batch_norm, share_notes
 from layershuffle.core.checks.requests import StackRequests
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.checks.sharing import sample_axes
@@ -54,29 +54,11 @@ from layershuffle.core.runs import (
     run_of,
 )
 from layershuffle.core.tensors import Logits, logits_of
+from layershuffle.core.torch_private import is_replica, parts_by_name
 from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass
-class _Forwards:
-    """Facts about the forwards of a stack: whether one ever had an order, and for replays.
-
-    `orders` are those of the forwards since the last replay that gradient checkpointing may rerun.
-    """
-
-    ordered: bool = False
-    warned: bool = False
-    replayed: bool = False
-    orders: set[object] = field(default_factory=set)
-
-
-# Stored outside of the stack, because a copy of a model has not run anything.
-_FORWARDS: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
-_BATCH_NORM_SAID: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class _Part(list[Any]):
@@ -103,13 +85,13 @@ class BlockStack(nn.ModuleList):
         run = run_of(self)
         if torch.compiler.is_compiling():
             return run
-        if run is PLAIN and "_is_replica" in vars(self):
+        if run is PLAIN and is_replica(self):
             # DataParallel runs copies in threads where no order is set, so it would be ignored.
             raise StackError(
                 "nn.DataParallel copies the model into threads where no execution order is set",
                 hint="use DistributedDataParallel (torchrun), or one GPU",
             )
-        self._note_forward(run)
+        note_forward(self, run)
         return run
 
     def _entries(self, run: Run, *, begins: bool = True) -> Sequence[Callable[..., Any]]:
@@ -134,47 +116,22 @@ class BlockStack(nn.ModuleList):
     def _part(self, index: slice) -> BlockStack:
         part = BlockStack()
         part.container_class = self.container_class
-        _FORWARDS[part] = _FORWARDS.setdefault(self, _Forwards())  # its warning comes once
-        for place, (name, block) in enumerate(list(self._modules.items())[index]):
+        share_notes(part, self)
+        for place, (name, block) in enumerate(list(parts_by_name(self).items())[index]):
             # As in the original class: a Sequential keeps the names, a ModuleList renumbers them.
             key = name if issubclass(self.container_class, nn.Sequential) else str(place)
             part.add_module(key, block)
         return part
 
-    def _note_forward(self, run: Run) -> None:
-        if not (torch.is_grad_enabled() or self.training):
-            return  # nothing learns, and no backward pass replays it
-        forwards = _FORWARDS.setdefault(self, _Forwards())
-        if in_backward():
-            forwards.replayed = True
-            _refuse_lost_order(run, forwards)
-            return
-        if forwards.replayed:
-            forwards.replayed = False
-            forwards.orders = set()
-        # Two orders are enough for the error; those of a long training would fill the memory.
-        if len(forwards.orders) < 2:
-            forwards.orders.add(run.order)
-        learns = self.training and torch.is_grad_enabled()
-        forwards.ordered |= learns and run.order is not None
-        if learns and not forwards.ordered and not forwards.warned:
-            forwards.warned = True
-            _log.warning(
-                "A wrapped model runs in training mode without an execution order, so it learns "
-                "the sequential order alone. Write `loss = layershuffle.Method().loss(model, "
-                "images, labels, step=step)`, or run it inside `with layershuffle.running(model, "
-                "order):`; model.eval() ends this warning where nothing is trained"
-            )
-
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks in the order of their ids, independent of the current order."""
-        return [*self._modules.values()]
+        return [block for block in parts_by_name(self).values() if block is not None]
 
     @property
     def depth(self) -> int:
         """The number of blocks, independent of the current order."""
-        return len(self._modules)
+        return len(parts_by_name(self))
 
     def forward(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks along the current order; arguments after the first go to every block."""
@@ -218,26 +175,6 @@ class BlockStack(nn.ModuleList):
             if run.asked is not None:
                 run.asked.note_index(index, len(entries))
         return entries[index]
-
-
-def _refuse_lost_order(run: Run, forwards: _Forwards) -> None:
-    # If the whole stack is checkpointed, the backward pass needs the order again, where it may not
-    # be set: after `running`, or always on GPUs (autograd has its own threads). The blocks have
-    # equal shapes, so torch's own check of the replay would not notice.
-    if run is PLAIN and forwards.orders - {None}:
-        raise StackError(
-            "Gradient checkpointing reruns the whole stack in the backward pass, where its "
-            "execution order is not set",
-            hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
-            "`with running(...)` is enough",
-        )
-    if forwards.orders - {run.order}:
-        raise StackError(
-            "Gradient checkpointing reruns the whole stack in the backward pass, and its forwards "
-            "had several execution orders, of which only one is set now",
-            hint="checkpoint the blocks one by one, or call backward() after each forward, inside "
-            "its `with running(...)`, and put other forwards into eval mode and torch.no_grad()",
-        )
 
 
 def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str] = ()) -> ModelT:
@@ -398,7 +335,7 @@ class _Samples:
         self._axes: Axes | None = None
         self._uneven = len(set(map(len, each))) > 1
         if self._several:
-            _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
+            say_batch_norm(stack, "an order per sample splits the batch for their statistics")
 
     def entries(self, run: Run) -> Sequence[Callable[..., Any]]:
         """The entries for the backbone."""
@@ -457,10 +394,7 @@ class _Samples:
         if not self._several:
             self._orders = self._orders[:1] * samples
         elif samples != len(self._orders):
-            raise UsageError(
-                f"{len(self._orders)} orders were given for a batch of {samples} samples",
-                hint="give one order per sample, or a single order for the whole batch",
-            )
+            raise other_count(self._orders, samples)
         if any(order.versions is not None for order in set(self._orders)):
             refuse_rounds(
                 module,
@@ -502,17 +436,6 @@ class _Samples:
 # --- around the blocks ----------------------------------------------------------------------------
 
 
-def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
-    """Log once that BatchNorm layers of blocks in training mode see other batches than usual."""
-    if stack in _BATCH_NORM_SAID:
-        return
-    norms = [module for module in stack.modules() if isinstance(module, _BATCH_NORMS)]
-    if not norms or any(norm.training for norm in norms):
-        _BATCH_NORM_SAID[stack] = bool(norms)
-    if _BATCH_NORM_SAID.get(stack):
-        _log.warning("The blocks hold BatchNorm layers in training mode: %s", consequence)
-
-
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
     """Keep no activations inside blocks; the backward pass computes every block again.
@@ -520,7 +443,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
     This is gradient checkpointing block by block. It works for every backbone and under any order.
     """
     stack = stack_of(model)
-    _say_batch_norm(stack, "each batch counts twice in their running statistics")
+    say_batch_norm(stack, "each batch counts twice in their running statistics")
     with changed(stack, recompute=True):
         yield
 
@@ -559,7 +482,7 @@ def _stacks(model: object) -> list[BlockStack]:
     for module in reached:  # which grows meanwhile
         if not isinstance(module, BlockStack):
             # Most modules are inside blocks or hold no others, and this runs in every forward.
-            reached += [
-                part for part in module._modules.values() if part is not None and part._modules
-            ]
+            for part in parts_by_name(module).values():
+                if part is not None and parts_by_name(part):
+                    reached.append(part)
     return list(dict.fromkeys(part for part in reached if isinstance(part, BlockStack)))

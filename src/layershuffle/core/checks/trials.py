@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from layershuffle.core.checks.untouched import nothing_noted
 from layershuffle.core.entries import Call, Entry, along
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.runs import PLAIN, changed, holders, in_eval, is_compiled
+from layershuffle.core.runs import PLAIN, changed, holders, in_eval
 from layershuffle.core.tensors import mapped, tensors_of
+from layershuffle.core.torch_private import is_compiled
 from layershuffle.ground.errors import StackError
 
 T = TypeVar("T")

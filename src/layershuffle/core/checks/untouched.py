@@ -30,6 +30,8 @@ _INSTALLED = tuple(
 )
 # Other threads set modes and hooks of the same modules meanwhile. Weights are not written.
 _OF_OTHERS = ("training", "_parameters", "_modules", "_forward", "_backward", "_state", "_load")
+# Wrappers of several processes note what they have set up between them, which stays set up.
+_OF_PROCESSES = ("torch.nn.parallel", "torch.distributed")
 _MOST_VALUES = 1 << 20
 _MOST_ITEMS = 10_000
 _MISSING = object()
@@ -72,6 +74,8 @@ class _Record:
     def add_module(self, module: nn.Module) -> None:
         """Note the attributes of a module, its buffers, and what its methods can reach."""
         self._seen[id(module)] = module
+        if type(module).__module__.startswith(_OF_PROCESSES):
+            return
         attributes = vars(module)
         noted = {name: v for name, v in attributes.items() if not name.startswith(_OF_OTHERS)}
         self._waiting += noted.values()
